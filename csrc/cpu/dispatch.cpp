@@ -1,0 +1,122 @@
+// Chooses the instruction set and cuts a plan over threads. Compiled without any -m flag.
+//
+// OpenMP. torch brings its own libgomp. Found with torch 2.13 on Linux (LD_DEBUG=bindings, /proc/self/maps):
+// - torch's copy has the SONAME libgomp.so.1, the name this module links against; the loader keeps one library per SONAME, so
+//   whichever of the two is loaded first serves both, and there is one runtime with one pool of threads.
+// - wheels that rename their copy (libgomp-<hash>.so.1) load it through libtorch_global_deps.so with RTLD_GLOBAL; symbols are
+//   looked up in that scope before this module's own dependencies, so GOMP_parallel still binds to torch's copy when torch was
+//   imported first. hdet.kernels therefore imports torch before this module. The second library is then mapped but never runs.
+// Linking libgomp statically, or a pool of our own, would give two pools that spin against each other.
+// For the same reason a call opens one region and not one per tensor: a barrier next to a busy neighbour costs milliseconds.
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "kernels.h"
+
+namespace hdet::cpu {
+
+#define HDET_DECLARE(isa)                                     \
+  void adamw_##isa(const AdamWPlan&, int64_t, int64_t);       \
+  void average_##isa(const AveragePlan&, int64_t, int64_t);
+HDET_DECLARE(baseline)
+#ifdef HDET_X86_64
+HDET_DECLARE(x86_64_v2)
+HDET_DECLARE(x86_64_v3)
+HDET_DECLARE(x86_64_v4)
+#endif
+
+namespace {
+
+struct Variant {
+  const char* name;
+  AdamWLoop adamw;
+  AverageLoop average;
+};
+
+// Below this many elements a region costs more than a second thread saves.
+constexpr int64_t kParallelElements = 65536;
+
+const std::vector<Variant>& supported() {
+  static const std::vector<Variant> list = [] {
+    std::vector<Variant> found;
+#ifdef HDET_X86_64
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"x86-64-v4", adamw_x86_64_v4, average_x86_64_v4});
+    if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"x86-64-v3", adamw_x86_64_v3, average_x86_64_v3});
+    if (__builtin_cpu_supports("x86-64-v2")) found.push_back({"x86-64-v2", adamw_x86_64_v2, average_x86_64_v2});
+#endif
+    found.push_back({"baseline", adamw_baseline, average_baseline});
+    return found;
+  }();
+  return list;
+}
+
+const Variant& choose(const std::string& isa) {
+  const char* environment = std::getenv("HDET_ISA");
+  const std::string wanted = !isa.empty() ? isa : environment != nullptr ? environment : "";
+  if (wanted.empty()) return supported().front();
+  std::string names;
+  for (const Variant& variant : supported()) {
+    if (wanted == variant.name) return variant;
+    names += std::string(names.empty() ? "" : ", ") + variant.name;
+  }
+  throw std::invalid_argument((isa.empty() ? "HDET_ISA=" : "isa=") + wanted + " is not available here; choose one of: " + names);
+}
+
+// Calls loop(first, last) on consecutive shares of about equally many elements, one for each thread.
+template <class Loop>
+void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& loop) {
+  if (count == 0) return;
+#ifdef _OPENMP
+  const int64_t total = chunks[count - 1].begin + chunks[count - 1].length;
+  if (threads > 1 && total >= kParallelElements) {
+    const auto cut = [=](int64_t share, int64_t shares) {
+      const auto before = [](const Chunk& chunk, int64_t elements) { return chunk.begin < elements; };
+      return std::lower_bound(chunks, chunks + count, total / shares * share + total % shares * share / shares, before) - chunks;
+    };
+#pragma omp parallel num_threads(threads)
+    {
+      const int share = omp_get_thread_num();
+      const int shares = omp_get_num_threads();
+      loop(cut(share, shares), share + 1 == shares ? count : cut(share + 1, shares));
+    }
+    return;
+  }
+#else
+  static_cast<void>(threads);
+#endif
+  loop(0, count);
+}
+
+}  // namespace
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  for (const Variant& variant : supported()) names.emplace_back(variant.name);
+  return names;
+}
+
+bool has_openmp() {
+#ifdef _OPENMP
+  return true;
+#else
+  return false;
+#endif
+}
+
+void adamw(const AdamWPlan& plan, int threads, const std::string& isa) {
+  const AdamWLoop loop = choose(isa).adamw;
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
+}
+
+void average(const AveragePlan& plan, int threads, const std::string& isa) {
+  const AverageLoop loop = choose(isa).average;
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
+}
+
+}  // namespace hdet::cpu

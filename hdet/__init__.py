@@ -1,0 +1,53 @@
+"""hdet: the replicas of data-parallel training as a live search for hyperparameters.
+
+Each replica trains under its own learning rate, parameters are averaged every T steps, and the replicas' losses move the
+shared base value. Start with `OneCycleAutoLR` (the drop-in) or `Ensemble` (any optimizer, any scheduler).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Names are loaded on first use, so that the command line answers --help without importing torch.
+_HOMES = {
+    "Ensemble": "ensemble",
+    "FusedAdamW": "optim",
+    "LearningRate": "knobs",
+    "OneCycleAutoLR": "schedulers",
+    "ProbeController": "probe",
+    "ReplicaDisagreement": "replicas",
+    "Replicas": "replicas",
+    "ReplicasDiverged": "ensemble",
+    "SoftmaxController": "core.controllers",
+    "warm_noise_": "noise",
+}
+
+__all__ = [*_HOMES, "__version__", "kernels"]  # noqa: PLE0604 - the keys are the names
+
+if TYPE_CHECKING:
+    from . import kernels as kernels
+    from .core.controllers import SoftmaxController as SoftmaxController
+    from .ensemble import Ensemble as Ensemble
+    from .ensemble import ReplicasDiverged as ReplicasDiverged
+    from .knobs import LearningRate as LearningRate
+    from .noise import warm_noise_ as warm_noise_
+    from .optim import FusedAdamW as FusedAdamW
+    from .probe import ProbeController as ProbeController
+    from .replicas import ReplicaDisagreement as ReplicaDisagreement
+    from .replicas import Replicas as Replicas
+    from .schedulers import OneCycleAutoLR as OneCycleAutoLR
+
+
+def __getattr__(name: str) -> Any:
+    if name == "kernels":
+        return importlib.import_module(".kernels", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

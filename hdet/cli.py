@@ -1,0 +1,165 @@
+"""The command line: `hdet train`, `hdet report`, `hdet doctor`, `hdet simulate`. Torch is imported by what needs it, when it runs.
+
+Exit codes: 0 done; 1 a process of the run failed; 2 something the user can put right, said in one line; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import hdet
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a wrong argument, instead of the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without ± shows a question mark, not a traceback
+    parser = _build_parser()
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as done:  # argparse has already said why
+        return int(done.code or 0)
+    with _terminated_like_interrupted():
+        try:
+            return int(options.run(options))
+        except ValueError as error:
+            return _say(2, f"hdet {options.command}: {' '.join(str(error).split())}")
+        except BrokenPipeError:  # `hdet ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+def _say(code: int, line: str) -> int:
+    # Under torchrun every rank meets the same error; one of them says it.
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+    return code
+
+
+class _terminated_like_interrupted:  # noqa: N801  (used as a verb)
+    """SIGTERM unwinds the stack as Ctrl-C does, so that processes are ended and files removed."""
+
+    def __enter__(self) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        try:
+            self._before: Any = signal.signal(signal.SIGTERM, stop)
+        except ValueError:  # not the main thread: somebody else's business
+            self._before = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------------
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hdet", description="Replicas of data-parallel training as a live search for hyperparameters.")
+    parser.add_argument("--version", action="version", version=f"hdet {hdet.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    _add_train_arguments(command("train", _train, "Train a small GPT on real text, with HDET or the fixed schedule."))
+    report = command("report", _report, "Draw runs beside each other and print their table.")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one")
+    command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
+    simulate = command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training.")
+    simulate.add_argument("--start", type=float, default=1 / 30, metavar="FACTOR", help="how wrong the first rate is, 1 being right (default: 1/30)")
+    simulate.add_argument("--cycles", type=int, default=40, help="(default: 40)")
+    simulate.add_argument("--replicas", type=int, default=4, help="(default: 4)")
+    simulate.add_argument("--spread", type=float, default=0.3, help="(default: 0.3)")
+    simulate.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    return parser
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    from hdet.jobs.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
+
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--compare", action="store_true", help="train with the fixed schedule first, then with HDET; print both and draw them together")
+    what.add_argument("--schedule-only", action="store_true", help="train with the fixed schedule only")
+    what.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder from its checkpoint, bit for bit")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the run's files go; default: a new folder below runs/")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run that is already in --out")
+    choices = {"controller": CONTROLLERS, "device": DEVICES}
+    settings = parser.add_argument_group("settings of the run")
+    for name, field in TrainConfig.__dataclass_fields__.items():
+        if name == "mode":
+            continue
+        kind = {"i": int, "f": float, "s": str}[str(field.type)[0]]
+        default = "" if field.default is None else f" (default: {field.default})"
+        extra = {"choices": choices[name]} if name in choices else {"type": kind, "metavar": kind.__name__.upper() if kind is not str else "FOLDER"}
+        # No default here: what was not typed stays away, so that --resume can tell.
+        settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)  # type: ignore[arg-type]
+
+
+# -- commands --------------------------------------------------------------------------------------------------------------
+
+
+def _need(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} cannot be imported: pip install hdet[job]")
+
+
+def _train(options: argparse.Namespace) -> int:
+    _need("rich", "matplotlib")
+    from hdet.jobs.command import train
+
+    return train(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    _need("rich", "matplotlib")
+    from hdet.report import REPORT, find_runs, plot, print_table
+
+    runs = find_runs(options.runs)
+    folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
+    path = options.out or (folders.pop() if len(folders) == 1 else Path()) / REPORT
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"out is {str(path)!r}: its folder does not exist, create it first")
+    print_table(runs)
+    plot(runs, path)
+    print(f"picture: {path}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hdet.doctor import report
+
+    print(report())
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from hdet.jobs.simulate import simulate
+
+    for line in simulate(options.start, cycles=options.cycles, replicas=options.replicas, spread=options.spread, seed=options.seed):
+        print(line)
+    return 0

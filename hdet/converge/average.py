@@ -1,0 +1,162 @@
+"""The converge across processes: a weighted average in place, bucket by bucket (Eq. 3).
+
+Cost: one all_reduce of the parameters' bytes. Extra memory: at most one bucket, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..replicas import Replicas
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable"]
+
+DEFAULT_BUCKET_BYTES = 32 << 20
+DIRECT_BYTES = 1 << 20
+"""A tensor this large is reduced where it lies: a copy into a bucket would cost more than its own collective."""
+
+
+@dataclass
+class _Filling:
+    """What travels together: ``flat`` is the used part of the bucket, ``views`` its pieces, ``sources`` those of the tensors."""
+
+    flat: torch.Tensor
+    views: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+    def pack(self, weight: float) -> None:
+        torch._foreach_copy_(self.views, self.sources)
+        _scale_(self.flat, weight)
+
+    def unpack(self) -> None:
+        torch._foreach_copy_(self.sources, self.views)
+
+
+class BucketedAverage:
+    """Weighted in-place average of the same tensors on every replica.
+
+    Args:
+        tensors: floating-point tensors, in the same order on every replica. Contiguous ones of at least 1 MiB in fp32 or fp64
+            are reduced where they lie; the others travel in a bucket, filled as often as needed, 16-bit ones as fp32.
+        replicas: who takes part.
+        bucket_bytes: upper bound of the extra memory, in bytes; it is kept between calls.
+
+    Guarantees: afterwards the tensors are bitwise equal on all replicas; the order and the number of collectives depend on
+    shapes and dtypes alone; the host never waits for a CUDA device. Not for overlapping calls.
+
+    Raises:
+        ValueError: a tensor that is sparse, not floating point, or a DTensor; ``bucket_bytes`` below 1024.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1024:
+            raise ValueError(f"bucket_bytes must be a whole number of bytes >= 1024, got {bucket_bytes!r}")
+        for i, tensor in enumerate(tensors):
+            check_averageable(tensor, f"tensor {i}")
+        self.tensors, self.replicas, self.bucket_bytes = list(tensors), replicas, bucket_bytes
+        self._addresses: list[int] = []
+        self._direct: list[torch.Tensor] = []
+        self._fillings: list[_Filling] = []
+        self._memories: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, weight: float | None = None) -> None:
+        """Replace every tensor by sum_r w_r theta_r. ``weight`` is this replica's w_r (default 1/N); they must sum to 1.
+
+        A replica of weight 0 contributes exactly zero, even where it holds NaN or inf, and takes the average like the others.
+        """
+        group = self.replicas.peer_group
+        if group is None:
+            return
+        weight = 1 / self.replicas.count if weight is None else float(weight)
+        self._plan()
+        pending = []
+        for tensor in self._direct:
+            _scale_(tensor, weight)
+            pending.append(dist.all_reduce(tensor, group=group, async_op=True))
+        for filling in self._fillings:
+            filling.pack(weight)
+            dist.all_reduce(filling.flat, group=group)
+            filling.unpack()
+        for work in pending:
+            work.wait()  # on CUDA this orders streams; the host goes on
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of bucket memory held since the first call."""
+        return sum(memory.nbytes for memory in self._memories)
+
+    def _plan(self) -> None:
+        """Who goes directly and what fills which half; rebuilt only if a tensor has moved."""
+        data = [t.detach() for t in self.tensors if t.numel()]
+        addresses = [t.data_ptr() for t in data]
+        if addresses == self._addresses:
+            return
+        self._addresses, self._direct, self._fillings, self._memories = addresses, [], [], []
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in data:
+            wire = _wire_dtype(tensor.dtype)
+            if tensor.is_contiguous() and tensor.dtype == wire and tensor.nbytes >= DIRECT_BYTES:
+                self._direct.append(tensor)
+            else:
+                kinds.setdefault((tensor.device, wire), []).append(tensor)
+        for (device, dtype), members in kinds.items():
+            wanted = sum(t.numel() for t in members)
+            memory = torch.empty(min(wanted, self.bucket_bytes // len(kinds) // dtype.itemsize), dtype=dtype, device=device)
+            self._memories.append(memory)
+            self._fillings += _fill(members, memory)
+
+
+def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """16-bit values are averaged in fp32: a sum in bf16 would lose what the replicas differ by."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fill(tensors: list[torch.Tensor], memory: torch.Tensor) -> Iterator[_Filling]:
+    """Lay the tensors out over the bucket, again and again; a tensor may be cut between two fillings."""
+    used = 0
+    filling = _Filling(memory)
+    for tensor in tensors:
+        for piece in _pieces(tensor, memory.numel()):
+            if used + piece.numel() > memory.numel():
+                filling.flat = memory[:used]
+                yield filling
+                filling, used = _Filling(memory), 0
+            filling.views.append(memory[used : used + piece.numel()].view(piece.shape))
+            filling.sources.append(piece)
+            used += piece.numel()
+    filling.flat = memory[:used]
+    yield filling
+
+
+def _pieces(tensor: torch.Tensor, capacity: int) -> Iterator[torch.Tensor]:
+    """The tensor itself, or, larger than the bucket, pieces of it that fit."""
+    if tensor.numel() <= capacity:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from tensor.view(-1).split(capacity)
+    else:
+        for row in tensor.unbind(0):
+            yield from _pieces(row, capacity)
+
+
+def _scale_(tensor: torch.Tensor, weight: float) -> None:
+    """Multiply in place; weight 0 means "nothing of this replica", which NaN * 0 would not be."""
+    if weight == 0:
+        tensor.zero_()
+    else:
+        tensor.mul_(weight)
+
+
+def check_averageable(tensor: torch.Tensor, name: str) -> None:
+    """Raises ValueError for what cannot be averaged in place, by name and with the way out."""
+    if hasattr(tensor, "to_local") and hasattr(tensor, "placements"):
+        raise ValueError(f"{name} is a DTensor: which ranks hold the same shard is not known here, so sharded layouts are refused; train with DDP")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}: only dense tensors can be averaged in place")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} has dtype {tensor.dtype}: only floating-point tensors have an average")

@@ -1,0 +1,1 @@
+"""The method without tensors or processes: multipliers, clock, controllers, engine. Imports nothing but the standard library."""

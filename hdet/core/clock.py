@@ -1,0 +1,51 @@
+"""When a cycle ends and when the controller may act. Units are optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Clock"]
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The interval T between averages, the warm-up S_warm of the controller, and the length S of the run (None: open-ended)."""
+
+    sync_interval: int
+    warmup_steps: int = 0
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _whole(self.sync_interval) or self.sync_interval < 1:
+            raise ValueError(
+                f"sync_interval must be a whole number of steps >= 1, got {self.sync_interval!r}: "
+                "replicas are averaged every sync_interval optimizer steps"
+            )
+        if not _whole(self.warmup_steps) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be a whole number of steps >= 0, got {self.warmup_steps!r}")
+        if self.total_steps is not None and (not _whole(self.total_steps) or self.total_steps < 1):
+            raise ValueError(f"total_steps must be a whole number of steps >= 1, or None, got {self.total_steps!r}")
+
+    def check_controller_can_act(self) -> None:
+        """Raises ValueError when the warm-up leaves the controller no interval of the run."""
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps ({self.total_steps}) must exceed the controller's warm-up ({self.warmup_steps} steps), or it never acts: "
+                "lower warmup_steps (auto_lr_warmup_steps), or train longer, or run without a controller"
+            )
+
+    def ends_cycle(self, position: int, step: int) -> bool:
+        """Is a cycle over after ``position`` steps of it, ``step`` of the run? The run's last step always ends one."""
+        return position >= self.sync_interval or (self.total_steps is not None and step == self.total_steps)
+
+    def controls(self, step: int) -> bool:
+        """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly after the warm-up."""
+        return step - self.sync_interval >= self.warmup_steps
+
+    def decisions_left(self, step: int) -> int | None:
+        """K of Eq. 7: decisions from the cycle that ended at ``step`` to the end of the run, this one included."""
+        return None if self.total_steps is None else max(1, (self.total_steps - step) // self.sync_interval + 1)

@@ -1,0 +1,94 @@
+"""What a controller is given and what it answers.
+
+A controller runs on every rank on bitwise equal inputs, so it must be a function of the evidence and of its own state
+alone: no clock, no random numbers, no tensors. Losses that are missing or not finite arrive as None and are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Controller", "Decision", "Evidence", "require_keys"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One cycle, as seen by every rank alike. Losses in nats (or the user's unit), values in the knob's own unit."""
+
+    cycle: int
+    """Cycles closed before this one."""
+    step: int
+    """Steps of the schedule done when the cycle ended."""
+    total_steps: int | None
+    """Length S of the run in steps, if known."""
+    warmup_steps: int
+    sync_interval: int
+    knobs: Sequence[str]
+    multipliers: Sequence[Sequence[float]]
+    """[knob][replica]: rho of the cycle that ended."""
+    losses: Sequence[float | None]
+    """[replica]: mean training loss over the cycle; None is left out."""
+    probes: Sequence[Sequence[float] | None] | None
+    """[replica][chunk]: losses on mini-batches common to all replicas, at cycle-averaged weights; None where none were taken."""
+    scheduled: Sequence[float]
+    """[knob]: the untouched schedule's value now."""
+    peak: Sequence[float]
+    """[knob]: the highest value of the untouched schedule."""
+    floor: Sequence[float]
+    """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
+    values: Sequence[float]
+    """[knob]: the base value in force now, corrections included."""
+    decisions_left: int | None = None
+    """K of Eq. 7: decisions left in the run, this one included."""
+
+    @property
+    def progress(self) -> float | None:
+        """Part of the run that is done, in [0, 1]; None for an open-ended run."""
+        return None if self.total_steps is None else min(1.0, self.step / self.total_steps)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer for one knob. ``factor`` multiplies its correction; ``base`` instead replaces schedule and correction."""
+
+    factor: float = 1.0
+    base: float | None = None
+    slope: float | None = None
+    """d loss / d ln(multiplier): negative means that a higher value was better."""
+    error: float | None = None
+    """One standard error of ``slope``."""
+    t: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for name, number in (("factor", self.factor), ("base", self.base)):
+            if number is not None and not (math.isfinite(number) and number > 0):
+                raise ValueError(f"a decision's {name} must be finite and positive, got {number!r}: a controller may not produce it")
+
+
+@runtime_checkable
+class Controller(Protocol):
+    """Anything with these members steers an Ensemble. ``update`` returns one Decision per knob, in the order of ``evidence.knobs``."""
+
+    name: str
+    needs_probe: bool
+
+    def update(self, evidence: Evidence) -> list[Decision]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def require_keys(state: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
+    """Refuse a state that lacks a key, before anything is changed.
+
+    Raises:
+        ValueError: names what is missing and what was expected.
+    """
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(f"the {what} state lacks {', '.join(map(repr, missing))}: it was saved by something else or cut short; keys expected: {', '.join(keys)}")

@@ -1,0 +1,141 @@
+"""The paper's controller: replicas with a lower training loss pull the base value towards their own (Eq. 4 to 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .protocol import Decision, Evidence, require_keys
+
+__all__ = ["SoftmaxController", "gamma_floor", "gamma_printed", "momentum_update", "signal", "softmax_weights"]
+
+
+def softmax_weights(losses: Sequence[float], temperature: float) -> list[float]:
+    """Eq. 4: s_r = (mean(L) - L_r) / sigma, w = softmax(s). ``losses`` finite; ``temperature`` (sigma) in the loss's unit."""
+    mean = math.fsum(losses) / len(losses)
+    scores = [(mean - loss) / temperature for loss in losses]
+    highest = max(scores)
+    raised = [math.exp(score - highest) for score in scores]
+    total = math.fsum(raised)
+    return [x / total for x in raised]
+
+
+def signal(weights: Sequence[float], rates: Sequence[float]) -> float:
+    """Eq. 5: Delta = sum_r w_r eta_r - mean_r eta_r, in the unit of ``rates``."""
+    return math.fsum(w * eta for w, eta in zip(weights, rates)) - math.fsum(rates) / len(rates)
+
+
+def momentum_update(velocity: float, delta: float, base: float, *, momentum: float, step_size: float, gamma: float = 0.0) -> tuple[float, float]:
+    """Eq. 6: v <- beta v + (1 - beta) Delta; base <- base (1 - gamma) + lambda v. Returns (v, base)."""
+    velocity = momentum * velocity + (1 - momentum) * delta
+    return velocity, base * (1 - gamma) + step_size * velocity
+
+
+def gamma_floor(base: float, floor: float, intervals: float) -> float:
+    """Eq. 7, corrected: gamma = 1 - (min_lr / base_at_warm)^(1/K), so that K neutral intervals end at the schedule's floor."""
+    return 1 - (floor / base) ** (1 / intervals)
+
+
+def gamma_printed(div_factor: float, final_div_factor: float, intervals: float) -> float:
+    """Eq. 7 as printed: 1 - exp(-ln(f_div / f_final) / K). With torch's meaning of the factors it is NEGATIVE (the rate grows)."""
+    return 1 - math.exp(-math.log(div_factor / final_div_factor) / intervals)
+
+
+class SoftmaxController:
+    """Eq. 4 to 7, with sigma, lambda, beta and the decay explicit.
+
+    Args:
+        temperature: sigma of Eq. 4, in the loss's unit. Not scale-free: at 0.1 nats differences of 0.001 hardly move anything.
+        step_size: lambda of Eq. 6.
+        momentum: beta of Eq. 6, in [0, 1).
+        decay: ``None`` - corrections multiply the schedule, which keeps its shape; Eq. 6 runs on relative values in log space.
+            ``"floor"`` - the published behaviour with the corrected gamma: after the warm-up the schedule is left and the base
+            value decays to the schedule's floor. ``"printed"`` - the same with gamma as printed.
+        div_factor, final_div_factor: f_div and f_final, read by ``decay="printed"`` only (torch's defaults).
+
+    A base value never reaches zero: it is held within [floor of the schedule, 1000 times its value after the warm-up].
+    Replicas without a finite loss are left out of the weights and of the mean; with fewer than two left nothing moves.
+    With several knobs each uses its own multipliers and the common weights, as published.
+    """
+
+    name = "softmax"
+    needs_probe = False
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        step_size: float = 0.5,
+        momentum: float = 0.9,
+        decay: str | None = "floor",
+        *,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+    ) -> None:
+        for name, value in (("temperature", temperature), ("div_factor", div_factor), ("final_div_factor", final_div_factor)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if not (math.isfinite(step_size) and step_size >= 0):
+            raise ValueError(f"step_size must be a number >= 0, got {step_size!r}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}")
+        if decay not in (None, "floor", "printed"):
+            raise ValueError(f"decay must be None, 'floor' or 'printed', got {decay!r}")
+        self.temperature, self.step_size, self.momentum, self.decay = temperature, step_size, momentum, decay
+        self.div_factor, self.final_div_factor = div_factor, final_div_factor
+        self.velocities: list[float] = []
+        self.bases: list[float] = []
+        self.gammas: list[float] = []
+        self.ceilings: list[float] = []
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        if self.decay is not None and not self.gammas:
+            self._leave_schedule(evidence)
+        self.velocities = self.velocities or [0.0] * len(evidence.knobs)
+        present = [r for r, loss in enumerate(evidence.losses) if loss is not None]
+        if len(present) < 2:
+            # Even then the decay goes on: it is a clock, not a reaction to losses.
+            weights = [1 / len(present)] * len(present) if present else []
+            note = "fewer than two usable losses"
+        else:
+            weights = softmax_weights([loss for loss in evidence.losses if loss is not None], self.temperature)
+            note = ""
+        return [self._decide(k, weights, [evidence.multipliers[k][r] for r in present], evidence, note) for k in range(len(evidence.knobs))]
+
+    def _leave_schedule(self, evidence: Evidence) -> None:
+        """Fix gamma at the end of the warm-up, from the values then in force."""
+        intervals = evidence.decisions_left
+        if intervals is None:
+            raise ValueError(f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None")
+        self.bases = list(evidence.values)
+        self.ceilings = [1000 * value for value in evidence.values]
+        if self.decay == "printed":
+            self.gammas = [gamma_printed(self.div_factor, self.final_div_factor, intervals)] * len(self.bases)
+            return
+        if min(evidence.floor) <= 0:
+            raise ValueError("decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's min_lr): use decay=None with this scheduler")
+        self.gammas = [gamma_floor(base, min(floor, base), intervals) for base, floor in zip(self.bases, evidence.floor)]
+
+    def _decide(self, k: int, weights: list[float], multipliers: list[float], evidence: Evidence, note: str) -> Decision:
+        relative = signal(weights, multipliers) if weights else 0.0
+        if self.decay is None:
+            # Relative values keep a stale velocity harmless while the schedule falls; exp keeps the value positive.
+            self.velocities[k], moved = momentum_update(self.velocities[k], relative, 1.0, momentum=self.momentum, step_size=self.step_size)
+            return Decision(factor=math.exp(moved - 1.0), note=note)
+        self.velocities[k], base = momentum_update(
+            self.velocities[k], self.bases[k] * relative, self.bases[k],
+            momentum=self.momentum, step_size=self.step_size, gamma=self.gammas[k],
+        )  # fmt: skip
+        lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
+        self.bases[k] = min(max(base, lowest), self.ceilings[k])
+        return Decision(base=self.bases[k], note=note)
+
+    _STATE = ("velocities", "bases", "gammas", "ceilings")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **{key: list(getattr(self, key)) for key in self._STATE}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_keys(state, self._STATE, "SoftmaxController's")
+        for key in self._STATE:
+            setattr(self, key, [float(x) for x in state[key]])

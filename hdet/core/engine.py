@@ -1,0 +1,192 @@
+"""One run of the method as a state machine: cycle count, multipliers, corrections. No tensors, no processes.
+
+`hdet.Ensemble` drives it with real losses, `hdet simulate` and the tests with made-up ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .clock import Clock
+from .controllers.protocol import Controller, Decision, Evidence, require_keys
+from .spread import assignment, check_spread, multipliers
+
+__all__ = ["CycleOutcome", "Engine", "KnobSpec"]
+
+STATE_VERSION = 1
+LARGEST_CORRECTION = 1e6
+"""A correction outside [1/this, this] is a runaway, not a tuning: it is held there and noted."""
+
+
+@dataclass(frozen=True)
+class KnobSpec:
+    """Name and spread alpha of one explored hyperparameter."""
+
+    name: str
+    spread: float
+
+    def __post_init__(self) -> None:
+        check_spread(self.spread)
+
+
+@dataclass(frozen=True)
+class CycleOutcome:
+    """What `Engine.close` did, one entry per knob in the lists."""
+
+    cycle: int
+    multipliers: list[list[float]]
+    decisions: list[Decision]
+    left_out: list[int]
+    notes: list[str]
+
+
+class Engine:
+    """Knobs, clock, controller and what was learned: one correction (or base value) per knob.
+
+    Args:
+        knobs: what is explored; names must differ.
+        replicas: N >= 1.
+        clock: when cycles end.
+        controller: None keeps corrections at 1 (spread and converge still run).
+        seed: key of the assignments (Eq. 8).
+    """
+
+    def __init__(self, knobs: Sequence[KnobSpec], replicas: int, clock: Clock, controller: Controller | None = None, seed: int = 0) -> None:
+        names = [knob.name for knob in knobs]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"knobs must be at least one, with different names, got {names}")
+        if replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {replicas!r}")
+        if controller is not None:
+            clock.check_controller_can_act()
+        self.knobs, self.replicas, self.clock, self.controller, self.seed = list(knobs), replicas, clock, controller, seed
+        self.cycle = 0
+        self.step = 0
+        self.position = 0
+        self.corrections = [1.0] * len(knobs)
+        self.bases: list[float | None] = [None] * len(knobs)
+
+    # -- fan out ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def explores(self) -> bool:
+        """Can replicas differ at all?"""
+        return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs)
+
+    def multipliers(self) -> list[list[float]]:
+        """[knob][replica]: rho of the running cycle (Eq. 1 and 8)."""
+        table = []
+        for knob in self.knobs:
+            grid = multipliers(self.replicas, knob.spread)
+            table.append([grid[place] for place in assignment(self.seed, self.cycle, knob.name, self.replicas)])
+        return table
+
+    def value(self, knob: int, scheduled: float) -> float:
+        """The base value in force, given the untouched schedule's."""
+        base = self.bases[knob]
+        return scheduled * self.corrections[knob] if base is None else base
+
+    # -- count -----------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> bool:
+        """One optimizer step is done on every replica. Returns whether it ends the cycle."""
+        self.step += 1
+        self.position += 1
+        return self.clock.ends_cycle(self.position, self.step)
+
+    # -- control ---------------------------------------------------------------------------------------------------------
+
+    def close(
+        self,
+        losses: Sequence[float | None],
+        probes: Sequence[Sequence[float] | None] | None = None,
+        *,
+        scheduled: Sequence[float],
+        peak: Sequence[float] | None = None,
+        floor: Sequence[float] | None = None,
+        schedule_step: int | None = None,
+    ) -> CycleOutcome:
+        """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
+
+        ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a slot never reaches
+        the controller. ``probes``: [replica][chunk], rows with a non-finite number are left out whole.
+        """
+        table = self.multipliers()
+        clean = [x if x is not None and math.isfinite(x) else None for x in losses]
+        rows = None if probes is None else [row if row is not None and all(map(math.isfinite, row)) else None for row in probes]
+        judged: Sequence[object] = clean if rows is None else rows
+        notes = [f"replica {r} left out: no finite {'loss' if rows is None else 'probe loss'}" for r, x in enumerate(judged) if x is None]
+        decisions = [Decision()] * len(self.knobs)
+        if self.controller is not None and self.clock.controls(self.step):
+            evidence = Evidence(
+                cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
+                warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
+                knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, probes=rows,
+                scheduled=list(scheduled), peak=list(peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
+                values=[self.value(k, s) for k, s in enumerate(scheduled)], decisions_left=self.clock.decisions_left(self.step),
+            )  # fmt: skip
+            decisions = self.controller.update(evidence)
+            for k, decision in enumerate(decisions):
+                notes += self._apply(k, decision)
+        outcome = CycleOutcome(self.cycle, table, decisions, [r for r, x in enumerate(judged) if x is None], notes)
+        self.cycle += 1
+        self.position = 0
+        return outcome
+
+    def _apply(self, knob: int, decision: Decision) -> list[str]:
+        self.bases[knob] = decision.base
+        wanted = self.corrections[knob] * decision.factor
+        self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+        name = self.knobs[knob].name
+        notes = [f"{name}: {decision.note}"] if decision.note else []
+        if self.corrections[knob] != wanted:
+            notes.append(f"{name}: correction {wanted:.3g} held at {self.corrections[knob]:.3g}")
+        return notes
+
+    # -- checkpoint ------------------------------------------------------------------------------------------------------
+
+    _STATE = ("version", "cycle", "step", "position", "seed", "knobs", "corrections", "bases", "controller", "controller_state")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists; the same on every rank and for every N, so it loads with another number of replicas."""
+        return {
+            "version": STATE_VERSION,
+            "cycle": self.cycle,
+            "step": self.step,
+            "position": self.position,
+            "seed": self.seed,
+            "knobs": [knob.name for knob in self.knobs],
+            "corrections": list(self.corrections),
+            "bases": list(self.bases),
+            "controller": None if self.controller is None else self.controller.name,
+            "controller_state": None if self.controller is None else self.controller.state_dict(),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not belong to this run, before anything is changed."""
+        if state.get("version", STATE_VERSION) != STATE_VERSION:
+            raise ValueError(f"the ensemble's state has version {state['version']!r}, this hdet reads version {STATE_VERSION}: load it with the hdet that wrote it")
+        require_keys(state, self._STATE, "ensemble's")
+        ours: dict[str, object] = {
+            "knobs": [knob.name for knob in self.knobs],
+            "controller": None if self.controller is None else self.controller.name,
+        }
+        for key, mine in ours.items():
+            if state[key] != mine:
+                raise ValueError(f"the ensemble's state was saved with {key} {state[key]!r}, this run has {mine!r}: construct it with the same {key}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments go on.
+
+        Raises:
+            ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
+        """
+        self.check_state(state)
+        if self.controller is not None:
+            self.controller.load_state_dict(state["controller_state"])
+        self.cycle, self.step, self.position, self.seed = (int(state[key]) for key in ("cycle", "step", "position", "seed"))
+        self.corrections = [float(x) for x in state["corrections"]]
+        self.bases = [None if x is None else float(x) for x in state["bases"]]

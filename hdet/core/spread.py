@@ -1,0 +1,48 @@
+"""Fan-out: which multiplier each replica trains under, cycle by cycle (Eq. 1 and 8)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+__all__ = ["assignment", "check_spread", "multipliers"]
+
+
+def check_spread(spread: float, name: str = "spread") -> float:
+    """Return ``spread`` as a float; refuse what would make a multiplier zero, negative or undefined.
+
+    Raises:
+        ValueError: not a finite number in [0, 1).
+    """
+    if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not math.isfinite(spread) or not 0 <= spread < 1:
+        raise ValueError(
+            f"{name} must be a number in [0, 1), got {spread!r}: multipliers range over [1 - spread, 1 + spread] and must stay "
+            "positive; 1/9 is the paper's, 0 is plain data-parallel training"
+        )
+    return float(spread)
+
+
+def multipliers(count: int, spread: float) -> list[float]:
+    """Eq. 1: rho_r = 1 + alpha (r - (N-1)/2) / max((N-1)/2, 1/2), for r = 0 .. N-1.
+
+    Symmetric around 1, so their sum is N and the uniform mean of the replicas moves at the base rate.
+    ``spread`` (alpha) 0, or a single replica, gives exactly 1.0.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1 replica, got {count!r}")
+    check_spread(spread)
+    middle = (count - 1) / 2
+    return [1.0 + spread * (r - middle) / max(middle, 0.5) for r in range(count)]
+
+
+def assignment(seed: int, cycle: int, knob: str, count: int) -> list[int]:
+    """Eq. 8: a fresh permutation for each (cycle, knob); entry r is replica r's place on the grid of `multipliers`.
+
+    Sorting by a hash is a uniform permutation that every rank finds alone: no generator state, no communication,
+    the same on every platform and Python version, and the user's random numbers are never touched.
+    """
+    order = sorted(range(count), key=lambda r: hashlib.sha256(f"{seed}/{cycle}/{knob}/{r}".encode()).digest())
+    places = [0] * count
+    for place, replica in enumerate(order):
+        places[replica] = place
+    return places

@@ -1,0 +1,122 @@
+"""`hdet doctor`: what is here, what can be used, and why the rest cannot. Never fails: a part that is broken says so in its own line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+
+import hdet
+
+__all__ = ["report"]
+
+Line = tuple[str, str]
+
+
+def report() -> str:
+    """All sections as text."""
+    sections: list[tuple[str, Callable[[], Iterator[Line]]]] = [
+        ("versions", _versions),
+        ("build", _build),
+        ("backends", _backends),
+        ("devices", _devices),
+        ("threads", _threads),
+        ("process groups", _process_groups),
+        ("extras", _extras),
+    ]
+    text = []
+    for title, lines in sections:
+        text.append(title)
+        try:
+            text += [f"  {name:<18}{value}" for name, value in lines()]
+        except Exception as error:  # a doctor who faints helps nobody
+            text.append(f"  {'unknown':<18}{type(error).__name__}: {' '.join(str(error).split())}")
+    return "\n".join(text)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[Line]:
+    yield "hdet", f"{hdet.__version__} ({os.path.dirname(os.path.abspath(hdet.__file__))})"
+    yield "python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+    torch = _version("torch")
+    if torch is None:
+        yield "torch", "missing: pip install torch"
+        return
+    import torch as module
+
+    yield "torch", module.__version__
+    yield "torch's CUDA", module.version.cuda or "none: this torch was built without CUDA"
+
+
+def _build() -> Iterator[Line]:
+    try:
+        import torch  # noqa: F401  (first, so that both share one OpenMP runtime)
+
+        from hdet import _C
+    except ImportError as error:
+        yield "native module", f"missing ({error}): reinstall hdet with a C++ compiler, pip install -e ."
+        return
+    info = _C.build_info()
+    yield "compiler", str(info["compiler"])
+    yield "instruction sets", ", ".join(info["isa"])
+    yield "OpenMP", "yes" if info["openmp"] else "no: kernels use one thread"
+    yield "CUDA kernels", f"{info['cuda_compiler']}, for {info['cuda_archs']}" if info["cuda"] else f"none: {info['cuda_note']}"
+    yield "nvcc now", _nvcc()
+
+
+def _nvcc() -> str:
+    path = shutil.which("nvcc")
+    if path is None:
+        return "not on PATH"
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    release = [part.strip() for line in answer.splitlines() if "release" in line for part in line.split(",") if "release" in part]
+    return f"{path} ({release[0] if release else 'does not say its release'})"
+
+
+def _backends() -> Iterator[Line]:
+    for name, state in hdet.kernels.available().items():
+        yield name, "usable" if state == "usable" else f"not usable: {state}"
+
+
+def _devices() -> Iterator[Line]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "GPUs", "none that torch can use"
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(i)
+        yield f"GPU {i}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+
+
+def _threads() -> Iterator[Line]:
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "CPU cores", f"{usable} for this process, {os.cpu_count()} in the machine"
+    yield "torch", f"{torch.get_num_threads()} threads ({'OMP_NUM_THREADS=' + os.environ['OMP_NUM_THREADS'] if 'OMP_NUM_THREADS' in os.environ else 'OMP_NUM_THREADS not set'})"
+    yield "hdet train", "1 thread per process"
+
+
+def _process_groups() -> Iterator[Line]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield "none", "this torch was built without torch.distributed: one replica only"
+        return
+    yield "gloo", "usable" if dist.is_gloo_available() else "not usable: not in this torch; needed for replicas on CPUs"
+    yield "nccl", "usable" if dist.is_nccl_available() else "not usable: not in this torch; needed for replicas on GPUs"
+
+
+def _extras() -> Iterator[Line]:
+    for package, purpose in (("rich", "hdet train"), ("matplotlib", "hdet train, hdet report")):
+        yield package, _version(package) or f"missing, for {purpose}: pip install hdet[job]"

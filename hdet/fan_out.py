@@ -1,0 +1,75 @@
+"""Fan-out on a real optimizer: the multiplier exists inside optimizer.step() and nowhere else (Eq. 2)."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .knobs import GroupKnob
+
+__all__ = ["FanOut"]
+
+
+class FanOut:
+    """Wraps ``optimizer.step`` of one instance.
+
+    A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
+    stay behind. An optimizer with a ``multipliers`` list (hdet's fused ones) takes the multiplier through it instead.
+
+    ``stepped`` tells whether a step has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
+    phantom step of a checkpoint library or several calls per training step count once.
+    """
+
+    def __init__(self, optimizer: Optimizer, knobs: Sequence[GroupKnob]) -> None:
+        if getattr(optimizer, "_hdet_fan_out", None) is not None:
+            raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
+        self.optimizer, self.knobs = optimizer, knobs
+        self.multipliers = [1.0] * len(knobs)
+        self.active = True
+        self.stepped = False
+        self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
+        self._wrap()
+        optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
+
+    def _wrap(self) -> None:
+        inner: Callable[..., Any] = self.optimizer.step
+
+        @functools.wraps(inner)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return inner(*args, **kwargs)
+            with ExitStack() as stack:
+                if not self.fused:
+                    for knob, multiplier in zip(self.knobs, self.multipliers):
+                        stack.enter_context(knob.fanned_out(multiplier))
+                result = inner(*args, **kwargs)
+            self.stepped = True
+            return result
+
+        # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
+        self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
+
+    def assign(self, multipliers: Sequence[float]) -> None:
+        """rho of this replica for the cycle that begins, one per knob."""
+        self.multipliers = list(multipliers)
+        if self.fused:
+            rows = self.optimizer.multipliers  # type: ignore[attr-defined]
+            rows[:] = [1.0] * len(self.optimizer.param_groups)
+            for knob, multiplier in zip(self.knobs, multipliers):
+                for index in knob.indices:
+                    rows[index] = float(multiplier)
+
+    def take_stepped(self) -> bool:
+        stepped, self.stepped = self.stepped, False
+        return stepped
+
+    def close(self) -> None:
+        """Multipliers are 1 from now on; the wrapper stays in the call chain but does nothing."""
+        self.assign([1.0] * len(self.knobs))
+        self.active = False
+        self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""One file that continues a run bit for bit, whole or absent, and refused in one line when it is anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdet.jobs.config import TrainConfig
+from hdet.record import RunFolderError, atomic_file
+
+__all__ = ["CHECKPOINT", "load_checkpoint", "save_checkpoint"]
+
+CHECKPOINT = "checkpoint.pt"
+FORMAT, VERSION = "hdet-train", 1
+KEYS = ("config", "step", "model", "optimizer", "scheduler", "ensemble", "rng", "seconds", "probe_ms", "converge_ms", "validation")
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)`` reads them; atomic."""
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise KeyError(f"the checkpoint's state lacks {missing}")
+    with atomic_file(path) as file:
+        torch.save({"format": FORMAT, "version": VERSION, **state}, file)
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The state in ``folder``, tensors on the CPU, its settings already checked.
+
+    Raises:
+        RunFolderError: no checkpoint there, or a truncated one, another version's, or one that lacks keys.
+    """
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        runs = sorted(str(found.parent) for found in folder.glob(f"*/{CHECKPOINT}"))
+        remedy = f"it holds several runs, pass one of {', '.join(runs)}" if runs else "pass the folder of a run that has written one"
+        raise RunFolderError(f"{str(folder)!r} has no {CHECKPOINT}: {remedy}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen types here, from EOFError to pickle.UnpicklingError
+        reason = type(error).__name__
+        raise RunFolderError(f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, start the run again") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise RunFolderError(f"{str(path)!r} is no checkpoint of `hdet train`: pass the folder of one of its runs")
+    if state.get("version") != VERSION:
+        raise RunFolderError(f"{str(path)!r} has version {state.get('version')!r}, this hdet reads {VERSION}: continue it with the hdet that wrote it")
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise RunFolderError(f"{str(path)!r} lacks {', '.join(missing)}: it is damaged, start the run again")
+    try:
+        TrainConfig.from_dict(state["config"])
+    except (ValueError, TypeError) as error:
+        raise RunFolderError(f"{str(path)!r} holds settings this hdet refuses: {error}") from error
+    return state

@@ -1,0 +1,145 @@
+"""`hdet train`: settings and folders in, files and a table out. Everything a user can get wrong is found before a process starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdet.jobs.checkpoint import CHECKPOINT, load_checkpoint
+from hdet.jobs.config import TrainConfig
+from hdet.jobs.data import load_corpus
+from hdet.jobs.display import Display, open_display
+from hdet.jobs.launch import WorkerError, Workers
+from hdet.jobs.place import choose_device, join, launched_by_torchrun, torchrun_place
+from hdet.jobs.train import HISTORY, SAMPLE, RunSpec, train_all
+from hdet.record import RunFolderError, atomic_file
+from hdet.report import CONFIG, REPORT, find_runs, plot, print_table
+
+__all__ = ["train"]
+
+
+def train(options: argparse.Namespace) -> int:
+    """Returns the exit code; raises ValueError for whatever the user can put right."""
+    typed = {name: value for name, value in vars(options).items() if name in TrainConfig.__dataclass_fields__}
+    specs = _resumed(options, typed) if options.resume else _fresh(options, typed)
+    config = specs[0].config
+    load_corpus(config.data)
+    if launched_by_torchrun():
+        place = torchrun_place(config.device)
+        if place.world_size != config.replicas:
+            raise ValueError(f"replicas is {config.replicas}, but {place.world_size} processes were started: leave --replicas out under torchrun")
+        if not place.is_first:
+            with join(place):
+                train_all(specs, place, lambda event: None)
+            return 0
+    else:
+        device = choose_device(config.device, config.replicas)
+    for spec in specs:
+        _prepare(spec, options.overwrite)
+    try:
+        with open_display() as display:
+            if launched_by_torchrun():
+                with join(place):
+                    train_all(specs, place, display.show)
+            else:
+                _supervise(specs, device, display)
+    except WorkerError as error:
+        print(f"hdet train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"hdet train: interrupted; {_way_back(specs)}", file=sys.stderr)
+        return 130
+    _summarise(specs, display)
+    return 0
+
+
+def _supervise(specs: Sequence[RunSpec], device: str, display: Display) -> None:
+    with Workers(specs, device) as workers:
+        for event in workers.events():
+            display.show(event)
+
+
+# -- settings and folders ----------------------------------------------------------------------------------------------------
+
+
+def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
+    config = TrainConfig(**{"replicas": _default_replicas(typed.get("device", "auto")), **typed}, mode="fixed" if options.schedule_only else "hdet")
+    out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    if options.compare:
+        return [RunSpec(config.with_(mode=mode), out / mode) for mode in ("fixed", "hdet")]
+    return [RunSpec(config, out)]
+
+
+def _default_replicas(device: str) -> int:
+    """One per GPU where there are several, else the main job's four."""
+    if launched_by_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    return gpus if gpus > 1 else TrainConfig().replicas
+
+
+def _resumed(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
+    """The saved run's own settings: what was typed may repeat them, not contradict them."""
+    if options.out is not None or options.overwrite:
+        raise ValueError("out and overwrite cannot be given with --resume: the run goes on in its own folder")
+    config = TrainConfig.from_dict(load_checkpoint(options.resume)["config"])
+    for name, value in typed.items():
+        if value != getattr(config, name):
+            raise ValueError(f"{name} is {value!r}, but the run in {str(options.resume)!r} has {getattr(config, name)!r}: leave it out to resume that run")
+    return [RunSpec(config, options.resume, resume=True)]
+
+
+def _prepare(spec: RunSpec, overwrite: bool) -> None:
+    """Make the folder, and make sure that nobody's run is in it."""
+    folder = spec.folder
+    if spec.resume:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        old = [folder / name for name in (HISTORY, CHECKPOINT, CONFIG, REPORT, SAMPLE) if (folder / name).exists()]
+        if old and not overwrite:
+            raise RunFolderError(f"out is {str(folder)!r}, which holds {old[0].name} of another run: pass another --out, or --overwrite, or --resume {folder}")
+        for path in old:
+            path.unlink()
+        with atomic_file(folder / CONFIG) as file:
+            file.write((json.dumps(spec.config.to_dict(), indent=2) + "\n").encode())
+    except OSError as error:
+        raise RunFolderError(f"out is {str(folder)!r}, which cannot be written ({error.strerror}): pass another --out") from error
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------------
+
+
+def _way_back(specs: Sequence[RunSpec]) -> str:
+    saved = [spec.folder for spec in specs if (spec.folder / CHECKPOINT).is_file()]
+    if not saved:
+        return "no checkpoint was written yet"
+    return f"the last checkpoint is {saved[-1] / CHECKPOINT}: continue with hdet train --resume {saved[-1]}"
+
+
+def _summarise(specs: Sequence[RunSpec], display: Display) -> None:
+    runs = find_runs([spec.folder for spec in specs])
+    home = specs[0].folder if len(specs) == 1 else specs[0].folder.parent
+    picture = home / REPORT
+    plot(runs, picture)
+    print()
+    print_table(runs)
+    last = specs[-1].folder
+    for what, path in (("history", last / HISTORY), ("picture", picture), ("checkpoint", last / CHECKPOINT), ("sample", last / SAMPLE)):
+        print(f"{what + ':':<12}{path}")
+    if len(specs) > 1:
+        print(f"{'also:':<12}{specs[0].folder}{os.sep} (the fixed schedule's files)")
+    print(f"\n{printable(display.sample)}")
+
+
+def printable(text: str) -> str:
+    """Generated bytes may hold control codes, which are no business of the terminal."""
+    return "".join(c if c == "\n" or (c.isprintable() and c != "\ufffd") else "·" for c in text)

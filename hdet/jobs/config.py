@@ -1,0 +1,171 @@
+"""Every setting of the main job, checked before a process is started. Imports no torch, so that the command line answers at once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+__all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig", "field_docs"]
+
+MODES = ("hdet", "fixed")
+CONTROLLERS = ("probe", "softmax", "none")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run: a byte-level GPT under OneCycle, with the fixed schedule or with HDET. Same numbers, same data, same seed: same run.
+
+    Raises:
+        ValueError: on construction, for any setting that cannot work; the message names the setting, its value and the remedy.
+    """
+
+    mode: str = "hdet"
+    """hdet (replicas, converge, controller) or fixed (plain data-parallel training on the untouched schedule)"""
+    max_lr: float = 3e-4
+    """peak of the OneCycle schedule; the default is 30 times too low for this model"""
+    steps: int = 2000
+    """optimizer steps of the whole run"""
+    pct_start: float = 0.1
+    """part of the run in which the schedule rises"""
+    replicas: int = 4
+    """replicas, one process each"""
+    batch_size: int = 8
+    """windows of text per replica and step"""
+    sync_interval: int = 50
+    """optimizer steps in a cycle: replicas are averaged after each"""
+    spread: float = 0.3
+    """alpha: replicas train with 1 - alpha to 1 + alpha times the base rate"""
+    controller: str = "probe"
+    """what moves the base rate: probe, softmax (as published), or none (spread and averages alone)"""
+    probe_batches: int = 8
+    """mini-batches that all replicas score at the end of a cycle, for the probe controller"""
+    seed: int = 0
+    """fixes the initial weights, the batches and the assignment of multipliers"""
+    weight_decay: float = 0.1
+    """decoupled weight decay of the matrices; vectors have none"""
+    layers: int = 2
+    """transformer blocks"""
+    width: int = 64
+    """features per byte of text; a multiple of heads"""
+    heads: int = 4
+    """attention heads"""
+    context: int = 64
+    """bytes of text in a window"""
+    data: str | None = None
+    """folder of *.py, *.txt or *.md files to train on; default: the running Python's own library"""
+    device: str = "auto"
+    """auto (GPUs when there is one per replica, else CPU), cpu, or cuda"""
+    log_interval: int = 10
+    """steps between two records of the training loss"""
+    validation_interval: int | None = None
+    """steps between validations, in whole cycles; default: about ten in a run"""
+    validation_batches: int = 64
+    """mini-batches of 32 windows in the final validation"""
+    checkpoint_interval: int | None = None
+    """steps between checkpoints, in whole cycles; default: about ten in a run"""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in ("steps", "replicas", "batch_size", "sync_interval", "probe_batches", "layers", "width", "heads", "context", "log_interval"):
+            _require(getattr(self, name) >= 1, name, self, "must be at least 1")
+        _require(self.validation_batches >= 1, "validation_batches", self, "must be at least 1")
+        _require(self.max_lr > 0, "max_lr", self, "must be positive, e.g. 3e-4")
+        _require(0 < self.pct_start < 1, "pct_start", self, "must lie between 0 and 1, e.g. 0.1")
+        _require(0 <= self.spread < 1, "spread", self, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread")
+        _require(self.weight_decay >= 0, "weight_decay", self, "must not be negative, e.g. 0.1")
+        _require(self.seed >= 0, "seed", self, "must not be negative")
+        _require(self.context <= 4096, "context", self, "must be at most 4096 bytes")
+        for name, choices in (("mode", MODES), ("controller", CONTROLLERS), ("device", DEVICES)):
+            _require(getattr(self, name) in choices, name, self, f"must be one of {', '.join(choices)}")
+        _require(self.steps >= 2, "steps", self, "must be at least 2: the schedule rises and falls")
+        _require(self.width % self.heads == 0, "width", self, f"must be a multiple of heads ({self.heads})")
+        _require(self.sync_interval <= self.steps, "sync_interval", self, f"must not exceed steps ({self.steps}), or no cycle ever ends")
+        for name in ("validation_interval", "checkpoint_interval"):
+            value = getattr(self, name)
+            whole = value is None or (value >= 1 and value % self.sync_interval == 0)
+            _require(whole, name, self, f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle")
+        if self.mode == "hdet" and self.controller == "probe":
+            _require(self.probe_batches >= 2, "probe_batches", self, "must be at least 2: the slope's error comes from their differences")
+        if self.mode == "hdet" and self.controller != "none":
+            _require(self.replicas >= 2, "replicas", self, "must be at least 2 for a controller to compare; or pass controller none")
+            _require(self.spread > 0, "spread", self, "must be positive for a controller to compare replicas; or pass controller none")
+
+    # -- what follows from the settings ----------------------------------------------------------------------------------
+
+    @property
+    def cycles(self) -> int:
+        """Cycles in the run; the last may be short."""
+        return -(-self.steps // self.sync_interval)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the schedule rises."""
+        return int(self.pct_start * self.steps)
+
+    def _about_ten(self, value: int | None) -> int:
+        return value if value is not None else max(1, round(self.steps / 10 / self.sync_interval)) * self.sync_interval
+
+    def validates_at(self, step: int) -> bool:
+        """Is the short validation due after ``step``? The full one follows the last step instead."""
+        return step % self._about_ten(self.validation_interval) == 0 and step < self.steps
+
+    def saves_at(self, step: int) -> bool:
+        """Is a checkpoint due after ``step``? Only where a cycle ends, so that one replica's weights are everyone's."""
+        return step % self._about_ten(self.checkpoint_interval) == 0 or step == self.steps
+
+    def ends_cycle(self, step: int) -> bool:
+        return step % self.sync_interval == 0 or step == self.steps
+
+    # -- files -----------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Raises ValueError for a setting this version does not have."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown setting {unknown[0]!r}: it was written by another version of hdet")
+        return cls(**values)
+
+    def with_(self, **changes: Any) -> TrainConfig:
+        return replace(self, **changes)
+
+
+def _require(holds: bool, name: str, config: TrainConfig, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {getattr(config, name)!r}: it {rule}")
+
+
+def _check_types(config: TrainConfig) -> None:
+    """A config.json can hold anything; a wrong type would otherwise surface deep inside a worker."""
+    for field in fields(config):
+        value, kind = getattr(config, field.name), str(field.type)
+        if value is None and "None" in kind:
+            continue
+        if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{field.name} is {value!r}: it must be a whole number")
+        if kind == "float" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
+            raise ValueError(f"{field.name} is {value!r}: it must be a finite number")
+        if kind.startswith("str") and not isinstance(value, str):
+            raise ValueError(f"{field.name} is {value!r}: it must be text")
+
+
+@cache
+def field_docs() -> dict[str, str]:
+    """Setting -> the line written under it above: the command line's help says what the code says."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            docs[field.target.id] = str(ast.literal_eval(text.value))
+    return docs

@@ -1,0 +1,152 @@
+"""What `hdet train` shows: a progress bar on a terminal, plain lines anywhere else. Driven by the events of rank 0."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from hdet.jobs.config import TrainConfig
+
+__all__ = ["CYCLE_HEADER", "Display", "cycle_line", "open_display"]
+
+Event = Mapping[str, Any]
+
+CYCLE_HEADER = "  cycle    step  base rate  correction            slope ± error       t  multipliers              converge"
+
+
+def cycle_line(record: Event, cycles: int) -> str:
+    """One cycle of the first knob, under `CYCLE_HEADER`."""
+    knob = next(iter(record["values"]))
+    slope, error, t = (record[key][knob] for key in ("slopes", "errors", "t"))
+    measured = f"{slope:+.5f} ± {error:.5f}" if slope is not None and error is not None else "-"
+    multipliers = record["multipliers"][knob]
+    shown = " ".join(f"{m:.2f}" for m in multipliers) if len(multipliers) <= 4 else f"{min(multipliers):.2f} ... {max(multipliers):.2f}"
+    line = (
+        f"{record['cycle'] + 1:4d}/{cycles:<4d} {record['step']:5d}  {record['values'][knob]:9.2e}  x {record['corrections'][knob]:8.3f}"
+        f"  {measured:>24s}  {'-' if t is None else f'{t:+.1f}':>6s}  {shown:<23s}  {record['converge_ms']:5.1f} ms"
+    )
+    return "  ".join([line.rstrip(), *(f"[{note}]" for note in record.get("notes", ()))])
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+class Display(Protocol):
+    """Shows events; `last_checkpoint` remembers the newest (folder, step) for the message after an interruption."""
+
+    last_checkpoint: tuple[Path, int] | None
+    sample: str
+
+    def show(self, event: Event) -> None: ...
+
+
+class _Base:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.last_checkpoint: tuple[Path, int] | None = None
+        self.sample = ""
+        self.folder = Path()
+        self.config = TrainConfig()
+        self._header_due = True
+
+    def show(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self.folder, self.config, self._header_due = Path(event["folder"]), TrainConfig.from_dict(event["config"]), True
+            self.line(banner(self.config, event))
+            self.start(event["step"])
+        elif kind == "cycle":
+            if self._header_due:
+                self.line(CYCLE_HEADER)
+                self._header_due = False
+            self.line(cycle_line(event, self.config.cycles))
+        elif kind == "train":
+            self.progress(event)
+        elif kind == "checkpoint":
+            self.last_checkpoint = self.folder, event["step"]
+        elif kind == "sample":
+            self.sample = event["text"]
+
+    def line(self, text: str) -> None:
+        raise NotImplementedError
+
+    def start(self, step: int) -> None:
+        raise NotImplementedError
+
+    def progress(self, event: Event) -> None:
+        raise NotImplementedError
+
+
+def banner(config: TrainConfig, event: Event) -> str:
+    """The run in one line. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
+    what = "fixed schedule"
+    if config.mode == "hdet":
+        low, high = 1 - config.spread, 1 + config.spread
+        what = f"HDET, controller {config.controller}; replicas' rates differ by design: {low:.2f} to {high:.2f} times the base rate"
+    place = "GPUs" if str(event["device"]).startswith("cuda") else "CPU"
+    since = f", from step {event['step']}" if event["step"] else ""
+    return f"{event['folder']}: {config.replicas} replicas x {config.batch_size} windows on the {place}, max_lr {config.max_lr:g}, {config.steps} steps{since}, {what}"
+
+
+class _Plain(_Base):
+    """Lines without control codes: for files, pipes and CI."""
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def start(self, step: int) -> None:
+        self._begun, self._first, self._tenth = time.monotonic(), step, step * 10 // self.config.steps
+
+    def progress(self, event: Event) -> None:
+        step, steps = event["step"], self.config.steps
+        if step * 10 // steps > self._tenth:
+            self._tenth = step * 10 // steps
+            left = (time.monotonic() - self._begun) / max(1, step - self._first) * (steps - step)
+            self.line(f"  step {step}/{steps} ({100 * step // steps} %)  {status(event)}  {duration(left)} left")
+
+
+def status(event: Event) -> str:
+    loss = "not finite" if event["loss"] is None else f"{event['loss']:.3f}"
+    return f"loss {loss}  rate {event['lr']:.2e}  correction x{event['correction']:.2f}"
+
+
+class _Live(_Base):
+    """A bar at the bottom, lines above it."""
+
+    def __init__(self, console: Console, bar: Progress) -> None:
+        super().__init__(console)
+        self._bar = bar
+        self._task: TaskID | None = None
+
+    def line(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
+
+    def start(self, step: int) -> None:
+        if self._task is not None:
+            self._bar.stop_task(self._task)
+        self._task = self._bar.add_task(self.config.mode, total=self.config.steps, completed=step, status="")
+
+    def progress(self, event: Event) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=event["step"], status=status(event))
+
+
+@contextmanager
+def open_display() -> Iterator[Display]:
+    """On a terminal a bar, else plain lines. The terminal is itself again afterwards, also after Ctrl-C."""
+    console = Console()
+    if not (console.is_terminal and sys.stdout.isatty()):
+        yield _Plain(console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, expand=True) as bar:
+        yield _Live(console, bar)

@@ -1,0 +1,80 @@
+"""Where a process stands among the replicas, and how it joins and leaves them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Place", "choose_device", "join", "launched_by_torchrun", "torchrun_place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process: its replica's index, how many there are, and the device it computes on."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 alone writes files and speaks."""
+        return self.rank == 0
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all processes, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def finish_queued_work(self) -> None:
+        """Wait for the device, so that the time on the clock is the time spent. For use outside of training steps only."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def choose_device(device: str, processes: int) -> str:
+    """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each.
+
+    Raises:
+        ValueError: ``cuda`` is asked for, and there are fewer GPUs than processes.
+    """
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and gpus < processes:
+        raise ValueError(f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass --replicas {max(gpus, 1)} or --device cpu")
+    return "cuda" if gpus >= processes and device != "cpu" else "cpu"
+
+
+def launched_by_torchrun() -> bool:
+    """Has another launcher already started one process per replica?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def torchrun_place(device: str) -> Place:
+    """This process under torchrun; raises ValueError as `choose_device` does."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    kind = choose_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return Place(int(os.environ["RANK"]), world_size, kind if kind == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+
+
+@contextmanager
+def join(place: Place, init_method: str = "env://") -> Iterator[None]:
+    """Be a member of the default process group: gloo on CPUs, NCCL on GPUs. One process alone needs no group."""
+    if place.device == "cpu":
+        torch.set_num_threads(1)  # the processes share the cores; more threads than cores only wait for each other
+    else:
+        torch.cuda.set_device(place.device)
+    if place.world_size == 1:
+        yield
+        return
+    backend = "gloo" if place.device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=init_method, rank=place.rank, world_size=place.world_size)
+    yield
+    # Only after success: a member that failed must not wait for peers that never come.
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,250 @@
+"""The main job as one rank sees it: a small GPT on real text, with the fixed schedule or with HDET. Reads top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from hdet.jobs.checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
+from hdet.jobs.config import TrainConfig
+from hdet.jobs.data import Batch, Corpus, load_corpus, sample_batch
+from hdet.jobs.model import GPT, GPTConfig, cross_entropy
+from hdet.jobs.place import Place
+from hdet.record import Recorder, atomic_file, truncate_history
+
+__all__ = ["HISTORY", "SAMPLE", "RunSpec", "train_all"]
+
+HISTORY, SAMPLE = "history.jsonl", "sample.txt"
+VALIDATION_WINDOWS = 32
+SHORT_VALIDATION = 16
+"""mini-batches in the validations along the way; the last one scores ``validation_batches``"""
+VALIDATION_SEED = 0
+"""not the run's: runs with different seeds are compared on the same text"""
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run and where its files go; ``resume`` continues from the checkpoint there."""
+
+    config: TrainConfig
+    folder: Path
+    resume: bool = False
+
+
+def train_all(specs: list[RunSpec], place: Place, emit: Emit) -> None:
+    """Train one run after the other in the same processes. Inside the process group; every rank calls it.
+
+    ``emit`` gets every record of rank 0's history, and ``start``, ``checkpoint`` and ``sample`` events, as they happen.
+    """
+    corpora: dict[str | None, Corpus] = {}
+    for spec in specs:
+        data = spec.config.data
+        if data not in corpora:
+            corpora[data] = load_corpus(data)
+        Run(spec, corpora[data], place, emit).train()
+
+
+class Run:
+    """Model, optimizer, schedule and (for HDET) the ensemble of one run, on one rank."""
+
+    def __init__(self, spec: RunSpec, corpus: Corpus, place: Place, emit: Emit) -> None:
+        self.config, self.folder, self.corpus, self.place = spec.config, spec.folder, corpus, place
+        self._emit = emit
+        self.step = 0
+        self.seconds = self.probe_ms = self.converge_ms = 0.0
+        self.validation: float | None = None
+        config = spec.config
+        torch.manual_seed(config.seed)
+        shape = GPTConfig(context=config.context, width=config.width, layers=config.layers, heads=config.heads)
+        self.model = GPT(shape).to(place.device)
+        # The model has no buffers; where there are some, DDP's habit of copying rank 0's would undo what replicas learn.
+        self.forward: nn.Module = DistributedDataParallel(self.model, broadcast_buffers=False) if place.world_size > 1 else self.model
+        self.optimizer = hdet.FusedAdamW(self.model.parameter_groups(config.weight_decay), lr=config.max_lr, betas=(0.9, 0.95))
+        self.schedule = OneCycleLR(self.optimizer, config.max_lr, total_steps=config.steps, pct_start=config.pct_start, cycle_momentum=False)
+        self.ensemble = self._make_ensemble() if config.mode == "hdet" else None
+        if spec.resume:
+            self._restore(load_checkpoint(spec.folder))
+        self.history = self._open_history() if place.is_first else None
+
+    def _make_ensemble(self) -> hdet.Ensemble:
+        config = self.config
+        controller: Any = None
+        if config.controller == "probe":
+            controller = hdet.ProbeController(
+                lambda model, batch: model.loss(*batch), self._probe_batches, chunks=config.probe_batches, model=self.model
+            )
+        elif config.controller == "softmax":
+            controller = hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
+        return hdet.Ensemble(
+            self.optimizer,
+            self.schedule,
+            knobs=[hdet.LearningRate(config.spread)],
+            sync_interval=config.sync_interval,
+            warmup_steps=config.warmup_steps if config.controller == "softmax" else 0,
+            controller=controller,
+            seed=config.seed,
+            total_steps=config.steps,
+            log=self._record_cycle if self.place.is_first else None,
+        )
+
+    # -- training --------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """From the step of the checkpoint, or 0, to the end."""
+        config = self.config
+        self._emit({"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device})
+        self._fix_bucket_layout()
+        total, count = torch.zeros((), device=self.place.device), 0
+        self._clock = time.perf_counter()
+        while self.step < config.steps:
+            self.step += 1
+            used = {"lr": self.optimizer.param_groups[0]["lr"], "correction": self._correction()}
+            total, count = total + self._train_step(), count + 1
+            if self.step % config.log_interval == 0 or config.ends_cycle(self.step):
+                if self.place.is_first:  # reading the loss waits for the device, so not in every step
+                    self._record({"event": "train", "step": self.step, "loss": total.item() / count, **used})
+                total, count = torch.zeros_like(total), 0
+            if config.ends_cycle(self.step):
+                with self._off_the_clock():
+                    self._between_cycles()
+        self._finish()
+
+    def _train_step(self) -> torch.Tensor:
+        loss = self._loss_and_gradients()
+        self.optimizer.step()
+        if self.ensemble is not None:
+            self.ensemble.step(loss)
+        else:
+            self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _loss_and_gradients(self) -> torch.Tensor:
+        tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
+        loss = cross_entropy(self.forward(tokens), targets)
+        loss.backward()
+        return loss.detach()
+
+    def _fix_bucket_layout(self) -> None:
+        """One backward pass whose gradients are thrown away: DDP rearranges its buckets after its first.
+
+        The layout decides in which order replicas' gradients are added up, so a resumed run would round differently without it.
+        """
+        self._loss_and_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _batch(self, text: torch.Tensor, stream: str, index: int, *, size: int | None = None, seed: int | None = None) -> Batch:
+        config = self.config
+        seed = config.seed if seed is None else seed
+        tokens, targets = sample_batch(text, size or config.batch_size, config.context, seed=seed, stream=stream, index=index)
+        return tokens.to(self.place.device), targets.to(self.place.device)
+
+    def _probe_batches(self, cycle: int) -> list[Batch]:
+        """The same fresh training text on every rank: what differs between replicas' scores is their weights alone."""
+        count = self.config.probe_batches
+        return [self._batch(self.corpus.train, "probe", cycle * count + i) for i in range(count)]
+
+    # -- between cycles: weights are equal on all ranks, and the clock stands ------------------------------------------------
+
+    def _between_cycles(self) -> None:
+        config, last = self.config, self.step == self.config.steps
+        if last and self.ensemble is not None and not self.ensemble.converged:
+            self.ensemble.converge()
+        if last or config.validates_at(self.step):
+            count = config.validation_batches if last else min(SHORT_VALIDATION, config.validation_batches)
+            self.validation = self._validate(count)
+            self._record({"event": "validation", "step": self.step, "loss": self.validation, "batches": count})
+        if config.saves_at(self.step) and self.history is not None:
+            # First the lines, then the checkpoint that takes them for granted.
+            self.history.sync()
+            save_checkpoint(self.folder / CHECKPOINT, self._state())
+            self._emit({"event": "checkpoint", "step": self.step})
+
+    @torch.no_grad()
+    def _validate(self, count: int) -> float:
+        """Mean loss in nats per byte over ``count`` fixed mini-batches of validation text; the same bits for any number of ranks."""
+        losses = torch.zeros(count, dtype=torch.float64, device=self.place.device)
+        training = self.model.training
+        self.model.eval()
+        for i in range(self.place.rank, count, self.place.world_size):
+            batch = self._batch(self.corpus.validation, "validation", i, size=VALIDATION_WINDOWS, seed=VALIDATION_SEED)
+            losses[i] = self.model.loss(*batch)
+        self.model.train(training)
+        return self.place.sum_(losses).mean().item()
+
+    def _finish(self) -> None:
+        if self.history is None:
+            return
+        sample = self.model.generate(b"import ", 400, seed=self.config.seed)
+        with atomic_file(self.folder / SAMPLE) as file:
+            file.write(b"import " + sample + b"\n")
+        percent = 0.1 / self.seconds if self.seconds else 0.0  # milliseconds -> % of the training time
+        end = {"event": "end", "step": self.step, "validation": self.validation, "seconds": self.seconds}
+        self._record({**end, "probe_percent": self.probe_ms * percent, "converge_percent": self.converge_ms * percent})
+        self.history.close()
+        self._emit({"event": "sample", "text": (b"import " + sample).decode("utf-8", "replace")})
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """Validation and files are no training time."""
+        self.place.finish_queued_work()
+        self.seconds += time.perf_counter() - self._clock
+        yield
+        self._clock = time.perf_counter()
+
+    # -- records and files -------------------------------------------------------------------------------------------------
+
+    def _correction(self) -> float:
+        return 1.0 if self.ensemble is None else next(iter(self.ensemble.corrections.values()))
+
+    def _record_cycle(self, record: dict[str, Any], step: int) -> None:
+        self.probe_ms += record["probe_ms"]
+        self.converge_ms += record["converge_ms"]
+        self._record(record)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self.history is not None:
+            self.history.write(record)
+            self._emit(record)
+
+    def _open_history(self) -> Recorder:
+        path = self.folder / HISTORY
+        truncate_history(path, self.step)
+        return Recorder(path)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.schedule.state_dict(),
+            "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
+            "rng": torch.get_rng_state(),
+            "seconds": self.seconds,
+            "probe_ms": self.probe_ms,
+            "converge_ms": self.converge_ms,
+            "validation": self.validation,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["scheduler"])
+        if self.ensemble is not None:
+            self.ensemble.load_state_dict(state["ensemble"])
+        torch.set_rng_state(state["rng"])
+        self.step, self.validation = state["step"], state["validation"]
+        self.seconds, self.probe_ms, self.converge_ms = state["seconds"], state["probe_ms"], state["converge_ms"]

@@ -1,0 +1,93 @@
+"""The native CUDA backend: one launch for each call, on torch's current stream, from tables in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import native
+from .checks import check_settings
+from .interface import AdamWSettings, AdamWTensors
+
+if native.missing is None:
+    from hdet import _C
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("hdet's CUDA kernels cannot be captured in a CUDA graph: they copy this step's table from the host")
+    return torch.cuda.current_stream(device)
+
+
+def _to_device(table: Tensor, device: torch.device) -> Tensor:
+    """A copy that does not wait. torch keeps the pinned memory until the copy is done, and the device memory belongs to the stream."""
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+class CudaAdamWPlan:
+    """An AdamW step on tensors in the memory of one CUDA device."""
+
+    def __init__(self, tensors: AdamWTensors) -> None:
+        self.tensors = tensors  # keeps alive what the tables point to
+        self.device = tensors.params[0].device
+        self.shapes = [param.shape for param in tensors.params]
+        self.leaders = tensors.leaders()
+        self.tables = native.StepTables(tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.rows)
+        self.step_counters = native.address_table(tensors.steps)
+        # These copies wait, so that every stream may read them.
+        self.chunks = self.tables.chunks.to(self.device)
+        self.addresses = self.tables.addresses.to(self.device)
+
+    def step(self, gradients: Sequence[Tensor], settings: Sequence[AdamWSettings]) -> None:
+        addresses = native.gradient_addresses(gradients, self.tensors.params, self.shapes, self.device.index)
+        check_settings(settings, len(self.leaders))
+        stream = _current_stream(self.device)
+        rows = [(*s, counter.item() + 1) for s, counter in zip(settings, self.leaders, strict=True)]
+        host = torch.empty(self.tables.step_bytes, dtype=torch.uint8, pin_memory=True)
+        self.tables.write_step(host, rows, addresses)
+        # New device memory in each step: it belongs to the current stream, whichever that is, until the kernel has run.
+        table = host.to(self.device, non_blocking=True)
+        for fixed in (self.chunks, self.addresses):
+            fixed.record_stream(stream)
+        column = 8 * self.tables.num_tensors
+        params = self.addresses.data_ptr()
+        _C.cuda_adamw(
+            self.chunks.data_ptr(),
+            self.tables.num_chunks,
+            table.data_ptr(),
+            table.data_ptr() + self.tables.row_bytes,
+            params,
+            params + column,
+            params + 2 * column,
+            self.device.index,
+            stream.cuda_stream,
+        )
+        _C.add_to_steps(self.step_counters.data_ptr(), self.tables.num_tensors, 1.0)
+
+
+class CudaBackend:
+    name = "cuda"
+
+    def adamw_plan(self, tensors: AdamWTensors) -> CudaAdamWPlan:
+        return CudaAdamWPlan(tensors)
+
+    def average_(self, replicas: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
+        first = replicas[0]
+        device = first[0].device
+        stream = _current_stream(device)
+        host_chunks = native.chunk_table(first, [0] * len(first))
+        chunks = _to_device(host_chunks, device)
+        addresses = _to_device(native.address_table(*replicas), device)
+        table = _to_device(torch.tensor(weights, dtype=torch.float32), device)
+        _C.cuda_average(
+            chunks.data_ptr(),
+            native.num_chunks(host_chunks),
+            addresses.data_ptr(),
+            len(first),
+            len(replicas),
+            table.data_ptr(),
+            device.index,
+            stream.cuda_stream,
+        )

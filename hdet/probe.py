@@ -1,0 +1,203 @@
+"""The probe: every replica scores the same mini-batches at its cycle-averaged weights (method.md, section 5).
+
+Averaging a replica's weights over the cycle takes away the noise that makes a smaller rate look better for the moment;
+scoring all replicas on the same mini-batches takes away the noise of the data. What remains is the direction.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .converge import digest
+from .core.controllers import Decision, Evidence
+from .core.controllers.probe import ProbeRule
+
+__all__ = ["CycleAverage", "ProbeController", "undisturbed"]
+
+
+class CycleAverage:
+    """Running mean of some tensors, in place and in their own dtype: one more copy of the parameters."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = [t.detach() for t in tensors]
+        self.means = [torch.empty_like(t) for t in self.tensors]
+        self.samples = 0
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """mean <- mean + (theta - mean) / n."""
+        self.samples += 1
+        if self.samples == 1:
+            torch._foreach_copy_(self.means, self.tensors)
+        else:
+            torch._foreach_lerp_(self.means, self.tensors, 1.0 / self.samples)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap contents, addresses stay: graphs and flat buffers that point at the parameters remain valid. Twice is the identity."""
+        for tensor, mean in zip(self.tensors, self.means):
+            held = tensor.clone()
+            tensor.copy_(mean)
+            mean.copy_(held)
+
+    def reset(self) -> None:
+        self.samples = 0
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients inside; afterwards module modes, buffers and every random state are exactly as before.
+
+    Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(torch.no_grad())
+            model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
+
+
+class ProbeController:
+    """Scores replicas on common mini-batches and lets a `ProbeRule` decide. The recommended controller.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor (nats, or any unit: the rule is scale-free). Called in eval mode,
+            without gradients, on the bare module (a DistributedDataParallel wrapper is taken off: its collectives have no place here).
+        batches: a list of mini-batches, of which each cycle takes the next ``chunks``; or ``batches(cycle)`` -> at least ``chunks``
+            of them. They must be the SAME on every replica (checked each cycle) and should not be validation data.
+        chunks: mini-batches per cycle, >= 2; the error of the slope comes from their scatter.
+        model: the module whose parameters the optimizer trains.
+        rule: turns scores into decisions; see `ProbeRule` for its settings.
+        average_every: sample the cycle average every so many steps.
+        average_from: part of the cycle, in [0, 1), that is left out of the average at its beginning.
+
+    Costs ``chunks`` forward passes per replica and cycle, one copy of the parameters, and no gradient. A replica whose probe is
+    NaN or infinite is left out of the decision.
+    """
+
+    name = "probe"
+    needs_probe = True
+
+    def __init__(
+        self,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        batches: Sequence[Any] | Callable[[int], Sequence[Any]],
+        chunks: int = 8,
+        *,
+        model: nn.Module,
+        rule: ProbeRule | None = None,
+        average_every: int = 5,
+        average_from: float = 0.0,
+    ) -> None:
+        if not isinstance(chunks, int) or chunks < 2:
+            raise ValueError(f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches")
+        if not isinstance(average_every, int) or average_every < 1:
+            raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
+        if not 0 <= average_from < 1:
+            raise ValueError(f"average_from must lie in [0, 1), got {average_from!r}")
+        if not callable(batches) and len(batches) < chunks:
+            raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
+        self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
+        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.rule = ProbeRule() if rule is None else rule
+        self.average_every, self.average_from = average_every, average_from
+        self._average: CycleAverage | None = None
+
+    # -- called by the Ensemble ------------------------------------------------------------------------------------------
+
+    @property
+    def row_width(self) -> int:
+        """Numbers per replica in the slots: one loss per chunk, and two that identify the mini-batches."""
+        return self.chunks + 2
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The parameters to average over the cycle."""
+        self._average = CycleAverage(parameters)
+
+    def sample(self, position: int, sync_interval: int) -> None:
+        """After step ``position`` (1 .. T) of the cycle; the cycle's last step is always a sample."""
+        assert self._average is not None
+        if position > self.average_from * sync_interval and (sync_interval - position) % self.average_every == 0:
+            self._average.add()
+
+    def forget(self) -> None:
+        """The window begins anew (a cycle has begun, or replicas were averaged ahead of time)."""
+        if self._average is not None:
+            self._average.reset()
+
+    def measure(self, cycle: int) -> torch.Tensor:
+        """(row_width,) float64 on the model's device: the chunk losses at the cycle-averaged weights, then the mini-batches' digest."""
+        assert self._average is not None
+        if not self._average.samples:
+            self._average.add()  # a cycle cut too short for a sample: the weights as they are
+        with undisturbed(self.model):
+            chosen = self._choose(cycle)
+            self._average.exchange()
+            try:
+                losses = [self.loss_fn(self.model, batch).detach().double().reshape(()) for batch in chosen]
+            finally:
+                self._average.exchange()
+        row = torch.stack(losses)
+        return torch.cat([row, digest(list(_tensors_in(chosen))).to(row.device)])
+
+    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Gathered rows -> chunk losses per replica.
+
+        Raises:
+            RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
+        """
+        if len({tuple(row[self.chunks :]) for row in rows}) > 1:
+            raise RuntimeError("the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)")
+        return [list(row[: self.chunks]) for row in rows]
+
+    def _choose(self, cycle: int) -> list[Any]:
+        if callable(self.batches):
+            chosen = list(self.batches(cycle))[: self.chunks]
+            if len(chosen) < self.chunks:
+                raise ValueError(f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for {self.chunks}")
+            return chosen
+        return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
+
+    # -- the Controller protocol -----------------------------------------------------------------------------------------
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        return self.rule.update(evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rule.load_state_dict(state)
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors_in(value)

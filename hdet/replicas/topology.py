@@ -1,0 +1,89 @@
+"""The replica group: index, count, and the process group that connects the same parameters of different replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ReplicaDisagreement", "Replicas"]
+
+
+class ReplicaDisagreement(RuntimeError):
+    """Ranks were started with different settings. Every rank of the group raises it, naming the setting."""
+
+
+class Replicas:
+    """N replicas, of which this process holds one.
+
+    Attributes:
+        index: this replica's number, 0 .. count - 1.
+        count: N.
+        peer_group: the ``torch.distributed`` group that averages parameters; None when there is one replica.
+
+    Use `single`, `from_group`, or `default`.
+    """
+
+    def __init__(self, index: int, count: int, peer_group: dist.ProcessGroup | None) -> None:
+        self.index, self.count, self.peer_group = index, count, peer_group
+
+    def __repr__(self) -> str:
+        return f"Replicas(index={self.index}, count={self.count})"
+
+    @classmethod
+    def single(cls) -> Replicas:
+        """One replica, no communication."""
+        return cls(0, 1, None)
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup | None = None) -> Replicas:
+        """Each rank of ``group`` is a replica (as under DDP). None means the world: right only if nothing else is parallel.
+
+        Raises:
+            ValueError: no process group exists, or this rank is not in ``group``.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("from_group needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()")
+        group = dist.group.WORLD if group is None else group
+        index, count = dist.get_rank(group), dist.get_world_size(group)
+        if index < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the group given to from_group: pass each rank the group it belongs to")
+        return cls(index, count, group if count > 1 else None)
+
+    @classmethod
+    def default(cls) -> Replicas:
+        """The world if ``torch.distributed`` is initialised, else a single replica."""
+        return cls.from_group() if dist.is_available() and dist.is_initialized() else cls.single()
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """(width,) float64 on each replica -> (N, width), bitwise the same on all: the slots of a cycle.
+
+        One all_reduce of N * width numbers. A NaN stays in its own row, because every other replica adds zeros there.
+        """
+        rows = row.new_zeros(self.count, row.numel())
+        rows[self.index] = row
+        if self.peer_group is not None:
+            dist.all_reduce(rows, group=self.peer_group)
+        return rows
+
+    def require_agreement(self, settings: Mapping[str, int], device: torch.device) -> None:
+        """Compare whole numbers (each below 2^53) over the replicas, in one small collective.
+
+        Raises:
+            ReplicaDisagreement: on every replica alike, naming each setting and the replicas' values.
+        """
+        if self.peer_group is None:
+            return
+        names = list(settings)
+        rows = self.gather_rows(torch.tensor([float(settings[name]) for name in names], dtype=torch.float64, device=device)).tolist()
+        wrong = [name for k, name in enumerate(names) if len({row[k] for row in rows}) > 1]
+        if wrong:
+            raise ReplicaDisagreement(
+                "; ".join(f"{name} differs between replicas: {_column(rows, names.index(name))}" for name in wrong)
+                + ": start all ranks with the same code, settings and model"
+            )
+
+
+def _column(rows: Sequence[Sequence[float]], k: int) -> list[int]:
+    return [int(row[k]) for row in rows]

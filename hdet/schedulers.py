@@ -1,0 +1,197 @@
+"""OneCycleAutoLR: torch's OneCycleLR with replicas, as a drop-in for it and for the published class of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from .core.controllers import Controller, SoftmaxController
+from .core.spread import check_spread
+from .ensemble import Ensemble, _plain
+from .knobs import LearningRate
+from .replicas import Replicas
+
+__all__ = ["OneCycleAutoLR"]
+
+
+class OneCycleAutoLR(OneCycleLR):
+    """OneCycleLR whose peak is a starting point: replicas train at a spread of rates, and their losses correct it.
+
+    The first arguments are torch's, the next the published ones, the rest ours:
+
+    Args:
+        auto_lr_warmup_steps: S_warm, steps before the controller may act.
+        ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bit for bit.
+        model_sync_interval: T, optimizer steps between averages of the replicas.
+        rank, world_size: accepted for compatibility; must agree with the process group or with ``replicas``.
+        enable_auto_lr: use the paper's softmax controller on one knob per parameter group. Off: spread and averages still run.
+        loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
+        replicas: who takes part; default the world if torch.distributed is initialised.
+        controller: another controller (e.g. `ProbeController`); it is used whether or not ``enable_auto_lr`` is set.
+        gradients: ``"shared"``.
+        seed: key of the assignments of multipliers, equal on all ranks.
+
+    Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own, to the bit. Between
+    steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate, never a multiplied one.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float | list[float],
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: str = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+        auto_lr_warmup_steps: int = 100000,
+        ensemble_lr_spread_ratio: float = 0.0,
+        model_sync_interval: int = 1000,
+        rank: int | None = None,
+        world_size: int | None = None,
+        enable_auto_lr: bool = False,
+        loss_scale: float = 0.1,
+        lr_of_lr: float = 0.5,
+        momentum_of_lr: float = 0.9,
+        *,
+        replicas: Replicas | None = None,
+        controller: Controller | None = None,
+        gradients: str = "shared",
+        seed: int = 0,
+    ) -> None:
+        with _unchanged_on_error(optimizer):
+            check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
+            replicas = _resolve_replicas(replicas, rank, world_size)
+            if controller is None and enable_auto_lr:
+                controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None)
+            super().__init__(
+                optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,  # type: ignore[arg-type]
+                base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch,
+            )  # fmt: skip
+            self.ensemble = Ensemble(
+                optimizer,
+                _TorchPart(self),
+                knobs=[LearningRate(ensemble_lr_spread_ratio, groups="each" if len(optimizer.param_groups) > 1 else None)],
+                replicas=replicas,
+                sync_interval=model_sync_interval,
+                warmup_steps=auto_lr_warmup_steps,
+                controller=controller,
+                gradients=gradients,
+                seed=seed,
+            )
+
+    def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
+        """See `Ensemble.observe`: per micro-batch; then call `step` without a loss."""
+        self.ensemble.observe(loss, weight)
+
+    def step(self, loss: torch.Tensor | float | None = None) -> None:  # type: ignore[override]
+        """After optimizer.step(). Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
+
+        Raises:
+            ValueError: past total_steps, torch's own error.
+        """
+        if "ensemble" not in self.__dict__ or getattr(self, "_is_initial", False):
+            super().step()  # torch's constructors take one step to set the first values
+            return
+        self.ensemble.step(loss)
+        self._take_last_lr()
+
+    def _take_last_lr(self) -> None:
+        rates = (group["lr"] for group in self.optimizer.param_groups)
+        self._last_lr = [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in rates]
+
+    def converge(self) -> None:
+        """Average the replicas now; every rank must call it. See `Ensemble.converge`."""
+        self.ensemble.converge()
+
+    @property
+    def converged(self) -> bool:
+        return self.ensemble.converged
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on every rank."""
+        torch_part = {key: value for key, value in super().state_dict().items() if key != "ensemble"}
+        return {**_plain(torch_part), "ensemble": self.ensemble.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Continue a run; N may differ.
+
+        Raises:
+            ValueError: the state is not one of this class, is of another version or has missing keys; nothing is changed then.
+        """
+        if "ensemble" not in state_dict or "last_epoch" not in state_dict:
+            raise ValueError("the scheduler's state lacks 'ensemble' or 'last_epoch': it was not saved by OneCycleAutoLR.state_dict()")
+        self.ensemble.load_state_dict(state_dict["ensemble"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "ensemble"})
+        self._take_last_lr()
+
+
+class _TorchPart:
+    """The OneCycleLR inside a OneCycleAutoLR, as the Ensemble's scheduler. Its state is saved by the owner."""
+
+    def __init__(self, owner: OneCycleAutoLR) -> None:
+        self.owner = owner
+
+    @property
+    def total_steps(self) -> int:
+        return self.owner.total_steps
+
+    @property
+    def last_epoch(self) -> int:
+        return self.owner.last_epoch
+
+    def step(self) -> None:
+        OneCycleLR.step(self.owner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@contextmanager
+def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """torch's constructor writes into the optimizer before everything is validated: take that back if something is refused."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
+    groups = [{key: (value, value.clone() if isinstance(value, torch.Tensor) else None) for key, value in g.items()} for g in optimizer.param_groups]
+    step = optimizer.__dict__.get("step")
+    try:
+        yield
+    except BaseException:
+        for group, before in zip(optimizer.param_groups, groups):
+            group.clear()
+            for key, (value, content) in before.items():
+                group[key] = value if content is None else value.copy_(content)
+        optimizer.__dict__.pop("step", None)
+        if step is not None:
+            optimizer.__dict__["step"] = step
+        raise
+
+
+def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: int | None) -> Replicas:
+    """Raises ValueError if the published arguments contradict what is really there."""
+    if replicas is None:
+        replicas = Replicas.default()
+    initialised = dist.is_available() and dist.is_initialized()
+    for name, given, actual in (("rank", rank, replicas.index), ("world_size", world_size, replicas.count)):
+        if given is not None and given != actual:
+            raise ValueError(
+                f"{name} is {given}, but {'the process group' if initialised else 'without a process group it'} has {actual}: "
+                + ("leave it out" if initialised else "call torch.distributed.init_process_group before building the scheduler, or leave it out")
+            )
+    return replicas

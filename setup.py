@@ -1,0 +1,143 @@
+"""Builds hdet._C with CMake. Metadata is in pyproject.toml.
+
+Environment:
+  HDET_CUDA        0 skips the CUDA kernels; 1 makes a missing nvcc an error; unset compiles them where nvcc is found
+  HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: those of the GPUs present, else 80;90;100)
+  HDET_WERROR      1 treats compiler warnings as errors
+  CUDA_HOME        the CUDA toolkit to use (also CUDA_PATH); else nvcc from PATH, else /usr/local/cuda
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_ARCHS = ["80", "90", "100"]
+OLDEST_ARCH = 80
+
+
+def find_nvcc() -> str | None:
+    """The path of nvcc, or None."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    # what the user names goes before what PATH finds, and replaces the usual place
+    folders = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", os.defpath), *([] if homes else ["/usr/local/cuda/bin"])]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def supported_archs(nvcc: str) -> list[str]:
+    """Compute capabilities that this nvcc compiles for, for example ["80", "86", ...]."""
+    listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"compute_(\d+)$", listing, re.MULTILINE)
+
+
+def present_archs() -> list[str]:
+    """Compute capabilities of the GPUs in this machine."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return []
+    command = [nvidia_smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    query = subprocess.run(command, capture_output=True, text=True, check=False)  # without a driver it fails and lists nothing
+    return sorted({line.replace(".", "") for line in query.stdout.split() if re.fullmatch(r"\d+\.\d", line)})
+
+
+def choose_archs(nvcc: str) -> list[str]:
+    """HDET_CUDA_ARCHS as given; else the GPUs present, or the default ones, as far as nvcc supports them."""
+    asked = [arch for arch in re.split(r"[;,\s]+", os.environ.get("HDET_CUDA_ARCHS", "")) if arch]
+    supported = supported_archs(nvcc)
+    if asked:
+        unknown = [arch for arch in asked if arch.split("-")[0].rstrip("af") not in supported]
+        if unknown:
+            raise SystemExit(f"hdet: HDET_CUDA_ARCHS names {', '.join(unknown)}, but {nvcc} supports {', '.join(supported)}")
+        return asked
+    for candidates in ([arch for arch in present_archs() if int(arch) >= OLDEST_ARCH], DEFAULT_ARCHS):
+        usable = [arch for arch in candidates if arch in supported]
+        if usable:
+            return usable
+    raise SystemExit(f"hdet: {nvcc} supports none of {', '.join(DEFAULT_ARCHS)}; set HDET_CUDA_ARCHS, or HDET_CUDA=0 to skip CUDA")
+
+
+def cuda_options() -> list[str]:
+    """CMake's options for the CUDA kernels, from the environment and the machine."""
+    wish = os.environ.get("HDET_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"hdet: HDET_CUDA={wish} is not understood; use 0 (skip CUDA) or 1 (require it), or leave it unset")
+    nvcc = None if wish == "0" else find_nvcc()
+    if wish == "1" and nvcc is None:
+        raise SystemExit(
+            "hdet: HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda.\n"
+            "Install the CUDA toolkit or point CUDA_HOME at it; without HDET_CUDA=1 hdet builds without CUDA kernels."
+        )
+    if nvcc is None:
+        note = "hdet was built with HDET_CUDA=0" if wish == "0" else "nvcc was not found when hdet was built"
+        print(f"hdet: no CUDA kernels: {note}", flush=True)
+        return ["-DHDET_CUDA=OFF", f"-DHDET_CUDA_NOTE={note}"]
+    archs = ";".join(choose_archs(nvcc))
+    print(f"hdet: CUDA kernels for {archs} with {nvcc} (HDET_CUDA=0 skips them)", flush=True)
+    return ["-DHDET_CUDA=ON", f"-DHDET_CUDA_ARCHS={archs}", f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DHDET_CUDA_NOTE="]
+
+
+def find_tool(name: str) -> str:
+    """cmake or ninja: the one that pip installed for this build, else one on PATH."""
+    try:
+        module = __import__(name)
+        folder = getattr(module, "CMAKE_BIN_DIR", None) or getattr(module, "BIN_DIR", None)
+    except ImportError:
+        folder = None
+    tool = shutil.which(name, path=folder) if folder else None
+    tool = tool or shutil.which(name)
+    if tool is None:
+        raise SystemExit(f"hdet: {name} was not found. Run: pip install {name}")
+    return tool
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake in build/cmake-<python>-<options> and puts the module where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        options = [
+            f"-DHDET_VERSION={self.distribution.get_version()}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DHDET_WERROR={'ON' if os.environ.get('HDET_WERROR') == '1' else 'OFF'}",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            *cuda_options(),
+        ]
+        tag = hashlib.sha256("\n".join([*options, os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]).encode()).hexdigest()[:8]
+        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{tag}"
+        # pip's isolated environments have a new path every time. A copy of the headers keeps one path, and with it the objects.
+        include = build / f"pybind11-{pybind11.__version__}"
+        if not include.exists():
+            shutil.copytree(pybind11.get_include(), f"{include}.new", dirs_exist_ok=True)
+            os.rename(f"{include}.new", include)
+        cmake, ninja = find_tool("cmake"), find_tool("ninja")
+        self._run(
+            cmake, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DHDET_PYBIND11_INCLUDE={include}", *options
+        )
+        self._run(cmake, "--build", build, *([f"-j{self.parallel}"] if self.parallel else []))
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Replaced, not overwritten: a process that has the old module mapped keeps it.
+        fresh = target.with_name(target.name + ".new")
+        shutil.copyfile(build / target.name, fresh)
+        os.replace(fresh, target)
+
+    def _run(self, *command: object) -> None:
+        result = subprocess.run([str(part) for part in command], check=False)
+        if result.returncode != 0:
+            raise SystemExit(
+                f"hdet: the native module did not build ({Path(str(command[0])).name} exit code {result.returncode}); "
+                "the compiler's message is above. If it concerns CUDA, HDET_CUDA=0 skips the CUDA kernels."
+            )
+
+
+setup(ext_modules=[Extension("hdet._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

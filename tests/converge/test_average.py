@@ -1,0 +1,139 @@
+"""The bucketed average: right for every dtype and layout, bitwise equal on all replicas, small, and few collectives."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hdet.converge import BucketedAverage, all_finite, digest
+from hdet.replicas import Replicas
+
+from ..distributed import run_ranks
+
+
+def _case(rank: int, dtype: torch.dtype, bucket_bytes: int) -> list[torch.Tensor]:
+    """Shapes around every edge: empty, scalar, larger than a small bucket, transposed (not contiguous), large enough to go directly."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(0,), (), (3,), (7, 5), (1000,), (30, 200), (1 << 18,) if bucket_bytes > 4096 else (5000,)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors.insert(3, torch.randn(40, 30, generator=generator, dtype=torch.float64).to(dtype).t())
+    return tensors
+
+
+def average_and_report(rank: int, world: int, dtype: torch.dtype, weights: list[float] | None, bucket_bytes: int) -> Any:
+    tensors = _case(rank, dtype, bucket_bytes)
+    addresses = [t.data_ptr() for t in tensors]
+    BucketedAverage(tensors, Replicas.from_group(), bucket_bytes)(None if weights is None else weights[rank])
+    assert addresses == [t.data_ptr() for t in tensors], "the average must work in place"
+    return [t.double() for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bucket_bytes", [4096, 32 << 20])
+@pytest.mark.parametrize("weights", [None, [0.5, 0.125, 0.25, 0.125], [0.0, 0.5, 0.5, 0.0]])
+def test_the_average_is_right_and_the_same_everywhere(dtype: torch.dtype, bucket_bytes: int, weights: list[float] | None) -> None:
+    results = run_ranks(average_and_report, 4, dtype, weights, bucket_bytes)
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0])), "replicas differ after the average"
+    w = weights or [0.25] * 4
+    inputs = [_case(rank, dtype, bucket_bytes) for rank in range(4)]
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for i, got in enumerate(results[0]):
+        expected = sum(w[r] * inputs[r][i].double() for r in range(4))
+        assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def bfloat16_mean_keeps_small_differences(rank: int, world: int) -> float:
+    # In bf16, ((1 + 1) + 1) + 1.0078125 * 64 loses the last bits; summed in fp32 the mean rounds once, to the nearest bf16.
+    tensor = torch.full((64,), 1.0 if rank < 3 else 1.03125, dtype=torch.bfloat16)
+    BucketedAverage([tensor], Replicas.from_group())()
+    return float(tensor[0])
+
+
+def test_bfloat16_is_summed_in_fp32() -> None:
+    assert set(run_ranks(bfloat16_mean_keeps_small_differences, 4)) == {1.0078125}
+
+
+def poisoned(rank: int, world: int) -> Any:
+    tensors = [torch.full((1 << 18,), float("nan") if rank == 1 else 2.0), torch.full((5,), float("inf") if rank == 1 else 3.0)]
+    BucketedAverage(tensors, Replicas.from_group())(0.0 if rank == 1 else 1.0)
+    return [t.unique().tolist() for t in tensors]
+
+
+def test_weight_zero_contributes_nothing_not_even_nan() -> None:
+    assert run_ranks(poisoned, 2) == [[[2.0], [3.0]]] * 2
+
+
+def count_collectives(rank: int, world: int, shapes: list[tuple[int, ...]], bucket_bytes: int) -> tuple[int, int]:
+    tensors = [torch.ones(shape) for shape in shapes]
+    calls = []
+    real = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        average = BucketedAverage(tensors, Replicas.from_group(), bucket_bytes)
+        average()
+        average()
+    finally:
+        dist.all_reduce = real
+    assert sum(calls) == 2 * sum(t.numel() for t in tensors), "every element travels exactly once per average"
+    return len(calls) // 2, average.extra_bytes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "bucket_bytes", "expected"),
+    [
+        ([(1000,)] * 3000, 32 << 20, 1),  # 12 MB of small tensors: one bucket, not 3 000 collectives
+        ([(1 << 20,)] * 3, 32 << 20, 3),  # large ones go as they are, without memory
+        ([(1000,)] * 30, 1 << 15, 4),  # a small bucket is filled again and again
+    ],
+)
+def test_collectives_and_extra_memory_are_bounded(shapes: list[tuple[int, ...]], bucket_bytes: int, expected: int) -> None:
+    for collectives, extra in run_ranks(count_collectives, 2, shapes, bucket_bytes):
+        assert collectives <= expected
+        assert extra <= bucket_bytes
+        if shapes[0][0] >= 1 << 18:
+            assert extra == 0
+
+
+def test_what_cannot_be_averaged_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tensor 1 has dtype torch.int64"):
+        BucketedAverage([torch.ones(2), torch.ones(2, dtype=torch.int64)], Replicas.single())
+    with pytest.raises(ValueError, match="tensor 0 has layout torch.sparse_coo"):
+        BucketedAverage([torch.ones(2, 2).to_sparse()], Replicas.single())
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        BucketedAverage([torch.ones(2)], Replicas.single(), 10)
+
+
+def test_a_single_replica_is_left_untouched() -> None:
+    tensor = torch.tensor([0.1, float("nan")])
+    BucketedAverage([tensor], Replicas.single())()
+    assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_all_finite_sees_a_single_bad_element(value: float) -> None:
+    tensors = [torch.zeros(0), torch.randn(5), torch.randn(100, 100)]
+    assert all_finite(tensors) == 1.0
+    tensors[2][57, 3] = value
+    assert all_finite(tensors) == 0.0
+    assert all_finite([torch.full((3,), 3e38)]) == 1.0, "large is not infinite"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
+    a, b = torch.randn(100).to(dtype), torch.randn(100).to(dtype)
+    same = digest([a.clone(), b.clone()])
+    assert torch.equal(digest([a, b]), same)
+    assert not torch.equal(digest([b, a]), same)
+    flipped = a.clone()
+    flipped[3] = torch.nextafter(flipped[3].double(), torch.tensor(9.0, dtype=torch.float64)).to(dtype) + flipped[3].abs() * 2**-7
+    assert not torch.equal(digest([flipped, b]), same)
+    swapped = a.clone()
+    swapped[[0, 1]] = a[[1, 0]]
+    # A sum over a tensor does not see the order inside it; nothing in HDET exchanges elements.
+    assert torch.equal(digest([swapped, b]), same)

@@ -1,0 +1,49 @@
+"""When cycles end, when the controller acts, and which settings are refused."""
+
+import pytest
+
+from hdet.core.clock import Clock
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, True, "50", None])
+def test_an_interval_below_one_step_is_refused(interval: object) -> None:
+    with pytest.raises(ValueError, match="sync_interval must be a whole number of steps >= 1"):
+        Clock(interval)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("warmup", [-1, 1.5, None])
+def test_a_negative_warm_up_is_refused(warmup: object) -> None:
+    with pytest.raises(ValueError, match="warmup_steps"):
+        Clock(10, warmup)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("total", [0, -5, 1.5])
+def test_an_empty_run_is_refused(total: object) -> None:
+    with pytest.raises(ValueError, match="total_steps"):
+        Clock(10, 0, total)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("total", [50_000, 100_000])
+def test_a_warm_up_as_long_as_the_run_is_refused_only_for_a_controller(total: int) -> None:
+    clock = Clock(1000, 100_000, total)  # fine without a controller
+    with pytest.raises(ValueError, match="warm-up"):
+        clock.check_controller_can_act()
+
+
+def test_the_last_step_ends_a_cycle_that_is_not_full() -> None:
+    clock = Clock(10, 0, 25)
+    position, ends = 0, []
+    for step in range(1, 26):
+        position += 1
+        if clock.ends_cycle(position, step):
+            ends.append(step)
+            position = 0
+    assert ends == [10, 20, 25]
+
+
+def test_decisions_left_reaches_one_at_the_end() -> None:
+    clock = Clock(10, 20, 100)
+    steps = [step for step in range(10, 101, 10) if clock.controls(step)]
+    assert steps[0] == 30  # the first cycle that lies wholly after the warm-up
+    assert [clock.decisions_left(step) for step in steps] == list(range(len(steps), 0, -1))
+    assert Clock(10).decisions_left(10) is None

@@ -1,0 +1,156 @@
+"""The engine without tensors: evidence, corrections, missing losses, state."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from hdet.core.clock import Clock
+from hdet.core.controllers import Decision, Evidence, SoftmaxController
+from hdet.core.engine import Engine, KnobSpec
+
+
+class Scripted:
+    """A controller that keeps what it sees and answers with given decisions."""
+
+    name = "scripted"
+    needs_probe = False
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions, self.seen = decisions, []  # type: ignore[var-annotated]
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        self.seen.append(evidence)
+        return list(self.decisions)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": len(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state
+
+
+def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
+    while not engine.tick():
+        pass
+    return engine.close(losses, scheduled=[1.0] * len(engine.knobs), **kwargs)
+
+
+def test_corrections_multiply_and_a_base_replaces_the_schedule() -> None:
+    engine = Engine([KnobSpec("a", 0.1), KnobSpec("b", 0.1)], 2, Clock(3), Scripted(Decision(factor=1.5), Decision(base=7.0)))
+    run_cycle(engine, [1.0, 2.0])
+    run_cycle(engine, [1.0, 2.0])
+    assert engine.value(0, 10.0) == 10.0 * 1.5 * 1.5
+    assert engine.value(1, 10.0) == 7.0
+    assert (engine.cycle, engine.step, engine.position) == (2, 6, 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
+def test_a_loss_that_is_not_finite_never_reaches_the_controller(bad: float | None) -> None:
+    controller = Scripted(Decision())
+    engine = Engine([KnobSpec("lr", 0.1)], 3, Clock(1), controller)
+    outcome = run_cycle(engine, [1.0, bad, 2.0])
+    assert controller.seen[0].losses == [1.0, None, 2.0]
+    assert outcome.left_out == [1] and "replica 1" in outcome.notes[0]
+
+
+def test_one_bad_chunk_leaves_the_whole_probe_row_out() -> None:
+    controller = Scripted(Decision())
+    engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(1), controller)
+    outcome = run_cycle(engine, [1.0, 1.0], probes=[[1.0, 2.0], [1.0, math.nan]])
+    assert controller.seen[0].probes == [[1.0, 2.0], None]
+    assert outcome.left_out == [1]
+
+
+def test_the_controller_sleeps_through_the_warm_up() -> None:
+    controller = Scripted(Decision(factor=2.0))
+    engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(5, warmup_steps=10, total_steps=40), controller)
+    for _ in range(4):
+        run_cycle(engine, [1.0, 2.0])
+    assert [evidence.step for evidence in controller.seen] == [15, 20]
+    assert engine.corrections == [4.0]
+
+
+def test_without_a_controller_multipliers_still_change_and_corrections_do_not() -> None:
+    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(2))
+    tables = []
+    for _ in range(6):
+        tables.append(engine.multipliers()[0])
+        run_cycle(engine, [1.0, 2.0, 3.0, 4.0])
+    assert len({tuple(t) for t in tables}) > 1
+    assert all(sorted(t) == sorted(tables[0]) for t in tables)
+    assert engine.corrections == [1.0]
+
+
+def test_a_runaway_correction_is_held_and_noted() -> None:
+    engine = Engine([KnobSpec("lr", 0.3)], 2, Clock(1), Scripted(Decision(factor=1e4)))
+    notes = [run_cycle(engine, [1.0, 2.0]).notes for _ in range(3)]
+    assert engine.corrections == [1e6]
+    assert "held at" in notes[1][0] or "held at" in notes[2][0]
+
+
+@pytest.mark.parametrize("decision", [dict(factor=0.0), dict(factor=-1.0), dict(factor=math.nan), dict(base=math.inf), dict(base=0.0)])
+def test_a_decision_that_would_kill_the_run_cannot_be_made(decision: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="finite and positive"):
+        Decision(**decision)
+
+
+def test_state_is_plain_and_loads_with_another_number_of_replicas() -> None:
+    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(2), SoftmaxController(decay=None), seed=5)
+    for _ in range(3):
+        run_cycle(engine, [1.0, 0.8, 0.9, 1.1])
+    state = json.loads(json.dumps(engine.state_dict()))
+    other = Engine([KnobSpec("lr", 0.3)], 8, Clock(2), SoftmaxController(decay=None), seed=99)
+    other.load_state_dict(state)
+    assert other.corrections == engine.corrections != [1.0]
+    assert (other.cycle, other.step, other.seed) == (3, 6, 5)
+    assert other.controller.state_dict() == engine.controller.state_dict()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: s.update(version=99), "version 99"),
+        (lambda s: s.pop("corrections"), "lacks 'corrections'"),
+        (lambda s: s.update(knobs=["wd"]), "knobs"),
+        (lambda s: s.update(controller="probe"), "controller"),
+        (lambda s: s["controller_state"].pop("velocities"), "velocities"),
+    ],
+)
+def test_a_state_of_something_else_is_refused_and_changes_nothing(damage: Any, message: str) -> None:
+    def fresh() -> Engine:
+        return Engine([KnobSpec("lr", 0.3)], 2, Clock(2), SoftmaxController(decay=None))
+
+    donor = fresh()
+    run_cycle(donor, [1.0, 0.5])
+    state = donor.state_dict()
+    damage(state)
+    engine = fresh()
+    before = engine.state_dict()
+    with pytest.raises(ValueError, match=message):
+        engine.load_state_dict(state)
+    assert engine.state_dict() == before
+
+
+@pytest.mark.parametrize("knobs", [[], [KnobSpec("lr", 0.1), KnobSpec("lr", 0.2)]])
+def test_knobs_must_exist_and_differ(knobs: list[KnobSpec]) -> None:
+    with pytest.raises(ValueError, match="knobs"):
+        Engine(knobs, 2, Clock(1))
+
+
+def quadratic_run(controller: Any, start: float, best: float, cycles: int = 60) -> float:
+    """Replica losses (ln value - ln best)^2: a problem whose answer is known. Returns the final base value over the best."""
+    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1), controller)
+    for _ in range(cycles):
+        engine.tick()
+        value = engine.value(0, start)
+        losses: list[float | None] = [math.log(value * rho / best) ** 2 for rho in engine.multipliers()[0]]
+        engine.close(losses, scheduled=[start])
+    return engine.value(0, start) / best
+
+
+@pytest.mark.parametrize("start", [0.1, 10.0])
+def test_the_softmax_controller_walks_towards_the_best_value(start: float) -> None:
+    assert 0.5 < quadratic_run(SoftmaxController(0.1, decay=None), start, 1.0) < 2.0

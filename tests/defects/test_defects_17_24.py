@@ -1,0 +1,298 @@
+"""Defects 17 to 24 of the published code: precision, an unbounded controller, defaults, loss windows, the abandoned schedule,
+noise, accelerate, knobs.
+"""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import OneCycleLR
+
+import hdet
+from hdet.core.clock import Clock
+from hdet.core.engine import Engine, KnobSpec
+from tests.defects.common import drop_in, optimizer_step, parameter, train
+from tests.distributed import run_ranks
+from tests.reference import method
+
+# -- 17: sums in the parameters' own dtype; buffers forgotten ----------------------------------------------------------
+
+
+def _half_values(rank):
+    """Values in [1, 2) whose sum over four ranks needs more bits than the 16-bit type has."""
+    return 1 + torch.rand(1000, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def _average_half(rank, world, dtype):
+    weights = _half_values(rank).to(dtype).requires_grad_()
+    buffer = torch.full((3,), float(rank), dtype=torch.float32)
+    ensemble = hdet.Ensemble(torch.optim.SGD([weights], lr=0.1), knobs=[hdet.LearningRate(0.3)], sync_interval=1, buffers=[buffer])
+    own = weights.detach().clone()
+    weights.grad = torch.zeros_like(weights)
+    ensemble.optimizer.step()
+    ensemble.step()
+    return own, weights.detach().clone(), buffer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_17_half_precision_is_averaged_in_fp32_and_rounded_once(dtype):
+    """Four 16-bit values in [1, 2) add exactly in fp32, so the mean must be the correctly rounded one, bit for bit."""
+    ranks = run_ranks(_average_half, 4, dtype)
+    exact = torch.stack([own.double() for own, *_ in ranks]).mean(0)
+    wrong = sum((own for own, *_ in ranks), torch.zeros(1000, dtype=dtype)) / 4
+    assert not torch.equal(wrong, exact.to(dtype))  # a sum in 16 bits would be told apart
+    for _, averaged, buffer in ranks:
+        assert torch.equal(averaged, exact.to(dtype))
+        assert buffer.tolist() == [1.5] * 3
+
+
+# -- 18: the base value could reach zero and below ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["lower is better", "higher is better"])
+@pytest.mark.parametrize("spread", [1 / 9, 0.99])
+@pytest.mark.parametrize("decay", [None, "floor", "printed"])
+def test_18_constant_signal_never_breaks_the_base_value(decay, spread, sign):
+    """The published rule reaches a base value below zero at decision 42 (spread 1/9) or 8 (spread 1) under a constant "lower"."""
+    engine = Engine([KnobSpec("lr", spread)], 8, Clock(1, 0, 400), hdet.SoftmaxController(0.1, 0.5, 0.9, decay))
+    floor, peak = 4e-9, 9e-4
+    for _ in range(400):
+        losses = [100 * sign * rho for rho in engine.multipliers()[0]]
+        engine.tick()
+        engine.close(losses, scheduled=[peak], peak=[peak], floor=[floor])
+        value = engine.value(0, peak)
+        assert math.isfinite(value)
+        assert value > 0
+        if decay is not None:
+            assert value >= floor
+    if decay is None:
+        assert (value < peak) == (sign == 1)
+
+
+# -- 19: two different defaults for sigma ------------------------------------------------------------------------------
+
+
+def test_19_defaults_are_the_papers():
+    ours = {name: p.default for name, p in inspect.signature(hdet.OneCycleAutoLR).parameters.items()}
+    assert (ours["loss_scale"], ours["lr_of_lr"], ours["momentum_of_lr"]) == (0.1, 0.5, 0.9)
+    assert (ours["auto_lr_warmup_steps"], ours["model_sync_interval"], ours["ensemble_lr_spread_ratio"], ours["enable_auto_lr"]) == (
+        100_000,
+        1000,
+        0.0,
+        False,
+    )
+    theirs = {name: p.default for name, p in inspect.signature(hdet.SoftmaxController).parameters.items()}
+    assert (theirs["temperature"], theirs["step_size"], theirs["momentum"], theirs["decay"]) == (0.1, 0.5, 0.9, "floor")
+    assert inspect.signature(hdet.LearningRate).parameters["spread"].default == 1 / 9
+    scheduler = drop_in(
+        [parameter()],
+        enable_auto_lr=True,
+        auto_lr_warmup_steps=0,
+        replicas=hdet.Replicas(0, 2, None),
+        loss_scale=0.2,
+        lr_of_lr=0.4,
+        momentum_of_lr=0.8,
+    )
+    controller = scheduler.ensemble.engine.controller
+    assert (controller.temperature, controller.step_size, controller.momentum, controller.decay) == (0.2, 0.4, 0.8, None)
+
+
+# -- 20: the window divided by T, and began with the warm-up -----------------------------------------------------------
+
+
+def _uneven(rank, world):
+    """Rank 0 has a loss in some steps only, with weights; rank 1 in every step; the controller acts from step 8 on."""
+    scheduler = drop_in([parameter()], interval=4, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=8)
+    records = []
+    for step in range(16):
+        optimizer_step(scheduler.optimizer, step)
+        cycle = step // 4
+        if rank == 0 and step % 4 == 0:
+            scheduler.observe(torch.tensor(2.0 + cycle), weight=1.0)
+        if rank == 0 and step % 4 == 2:
+            scheduler.observe(torch.tensor(4.0 + cycle), weight=torch.tensor(3.0))
+        scheduler.step(None if rank == 0 else 10.0 * cycle + step % 4)
+        if step % 4 == 3:
+            records.append(scheduler.ensemble.history)
+    return records
+
+
+def test_20_mean_of_what_was_observed_in_this_cycle():
+    first, second = run_ranks(_uneven, 2)
+    for cycle in range(4):
+        expected = [(1 * (2 + cycle) + 3 * (4 + cycle)) / 4, 10 * cycle + 1.5]
+        assert first[cycle]["losses"] == second[cycle]["losses"] == pytest.approx(expected)
+    assert [record["corrections"]["lr"] == 1.0 for record in first] == [True, True, False, False]
+
+
+# -- 21: the schedule was abandoned after the warm-up ------------------------------------------------------------------
+
+
+def _neutral(rank, world, arguments):
+    ours, plain = parameter(), parameter()
+    scheduler = drop_in([ours], 30, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=5, **arguments)
+    optimizer = torch.optim.AdamW([plain], lr=0.1, weight_decay=0.0)
+    reference = OneCycleLR(optimizer, 0.05, 30, **arguments)
+    same = []
+    for step in range(30):
+        train(scheduler, 1, lambda _: 2.7, start=step)
+        optimizer_step(optimizer, step)
+        reference.step()
+        pair = [(group["lr"], group["betas"]) for group in (scheduler.optimizer.param_groups[0], optimizer.param_groups[0])]
+        same.append(pair[0] == pair[1])
+    return same, scheduler.ensemble.cycle
+
+
+@pytest.mark.parametrize("world, arguments", [(4, {}), (3, {"three_phase": True, "anneal_strategy": "linear"})])
+def test_21_neutral_losses_reproduce_one_cycle_bitwise(world, arguments):
+    """Rates and cycled betas, before and after the warm-up, with the spread on."""
+    assert run_ranks(_neutral, world, arguments) == [([True] * 30, 6)] * world
+
+
+# -- 22: warm noise: which norm, which ranks ---------------------------------------------------------------------------
+
+
+def _noise(rank, world):
+    """2 x 2: ranks (0, 1) hold copies of replica 0's small tensor (as norms are under tensor parallelism), ranks (2, 3) of replica 1's."""
+    peers = hdet.Replicas.from_group([dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2])
+    tensors = [torch.full((40_000,), 2.0), torch.linspace(-1, 1, 30_000).reshape(300, 100), torch.zeros(7), torch.ones(64)]
+    before = [t.clone() for t in tensors]
+    hdet.warm_noise_(tensors, nu=0.01, seed=1, replicas=peers)
+    noise = [t - b for t, b in zip(tensors, before, strict=True)]
+    again = [b.clone() for b in before]
+    hdet.warm_noise_(again, nu=0.01, seed=1, replicas=peers)
+    other = [b.clone() for b in before]
+    hdet.warm_noise_(other, nu=0.01, seed=2, replicas=peers)
+    return noise, all(torch.equal(a, t) for a, t in zip(again, tensors, strict=True)), torch.equal(other[0], tensors[0])
+
+
+def test_22_warm_noise():
+    ranks = run_ranks(_noise, 4)
+    for noise, repeatable, seed_ignored in ranks:
+        assert repeatable
+        assert not seed_ignored
+        for k, theta in ((0, [2.0] * 40_000), (1, torch.linspace(-1, 1, 30_000).tolist())):
+            flat = noise[k].double().flatten()
+            assert flat.var().item() == pytest.approx(method.warm_noise_variance(theta, 0.01), rel=0.05)
+            assert abs(flat.mean().item()) < 5 * (flat.std() / math.sqrt(flat.numel())).item()
+        assert noise[2].abs().max() == 0  # a tensor of zeros has no norm
+        a, b = noise[0][:30_000].double(), noise[1].flatten().double()
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.03  # tensors get noise of their own
+    for k in range(4):
+        assert torch.equal(ranks[0][0][k], ranks[1][0][k])  # copies inside a replica stay copies
+        assert torch.equal(ranks[2][0][k], ranks[3][0][k])
+        assert torch.equal(ranks[0][0][k], ranks[2][0][k]) == (k == 2)  # replicas differ
+
+
+def test_22_noise_arguments():
+    weights = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
+    with pytest.raises(ValueError, match="parameter 1.*int64"):
+        hdet.warm_noise_(weights)
+    assert weights[0].tolist() == [1.0] * 3
+    for nu in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="nu"):
+            hdet.warm_noise_(weights[:1], nu=nu)
+
+
+# -- 23: accelerate steps a prepared scheduler once per process --------------------------------------------------------
+
+
+class PreparedScheduler:
+    """What accelerate does with a scheduler: nothing if the optimizer skipped its step, else `processes` steps at once."""
+
+    def __init__(self, scheduler, processes):
+        self.scheduler, self.processes = scheduler, processes
+
+    def step(self, *args, skipped=False):
+        for _ in range(0 if skipped else self.processes):
+            self.scheduler.step(*args)
+
+
+def _accelerate(rank, world, skip):
+    weights = parameter()
+    scheduler = drop_in([weights], 40 * world, interval=4, ensemble_lr_spread_ratio=0.3)
+    prepared, converged, epochs = PreparedScheduler(scheduler, world), [], []
+    for step in range(13):
+        skipped = step in skip
+        if not skipped:
+            optimizer_step(scheduler.optimizer, step)
+        prepared.step(1.0 + rank, skipped=skipped)
+        converged.append(scheduler.converged)
+        epochs.append(scheduler.last_epoch)
+    return converged, epochs, scheduler.ensemble.cycle, scheduler.ensemble.history["losses"]
+
+
+def test_23_cycles_count_optimizer_steps():
+    for converged, epochs, cycle, losses in run_ranks(_accelerate, 4, ()):
+        assert epochs == [4 * (step + 1) for step in range(13)]  # the schedule advances as it would with torch's class
+        assert converged == [step % 4 == 3 for step in range(13)]
+        assert cycle == 3
+        assert losses == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_23_skipped_steps_do_not_count():
+    for converged, _, cycle, _ in run_ranks(_accelerate, 2, (1, 2)):
+        assert [step for step in range(13) if converged[step]] == [5, 9]
+        assert cycle == 2
+
+
+def _extra_steps(rank, world):
+    """A checkpoint library runs optimizer.step() with rate 0 to create the state; some frameworks step once per group."""
+    weights = parameter()
+    scheduler = drop_in([weights], interval=4, ensemble_lr_spread_ratio=0.3)
+    group = scheduler.optimizer.param_groups[0]
+    cycles = []
+    for step in range(8):
+        rate, group["lr"] = group["lr"], 0.0
+        scheduler.optimizer.step()
+        group["lr"] = rate
+        optimizer_step(scheduler.optimizer, step)
+        scheduler.step()
+        cycles.append(scheduler.ensemble.cycle)
+    return cycles
+
+
+def test_23_phantom_optimizer_steps_do_not_count():
+    assert run_ranks(_extra_steps, 2) == [[0, 0, 0, 1, 1, 1, 1, 2]] * 2
+
+
+# -- 24: knobs that are confounded -------------------------------------------------------------------------------------
+
+
+def _tables(replicas, knobs, cycles):
+    engine = Engine([KnobSpec(f"lr/{name}", 0.3) for name in knobs], replicas, Clock(1))
+    tables = []
+    for _ in range(cycles):
+        tables.append(engine.multipliers())
+        engine.tick()
+        engine.close([1.0] * replicas, scheduled=[1.0] * len(knobs))
+    return torch.tensor(tables, dtype=torch.float64) - 1  # (cycle, knob, replica)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_24_knobs_are_uncorrelated_over_cycles(replicas):
+    cycles, knobs = 2000, ["embedding", "no_decay", "non_embedding", "transformer"]
+    tables = _tables(replicas, knobs, cycles)
+    assert tables.sum(2).abs().max() < 1e-12  # every cycle, every knob: the mean multiplier is 1
+    columns = tables.transpose(0, 1).reshape(len(knobs), -1)
+    bound = 4.5 / math.sqrt(cycles * (replicas - 1))  # of a correlation of independent permutations: 4.5 standard deviations
+    off_diagonal = torch.corrcoef(columns) - torch.eye(len(knobs))
+    assert off_diagonal.abs().max() < bound
+    later = tables[1:].transpose(0, 1).reshape(len(knobs), -1)
+    earlier = tables[:-1].transpose(0, 1).reshape(len(knobs), -1)
+    for k in range(len(knobs)):  # and a knob's assignment says nothing about its next one
+        assert abs(torch.corrcoef(torch.stack([earlier[k], later[k]]))[0, 1]) < bound
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_24_every_replica_visits_every_multiplier(replicas):
+    """No rank keeps a favourable place (its data, its clock): each place is visited with its fair share, and all of them early."""
+    cycles = 2000
+    tables = _tables(replicas, ["lr"], cycles)[:, 0]
+    places = ((tables / 0.3 + 1) / 2 * (replicas - 1)).round().long()
+    for replica in range(replicas):
+        share = torch.bincount(places[:, replica], minlength=replicas) / cycles
+        assert (share - 1 / replicas).abs().max() < 4.5 * math.sqrt((1 - 1 / replicas) / replicas / cycles)
+        assert len(set(places[: 12 * replicas, replica].tolist())) == replicas

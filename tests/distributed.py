@@ -1,0 +1,165 @@
+"""Run a function on several gloo ranks: `run_ranks(function, world_size, *args)`.
+
+The worker processes are started once and kept (importing torch costs seconds); every call gives them a fresh process group of exactly
+`world_size` ranks, so a test sees what a training script sees: rank 0 .. world_size - 1 of the default group. A worker that died, hung or
+failed takes the whole pool with it: the next call starts a new one. The workers end with the process that started them.
+"""
+
+import atexit
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+_GRACE_S = 2.0  # after the first failure: how long the other ranks get to report theirs
+
+
+class RankError(AssertionError):
+    """One or more ranks failed; the message holds their tracebacks."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on `world_size` ranks, after init_process_group("gloo"); return their results by rank.
+
+    `function` must be importable at the top level of a module; arguments and results must pickle. One thread per process, torch's seed 0.
+    `timeout` is in seconds, for the whole call. Raises RankError with the traceback of every rank that failed.
+    """
+    return _pool(world_size).run(function, world_size, args, timeout)
+
+
+# -- the workers -------------------------------------------------------------------------------------------------------
+
+
+def _worker(conn: connection.Connection, parent: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = conn.recv_bytes()
+        except EOFError:
+            return
+        conn.send_bytes(_answer(message))
+
+
+def _answer(message: bytes) -> bytes:
+    try:
+        return pickle.dumps((True, _call(*pickle.loads(message))))
+    except BaseException:  # noqa: BLE001 - whatever it was, the test should see it
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout)
+    )
+    try:
+        return function(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+# -- the pool ------------------------------------------------------------------------------------------------------------------------
+
+
+class _Pool:
+    def __init__(self, size: int) -> None:
+        # A fork server imports torch (and what optimizers import late) once for all workers; unlike plain fork it never copies the
+        # threads of the test process.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        self.workers, self.conns = [], []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_entry, args=(theirs,), daemon=True)
+            worker.start()
+            theirs.close()
+            self.workers.append(worker)
+            self.conns.append(ours)
+
+    def alive(self) -> bool:
+        return bool(self.workers) and all(worker.is_alive() for worker in self.workers)
+
+    def close(self) -> None:
+        for worker, conn in zip(self.workers, self.conns, strict=True):
+            worker.kill()
+            worker.join()
+            conn.close()
+        self.workers, self.conns = [], []
+
+    def run(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for rank in range(world_size):
+                    call = (function, rank, world_size, str(Path(folder, "store")), timeout, args)
+                    self.conns[rank].send_bytes(pickle.dumps(call))
+                results, errors = self._collect(world_size, time.monotonic() + timeout)
+            except BaseException:
+                self.close()
+                raise
+        if errors:
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
+        return [results[rank] for rank in range(world_size)]
+
+    def _collect(self, world_size: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        ranks = {conn: rank for rank, conn in enumerate(self.conns[:world_size])}
+        while ranks:
+            ready = connection.wait(list(ranks), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = "was still waiting when another rank had failed" if errors else "did not finish in time"
+                return results, errors | {rank: late for rank in ranks.values()}
+            for conn in ready:
+                rank = ranks.pop(conn)
+                try:
+                    succeeded, value = pickle.loads(conn.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    succeeded, value = False, f"the process ended (exit code {self.workers[rank].exitcode})"
+                (results if succeeded else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return results, errors
+
+
+def _entry(conn: connection.Connection) -> None:
+    _worker(conn, os.getppid())  # the fork server: it ends when the test process does
+
+
+_current: _Pool | None = None
+
+
+def _pool(size: int) -> _Pool:
+    global _current
+    if _current is None or not _current.alive() or len(_current.workers) < size:
+        if _current is not None:
+            _current.close()
+        _current = _Pool(max(size, 4))
+    return _current
+
+
+@atexit.register
+def _close() -> None:
+    if _current is not None:
+        _current.close()

@@ -1,0 +1,66 @@
+"""A small least-squares problem that every rank can build alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(key))
+    return x, x.sum(1, keepdim=True)
+
+
+def loss_of(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(net(data[0]), data[1])
+
+
+def probe(net: nn.Module, **settings: Any) -> hdet.ProbeController:
+    return hdet.ProbeController(loss_of, lambda cycle: [batch(10_000 + 8 * cycle + i) for i in range(8)], model=net, **settings)
+
+
+class Run:
+    """One replica's training loop: DDP, AdamW, OneCycle, Ensemble."""
+
+    def __init__(self, rank: int, *, spread: float = 0.3, total: int = 40, interval: int = 5, lr: float = 3e-3, **settings: Any) -> None:
+        self.rank, self.index = rank, 0
+        self.net = model()
+        self.wrapped = DistributedDataParallel(self.net) if torch.distributed.is_initialized() else self.net
+        self.optimizer = settings.pop("optimizer", torch.optim.AdamW)(self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0))
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total, cycle_momentum=False)
+        controller = settings.pop("controller", None)
+        self.ensemble = hdet.Ensemble(
+            self.optimizer,
+            self.scheduler,
+            knobs=[hdet.LearningRate(spread)],
+            sync_interval=interval,
+            controller=probe(self.wrapped) if controller == "probe" else controller,
+            **settings,
+        )
+
+    def step(self, *, report: float | None = None) -> torch.Tensor:
+        loss = loss_of(self.wrapped, batch(100 * self.index + self.rank))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ensemble.step(loss if report is None else report)
+        self.index += 1
+        return loss.detach()
+
+    def steps(self, count: int) -> Run:
+        for _ in range(count):
+            self.step()
+        return self
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.net.parameters()]).clone()

@@ -1,0 +1,352 @@
+"""The engine in 2 and 4 real processes under DDP: spread, converge, control, faults, resume."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+from ..distributed import RankError, run_ranks
+from .helpers import Run, batch, loss_of, model
+
+# -- spread 0 is DDP ---------------------------------------------------------------------------------------------------------
+
+
+def spread_zero_and_ddp(rank: int, world: int, fused: bool) -> tuple[bool, bool]:
+    make = hdet.FusedAdamW if fused else torch.optim.AdamW
+    run = Run(rank, spread=0.0, optimizer=make)
+    net = model()
+    wrapped = DistributedDataParallel(net)
+    optimizer = make(net.parameters(), lr=3e-3, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
+    rates = True
+    for i in range(40):
+        run.step()
+        loss_of(wrapped, batch(100 * i + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rates &= run.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    return rates, all(torch.equal(a, b) for a, b in zip(run.net.parameters(), net.parameters()))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_spread_zero_is_ddp_to_the_bit(world: int, fused: bool) -> None:
+    """Three replicas matter: 1/3 is not a binary fraction, so an average of equal parameters would already differ."""
+    assert run_ranks(spread_zero_and_ddp, world, fused) == [(True, True)] * world
+
+
+# -- spread and converge -----------------------------------------------------------------------------------------------------
+
+
+def spread_and_converge(rank: int, world: int, fused: bool) -> Any:
+    run = Run(rank, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW)
+    out = []
+    for _ in range(10):
+        rho = run.ensemble.multipliers["lr"]
+        run.step()
+        out.append((rho, run.weights(), run.ensemble.converged, run.optimizer.param_groups[0]["lr"]))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_replicas_differ_as_rho_before_and_are_equal_after_a_converge(world: int, fused: bool) -> None:
+    ranks = run_ranks(spread_and_converge, world, fused)
+    for step in range(10):
+        rhos, weights, converged, rates = zip(*(rank[step] for rank in ranks))
+        assert sorted(rhos) == pytest.approx(sorted(1 + 0.3 * (2 * r / (world - 1) - 1) for r in range(world)))
+        assert len(set(rates)) == 1, "at rest every replica holds the base rate"
+        if step % 5 == 4:
+            assert all(converged) and all(torch.equal(w, weights[0]) for w in weights)
+            continue
+        assert not any(converged)
+        mean = torch.stack(weights).mean(0)
+        # theta_r = mean + (1 - rho_r) s: the displacements are one vector, scaled
+        s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos)]
+        assert s[0].abs().max() > 1e-5
+        assert all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------------
+
+
+def probe_run(rank: int, world: int) -> Any:
+    run = Run(rank, controller="probe", lr=1e-5, total=60, interval=5)
+    records = []
+    run.ensemble.log = lambda record, step: records.append((step, record))
+    run.steps(60)
+    return records, run.ensemble.values(), run.optimizer.param_groups[0]["lr"]
+
+
+def test_the_probe_raises_a_rate_that_is_far_too_low_and_all_ranks_agree() -> None:
+    ranks = run_ranks(probe_run, 4)
+    records, values, rate = ranks[0]
+    assert len(records) == 12
+    assert records[-1][1]["corrections"]["lr"] > 2
+    assert values["lr"] == rate
+    for other in ranks[1:]:
+        for (_, mine), (_, theirs) in zip(records, other[0]):
+            assert {k: v for k, v in mine.items() if not k.endswith("_ms")} == {k: v for k, v in theirs.items() if not k.endswith("_ms")}
+    first = records[0][1]
+    assert first["t"]["lr"] < -2 and first["slopes"]["lr"] < 0 < first["errors"]["lr"]
+    assert sorted(first["multipliers"]["lr"]) == pytest.approx([0.7, 0.9, 1.1, 1.3])
+
+
+def different_batches(rank: int, world: int) -> None:
+    run = Run(rank)
+    run.ensemble.close()
+    net = run.net
+    controller = hdet.ProbeController(loss_of, [batch(rank * 100 + i) for i in range(8)], model=net)
+    Run(rank, controller=controller).steps(5)
+
+
+def test_probe_batches_that_differ_between_ranks_are_an_error() -> None:
+    with pytest.raises(RankError, match="different probe batches"):
+        run_ranks(different_batches, 2)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------------
+
+
+def one_bad_loss(rank: int, world: int, bad: Any, controller: str) -> Any:
+    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None) if controller == "softmax" else None)
+    for i in range(10):
+        if rank == 1 and i < 5 and bad == "missing":
+            loss = loss_of(run.wrapped, batch(i))
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.ensemble.step()
+        else:
+            run.step(report=bad if rank == 1 and i == 2 else None)
+        if i == 4:
+            first = run.ensemble.history
+    assert first is not None and run.ensemble.history is not None
+    return first, run.ensemble.history, run.weights()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "missing"])
+def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: Any) -> None:
+    ranks = run_ranks(one_bad_loss, 4, bad, "softmax")
+    first, second, _ = ranks[0]
+    assert first["losses"][1] is None and first["left_out"] == [1]
+    assert any("replica 1" in note for note in first["notes"])
+    assert all(math.isfinite(c) for c in first["corrections"].values())
+    assert second["left_out"] == [], "the next cycle counts it again"
+    assert all(rank[0]["corrections"] == first["corrections"] for rank in ranks)
+    assert all(torch.equal(rank[2], ranks[0][2]) for rank in ranks)
+
+
+def one_bad_replica(rank: int, world: int) -> Any:
+    run = Run(rank)
+    run.steps(4)
+    loss = loss_of(run.wrapped, batch(4))
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    mine = run.weights()
+    if rank == 2:
+        with torch.no_grad():
+            next(run.net.parameters())[0, 0] = math.nan
+    run.ensemble.step(loss)
+    return mine, run.weights(), run.ensemble.history
+
+
+def test_a_replica_that_is_not_finite_is_left_out_of_the_average_and_healed() -> None:
+    ranks = run_ranks(one_bad_replica, 4)
+    expected = torch.stack([mine for rank, (mine, _, _) in enumerate(ranks) if rank != 2]).mean(0)
+    for _, after, record in ranks:
+        assert torch.allclose(after, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(after, ranks[0][1])
+        assert any("replica 2 left out of the average" in note for note in record["notes"])
+
+
+def all_bad(rank: int, world: int) -> str:
+    run = Run(rank).steps(9)
+    with torch.no_grad():
+        next(run.net.parameters()).fill_(math.nan)
+    try:
+        run.step()
+    except hdet.ReplicasDiverged as error:
+        return str(error)
+    return "no error"
+
+
+def test_if_no_replica_is_finite_every_rank_stops_naming_the_cycle() -> None:
+    messages = run_ranks(all_bad, 2)
+    assert len(set(messages)) == 1 and "cycle 1 (step 10)" in messages[0]
+
+
+def disagree(rank: int, world: int, setting: str) -> str:
+    values: dict[str, Any] = {"seed": {"seed": rank}, "sync_interval": {"interval": 5 + rank}, "knobs": {"spread": 0.1 + 0.1 * rank}}[setting]
+    try:
+        Run(rank, **values).step()
+    except hdet.ReplicaDisagreement as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("setting", ["seed", "sync_interval", "knobs"])
+def test_ranks_started_differently_stop_at_the_first_step(setting: str) -> None:
+    messages = run_ranks(disagree, 2, setting)
+    assert len(set(messages)) == 1 and setting in messages[0] and "differs between replicas" in messages[0]
+
+
+# -- converge on demand, checkpoints -----------------------------------------------------------------------------------------
+
+
+def converge_now(rank: int, world: int) -> Any:
+    run = Run(rank).steps(3)
+    before = run.weights()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.ensemble.state_dict()
+    run.ensemble.converge()
+    assert run.ensemble.converged
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.ensemble.state_dict()
+    after = run.weights()
+    run.steps(1)
+    assert not run.ensemble.converged
+    run.steps(1)
+    return before, after, len(caught), run.ensemble.cycle, run.ensemble.converged
+
+
+def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
+    ranks = run_ranks(converge_now, 2)
+    mean = (ranks[0][0] + ranks[1][0]) / 2
+    for before, after, warned, cycle, converged in ranks:
+        assert not torch.equal(before, after)
+        assert torch.equal(after, ranks[0][1]) and torch.allclose(after, mean, rtol=1e-6, atol=1e-7)
+        assert warned == 1 and cycle == 1 and converged
+
+
+def straight_and_resumed(rank: int, world: int) -> bool:
+    straight = Run(rank, controller="probe").steps(40)
+    first = Run(rank, controller="probe").steps(20)
+    file = io.BytesIO()
+    torch.save({"net": first.net.state_dict(), "optimizer": first.optimizer.state_dict(), "ensemble": first.ensemble.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = Run(rank, controller="probe", seed=0)
+    resumed.net.load_state_dict(saved["net"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.ensemble.load_state_dict(saved["ensemble"])
+    resumed.index = 20
+    resumed.steps(20)
+    return torch.equal(straight.weights(), resumed.weights()) and straight.ensemble.state_dict() == resumed.ensemble.state_dict()
+
+
+def test_resume_at_a_cycle_end_is_bitwise() -> None:
+    assert run_ranks(straight_and_resumed, 2) == [True, True]
+
+
+def save_state(rank: int, world: int) -> Any:
+    run = Run(rank, controller="probe", lr=1e-4).steps(20)
+    return run.ensemble.state_dict(), run.net.state_dict(), run.optimizer.state_dict()
+
+
+def load_state(rank: int, world: int, saved: Any) -> Any:
+    run = Run(rank, controller="probe", lr=1e-4)
+    run.ensemble.load_state_dict(saved[0])
+    run.net.load_state_dict(saved[1])
+    run.optimizer.load_state_dict(saved[2])
+    run.index = 20
+    corrections = run.ensemble.corrections
+    rate = run.optimizer.param_groups[0]["lr"]
+    run.steps(20)
+    return corrections, rate, run.ensemble.multipliers["lr"], run.weights()
+
+
+def test_state_is_the_same_on_every_rank_and_continues_with_another_number_of_replicas() -> None:
+    saved = run_ranks(save_state, 4)
+    assert all(state == saved[0][0] for state, _, _ in saved)
+    resumed = run_ranks(load_state, 3, saved[0])
+    assert saved[0][0]["corrections"][0] != 1.0
+    assert all(r[0]["lr"] == saved[0][0]["corrections"][0] for r in resumed)
+    assert {r[1] for r in resumed} == {saved[0][2]["param_groups"][0]["lr"]}
+    assert sorted(r[2] for r in resumed) == pytest.approx([0.7, 1.0, 1.3])
+    assert all(torch.equal(r[3], resumed[0][3]) for r in resumed)
+
+
+# -- what a step costs -------------------------------------------------------------------------------------------------------
+
+
+def collectives_per_step(rank: int, world: int) -> list[int]:
+    run = Run(rank, controller="probe")
+    calls = 0
+    real = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(*args, **kwargs)
+
+    dist.all_reduce = counting
+    counts = []
+    try:
+        for _ in range(11):
+            calls = 0
+            run.step()
+            counts.append(calls)
+    finally:
+        dist.all_reduce = real
+    return counts
+
+
+def test_only_the_end_of_a_cycle_communicates() -> None:
+    """Step 1: the agreement. Steps 5 and 10: slots and one bucket. DDP's own all-reduces run inside C++ and are not counted."""
+    assert run_ranks(collectives_per_step, 2) == [[1, 0, 0, 0, 2, 0, 0, 0, 0, 2, 0]] * 2
+
+
+def softmax_average(rank: int, world: int) -> Any:
+    run = Run(rank, average="softmax", spread=0.9, lr=3e-2)
+    run.steps(4)
+    loss = loss_of(run.wrapped, batch(7))
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    mine = run.weights()
+    run.ensemble.step(loss)
+    assert run.ensemble.history is not None
+    return mine, run.weights(), run.ensemble.history["losses"]
+
+
+def test_the_softmax_average_uses_the_weights_of_equation_4() -> None:
+    ranks = run_ranks(softmax_average, 2)
+    a, b = ranks[0][2]
+    w = 1 / (1 + math.exp((a - b) / 0.1))
+    assert abs(w - 0.5) > 0.01, "the case should tell weighted from uniform"
+    for _, after, _ in ranks:
+        assert torch.allclose(after, w * ranks[0][0] + (1 - w) * ranks[1][0], rtol=1e-5, atol=1e-6)
+
+
+def tensor_parallel_by_two(rank: int, world: int) -> Any:
+    """2 x 2: ranks {0, 1} and {2, 3} each hold one model in two shards; a shard may meet only its twin."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    shard = torch.nn.Parameter(torch.full((4,), float(rank % 2 + 1)))
+    optimizer = torch.optim.SGD([shard], lr=0.1)
+    ensemble = hdet.Ensemble(optimizer, replicas=hdet.Replicas.from_group(groups[rank % 2]), knobs=[hdet.LearningRate(0.5)], sync_interval=3)
+    for _ in range(3):
+        shard.grad = torch.ones(4) * (rank % 2 + 1)
+        optimizer.step()
+        ensemble.step()
+    return ensemble.replicas.index, ensemble.replicas.count, shard.detach()
+
+
+def test_a_group_keeps_the_shards_of_other_ranks_apart() -> None:
+    ranks = run_ranks(tensor_parallel_by_two, 4)
+    assert [(r[0], r[1]) for r in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert torch.equal(ranks[0][2], ranks[2][2]) and torch.equal(ranks[1][2], ranks[3][2])
+    assert torch.allclose(ranks[0][2], torch.full((4,), 0.7)) and torch.allclose(ranks[1][2], torch.full((4,), 1.4))

@@ -1,0 +1,352 @@
+"""The engine in one process: what holds at rest, inside a step, after an exception; observe, records, refusals."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.ensemble import Ensemble
+
+from .helpers import Run, batch, loss_of, model
+
+
+class TwoReplicas(hdet.Replicas):
+    """Replica ``index`` of 2, without a process group: enough to see multipliers."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index, 2, None)
+
+
+def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemble:
+    return Ensemble(optimizer, knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))], replicas=TwoReplicas(), sync_interval=1000, **settings)
+
+
+def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return torch.optim.SGD([parameter], lr=lr, **settings)
+
+
+# -- fan-out -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_multiplier_exists_inside_the_step_only() -> None:
+    optimizer = sgd()
+    ensemble = spread_ensemble(optimizer)
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    rho = ensemble.multipliers["lr"]
+    assert rho in (0.5, 1.5)
+    optimizer.step()
+    assert seen == [0.1 * rho]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.allclose(optimizer.param_groups[0]["params"][0], 1 - torch.full((3,), 0.1 * rho))
+
+
+def test_an_exception_inside_the_step_leaves_the_base_value() -> None:
+    optimizer = sgd()
+    spread_ensemble(optimizer)
+
+    def closure() -> float:
+        raise MemoryError("out of memory")
+
+    with pytest.raises(MemoryError):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_tensor_rate_stays_the_same_tensor_and_returns_to_its_bits() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = sgd(rate)
+    ensemble = spread_ensemble(optimizer)
+    inside = []
+    optimizer.register_step_pre_hook(lambda opt, *_: inside.append(float(opt.param_groups[0]["lr"])))
+    for _ in range(3):
+        optimizer.step()
+        ensemble.step()
+        assert optimizer.param_groups[0]["lr"] is rate and torch.equal(rate, torch.tensor(0.1))
+    assert inside == pytest.approx([0.1 * ensemble.multipliers["lr"]] * 3)
+
+
+def test_groups_can_be_knobs_of_their_own() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": [p], "name": n, "lr": 0.1} for p, n in zip(parameters, "abc")])
+    assert list(spread_ensemble(optimizer, groups="each").multipliers) == ["lr/a", "lr/b", "lr/c"]
+    optimizer._hdet_fan_out.close()
+    ensemble = spread_ensemble(optimizer, groups=["c", 0])
+    assert list(ensemble.multipliers) == ["lr/c", "lr/a"]
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append([g["lr"] for g in opt.param_groups]))
+    optimizer.step()
+    assert seen == [[0.1 * ensemble.multipliers["lr/a"], 0.1, 0.1 * ensemble.multipliers["lr/c"]]]
+    optimizer._hdet_fan_out.close()
+    with pytest.raises(ValueError, match="'d'.*\\['a', 'b', 'c'\\]"):
+        spread_ensemble(optimizer, groups=["d"])
+
+
+def test_a_fused_optimizer_takes_the_multiplier_without_touching_its_groups() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = hdet.FusedAdamW([parameter], lr=0.1, weight_decay=0.0)
+    ensemble = spread_ensemble(optimizer)
+    assert optimizer.multipliers == [ensemble.multipliers["lr"]]
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert seen == [0.1]
+    assert torch.allclose(parameter.detach(), 1 - torch.full((3,), 0.1 * ensemble.multipliers["lr"]), atol=1e-6)
+    ensemble.close()
+    assert optimizer.multipliers == [1.0]
+
+
+def test_one_ensemble_per_optimizer_and_close_gives_it_back() -> None:
+    optimizer = sgd()
+    first = spread_ensemble(optimizer)
+    with pytest.raises(ValueError, match="already driven"):
+        spread_ensemble(optimizer)
+    first.close()
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    optimizer.step()
+    assert seen == [0.1]
+    spread_ensemble(optimizer)
+
+
+def test_a_phantom_step_and_repeated_scheduler_steps_count_once() -> None:
+    optimizer = sgd()
+    ensemble = Ensemble(optimizer, replicas=TwoReplicas(), sync_interval=3)
+    for expected in (1, 2):
+        optimizer.step()
+        optimizer.step()  # a checkpoint library's phantom step, or one step per parameter group
+        ensemble.step()
+        ensemble.step()  # accelerate's repeated calls
+        assert ensemble.engine.position == expected
+
+
+# -- observe -----------------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_averaged_with_their_weights() -> None:
+    run = Run(0, interval=2, controller=None)
+    run.ensemble.observe(torch.tensor(4.0), weight=3)
+    run.ensemble.observe(8.0, weight=torch.tensor(1.0))
+    run.ensemble.observe(math.nan, weight=0)
+    for _ in range(2):
+        loss_of(run.net, batch(0)).backward()
+        run.optimizer.step()
+        run.ensemble.step()
+    assert run.ensemble.history is not None
+    assert run.ensemble.history["losses"] == [5.0]
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), torch.tensor(3), "1.0", None])
+def test_a_loss_that_is_not_one_number_is_refused(loss: Any) -> None:
+    with pytest.raises(ValueError, match="loss must be"):
+        Run(0).ensemble.observe(loss)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
+    run = Run(0)
+    with pytest.raises(ValueError, match="weight"):
+        run.ensemble.observe(1.0, weight)
+
+
+def test_observing_holds_no_graph_and_no_memory() -> None:
+    run = Run(0)
+    loss = loss_of(run.net, batch(0))
+    run.ensemble.observe(loss)
+    graph = loss.grad_fn
+    del loss
+    gc.collect()
+    assert graph is not None and not any(graph is r for r in gc.get_referrers(run.ensemble._window))
+    assert not run.ensemble._window.slots().requires_grad
+
+
+# -- the probe leaves no trace -------------------------------------------------------------------------------------------------
+
+
+class Everything(torch.nn.Module):
+    """Dropout, BatchNorm, a frozen part in eval mode, and a buffer that changes even in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
+        self.frozen, self.last = torch.nn.BatchNorm1d(8).eval(), torch.nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.last(self.frozen(self.drop(self.norm(self.first(x)))))
+
+
+def test_the_probe_changes_nothing() -> None:
+    import random
+
+    import numpy
+
+    net = Everything()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    modes_seen = []
+
+    def noisy_loss(m: torch.nn.Module, data: Any) -> torch.Tensor:
+        modes_seen.append((m.training, m.norm.training, torch.is_grad_enabled()))
+        random.random(), numpy.random.rand(), torch.rand(3)
+        return loss_of(m, data)
+
+    probe = hdet.ProbeController(noisy_loss, [batch(i) for i in range(8)], model=net)
+    probe.watch(list(net.parameters()))
+    for position in range(1, 11):
+        optimizer.zero_grad()
+        loss_of(net, batch(position)).backward()
+        optimizer.step()
+        probe.sample(position, 10)
+
+    def everything() -> Any:
+        return {
+            "state": {k: v.clone() for k, v in net.state_dict().items()},
+            "gradients": [p.grad.clone() for p in net.parameters() if p.grad is not None],
+            "addresses": [p.data_ptr() for p in net.parameters()],
+            "modes": [m.training for m in net.modules()],
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": numpy.random.get_state()[1].tolist(),
+        }
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, dict):
+            return all(equal(a[k], b[k]) for k in a)
+        return all(map(equal, a, b)) if isinstance(a, list) else a == b
+
+    before = everything()
+    row = probe.measure(0)
+    assert equal(everything(), before)
+    assert modes_seen == [(False, False, False)] * 8
+    assert row.shape == (probe.row_width,) and row.isfinite().all()
+
+    def failing(m: torch.nn.Module, data: Any) -> torch.Tensor:
+        raise RuntimeError("in the user's loss")
+
+    probe.loss_fn = failing
+    with pytest.raises(RuntimeError, match="in the user's loss"):
+        probe.measure(0)
+    assert equal(everything(), before), "also when the loss raises"
+
+
+def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
+    net = torch.nn.Linear(1, 1, bias=False)
+    probe = hdet.ProbeController(lambda m, _: m.weight.sum(), [0] * 8, model=net, average_every=2, average_from=0.5)
+    probe.watch(list(net.parameters()))
+    for position in range(1, 11):
+        with torch.no_grad():
+            net.weight.fill_(position)
+        probe.sample(position, 10)
+    assert probe.measure(0)[:8].tolist() == [8.0] * 8  # positions 6, 8, 10
+    assert net.weight.item() == 10.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunks": 1}, "chunks"),
+        ({"average_every": 0}, "average_every"),
+        ({"average_from": 1.0}, "average_from"),
+        ({"batches": [1, 2]}, "batches holds 2"),
+    ],
+)
+def test_probe_settings_are_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hdet.ProbeController(**{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings})
+
+
+# -- refusals and records ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync_interval": 0}, "sync_interval"),
+        ({"knobs": [hdet.LearningRate(0.0), hdet.LearningRate(0.1)]}, "different names"),
+        ({"gradients": "local"}, "gradients"),
+        ({"average": "median"}, "average"),
+        ({"seed": 1.5}, "seed"),
+        ({"controller": hdet.SoftmaxController(decay=None), "total_steps": 10, "warmup_steps": 10}, "warm-up"),
+        ({"bucket_bytes": 1}, "bucket_bytes"),
+        ({"buffers": [torch.ones(2, dtype=torch.long)]}, "buffer 0"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_changes(settings: dict[str, Any], message: str) -> None:
+    optimizer = sgd()
+    step, groups = optimizer.step, [dict(g) for g in optimizer.param_groups]
+    with pytest.raises(ValueError, match=message):
+        Ensemble(optimizer, replicas=TwoReplicas(), **settings)
+    assert optimizer.step == step and [dict(g) for g in optimizer.param_groups] == groups
+
+
+@pytest.mark.parametrize("spread", [1.0, -0.1, math.nan])
+def test_a_spread_that_would_reach_zero_is_refused(spread: float) -> None:
+    with pytest.raises(ValueError, match="spread"):
+        hdet.LearningRate(spread)
+
+
+def test_wrong_objects_are_refused() -> None:
+    optimizer = sgd()
+    with pytest.raises(TypeError, match="optimizer"):
+        Ensemble(object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="controller"):
+        Ensemble(optimizer, controller=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        Ensemble(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="init_process_group"):
+        hdet.Replicas.from_group()
+    with pytest.warns(UserWarning, match="one replica explores nothing"):
+        Ensemble(optimizer, controller=hdet.SoftmaxController(decay=None))
+
+
+def test_a_probe_needs_more_replicas_than_knobs() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1} for p in parameters])
+    probe = hdet.ProbeController(loss_of, [0] * 8, model=model())
+    with pytest.raises(ValueError, match="2 replicas can tell at most 1 knobs apart, got 2"):
+        Ensemble(optimizer, knobs=[hdet.LearningRate(0.1, groups="each")], replicas=TwoReplicas(), controller=probe)
+
+
+def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
+    seen = []
+    run = Run(0, total=12, interval=5, log=lambda record, step: seen.append((step, json.loads(json.dumps(record)))))
+    run.steps(12)
+    assert [step for step, _ in seen] == [5, 10, 12]
+    record = seen[-1][1]
+    assert record["event"] == "cycle" and record["cycle"] == 2 and record["step"] == 12
+    assert set(record) == {
+        "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t", "multipliers", "losses", "probe",
+        "left_out", "converge_ms", "probe_ms", "notes",
+    }  # fmt: skip
+
+
+def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between cycle ends no tensor becomes a Python number: on a GPU each such read would stall the queue."""
+    run = Run(0, interval=1000, total=2000)
+    run.step()
+    reads = []
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _real=real, _name=name, **k: (reads.append(_name), _real(self, *a, **k))[1])
+    loss = torch.tensor(1.0)
+    for _ in range(5):
+        run.ensemble.observe(loss)
+        run.ensemble._fan_out.stepped = True  # the optimizer's own step may read its counters
+        run.ensemble.step(loss)
+        run.ensemble.observe(loss, weight=torch.tensor(2.0))
+    assert reads == [] and run.ensemble.engine.position == 6
+    bool(loss)
+    assert reads == ["__bool__"], "the watch itself works"

@@ -1,0 +1,62 @@
+"""Runs the command line as a process of its own; `faulty_worker` makes something happen at a chosen step of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CLI_WITH_FAULTS = "import sys; from hdet.jobs import launch; launch.WORKER = (sys.executable, '-m', 'tests.jobs.faulty_worker'); "
+CLI_WITH_FAULTS += "from hdet.cli import main; raise SystemExit(main())"
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+
+
+def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
+    """Settings under which a step takes about a millisecond and a cycle four steps."""
+    model = "--layers 1 --width 16 --heads 2 --context 16 --batch-size 2 --probe-batches 3".split()
+    run = f"--replicas {replicas} --steps {steps} --sync-interval 4 --checkpoint-interval 8 --validation-interval 8".split()
+    return [*model, *run, "--validation-batches", "3", "--log-interval", "3", "--device", "cpu", "--data", str(data)]
+
+
+def run_cli(*arguments: str, fault: str | None = None, pids: Path | None = None, timeout: float = 60) -> Finished:
+    """``fault``: see `faulty_worker`. ``pids``: a folder in which each worker leaves a file named by its process id."""
+    command = [sys.executable, "-c", CLI_WITH_FAULTS] if fault else [sys.executable, "-m", "hdet"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HDET_TEST_FAULT": fault or "", "HDET_TEST_PIDS": str(pids or "")}
+    for name in ("RANK", "WORLD_SIZE", "FORCE_COLOR"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, start_new_session=True, check=False
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def alive(pid: int) -> bool:
+    """A process that has ended but that nobody has waited for is not alive."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return not Path("/proc").is_dir()
+
+
+def wait_until_gone(pids: Path, expected: int, seconds: float = 5) -> None:
+    numbers = [int(file.name) for file in pids.iterdir()]
+    assert len(numbers) == expected
+    deadline = time.monotonic() + seconds
+    while any(map(alive, numbers)):
+        assert time.monotonic() < deadline, f"still running: {[n for n in numbers if alive(n)]}"
+        time.sleep(0.05)

@@ -1,0 +1,65 @@
+"""Choosing a backend: by name or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hdet import kernels
+from hdet.kernels import native
+
+
+def test_available_says_usable_or_why_not() -> None:
+    states = kernels.available()
+    assert list(states) == ["cpu", "cuda", "torch"]
+    assert states["cpu"] == states["torch"] == "usable"
+    assert states["cuda"] == "usable" if torch.cuda.is_available() and native._C.cuda else len(states["cuda"]) > 20
+
+
+def test_auto_is_the_native_backend_of_the_device() -> None:
+    assert kernels.select("auto", torch.device("cpu")).name == "cpu"
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="backend='metal' is unknown; choose auto, cpu, cuda, torch"):
+        kernels.select("metal", torch.device("cpu"))
+    with pytest.raises(ValueError, match="backend='metal' is unknown"):
+        kernels.average_(torch.zeros(1, 0), [1], "metal")
+
+
+def test_a_backend_for_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match='backend="cuda" does not work on tensors on cpu'):
+        kernels.select("cuda", torch.device("cpu"))
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    with pytest.raises(ValueError, match='no native kernels for the device type meta; backend="torch"'):
+        kernels.select("auto", torch.device("meta"))
+
+
+def test_a_missing_module_is_reported_and_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "missing", "hdet's native module cannot be imported: no such file")
+    assert kernels.available()["cpu"] == native.missing
+    for name in ("auto", "cpu"):
+        with pytest.raises(RuntimeError, match='backend="cpu" is not usable: .* no such file. backend="torch" works'):
+            kernels.select(name, torch.device("cpu"))
+    assert kernels.select("torch", torch.device("cpu")).name == "torch"
+
+
+class _WithoutCuda:
+    cuda = False
+
+    @staticmethod
+    def build_info() -> dict[str, object]:
+        return {"cuda": False, "cuda_note": "nvcc was not found when hdet was built"}
+
+
+def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_C", _WithoutCuda())
+    monkeypatch.setattr(kernels, "_warned", False)
+    with pytest.warns(RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built") as seen:
+        for _ in range(2):
+            assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
+    assert len(seen) == 1
+    with pytest.raises(RuntimeError, match='backend="cuda" is not usable: .* nvcc was not found'):
+        kernels.select("cuda", torch.device("cuda", 0))

@@ -1,0 +1,118 @@
+"""The whole method on the least-squares toy: fan out, shared-gradient AdamW, converge, softmax controller. All of it float64.
+
+Timing, as the project reads the paper: the base value follows the schedule until the controller's first decision, which is the
+end of the first cycle that lies wholly after S_warm. A decision at the end of a cycle acts from the next cycle on. With a decay
+("floor", "printed") the schedule is left at the first decision, from the value that the schedule has then; without one the
+correction multiplies the schedule, and Eq. 5 and 6 run on relative rates (rho instead of eta, 1 instead of the base), the new
+correction being the old one times exp(lambda v).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from tests.reference import method, toy
+from tests.reference.method import Vector
+from tests.reference.schedule import AdamW, one_cycle
+
+
+@dataclass
+class Settings:
+    replicas: int = 4
+    spread: float = 0.3
+    interval: int = 5  # T
+    steps: int = 40  # S
+    warmup: int = 0  # S_warm
+    peak: float = 0.05
+    weight_decay: float = 0.0
+    controller: bool = True
+    decay: str | None = None  # None, "floor" or "printed"
+    average: str = "mean"  # or "softmax": Eq. 3 with the weights of Eq. 4
+    sigma: float = 0.1
+    step_size: float = 0.5
+    momentum: float = 0.9
+    div: float = 25.0
+    final_div: float = 1e4
+    orders: list[list[int]] = field(default_factory=list)  # [cycle][replica]: position on the grid (Eq. 8); missing: rotate
+
+
+@dataclass
+class Controls:
+    """What the controller has learned, for one knob."""
+
+    correction: float = 1.0
+    base: float | None = None
+    velocity: float = 0.0
+    gamma: float | None = None
+
+    def value(self, scheduled: float) -> float:
+        return scheduled * self.correction if self.base is None else self.base
+
+
+def order(settings: Settings, cycle: int) -> list[int]:
+    if cycle < len(settings.orders):
+        return settings.orders[cycle]
+    return [(replica + cycle) % settings.replicas for replica in range(settings.replicas)]
+
+
+def decide(controls: Controls, settings: Settings, losses: Vector, rho: Vector, done: int, scheduled: float, floor: float) -> None:
+    """One decision at the end of a cycle, after `done` steps; changes `controls`."""
+    weights = method.softmax(method.scores(losses, settings.sigma))
+    if settings.decay is None:
+        delta = method.signal(weights, rho)
+        controls.velocity = method.velocity_update(controls.velocity, delta, settings.momentum)
+        controls.correction *= math.exp(settings.step_size * controls.velocity)
+        return
+    if controls.gamma is None:
+        controls.base = controls.value(scheduled)
+        # K counts this decision and those still to come: S_warm of Eq. 7 is where this cycle began.
+        intervals = method.intervals_left(settings.steps, done - settings.interval, settings.interval)
+        if settings.decay == "printed":
+            controls.gamma = method.gamma_printed(settings.div, settings.final_div, intervals)
+        else:
+            controls.gamma = method.gamma_corrected(floor, controls.base, intervals)
+    base = controls.base
+    assert base is not None
+    delta = method.signal(weights, [base * r for r in rho])
+    controls.velocity = method.velocity_update(controls.velocity, delta, settings.momentum)
+    controls.base = max(floor, method.base_update(base, controls.gamma, settings.step_size, controls.velocity))
+
+
+def simulate(settings: Settings) -> dict[str, list]:
+    """Returns "rates" (one per step: the base value in force) and "cycles" (what each converge saw and left)."""
+    count = settings.replicas
+    scheduled = [one_cycle(t, settings.steps, settings.peak, div=settings.div, final_div=settings.final_div) for t in range(settings.steps)]
+    floor = settings.peak / (settings.div * settings.final_div)
+    grid = method.multipliers(count, settings.spread)
+    thetas = [toy.start() for _ in range(count)]
+    optimizer, controls = AdamW(toy.SIZE), Controls()
+    rates: Vector = []
+    cycles: list[dict] = []
+    rho = [grid[place] for place in order(settings, 0)]
+    sums = [0.0] * count
+    for t in range(settings.steps):
+        rate = controls.value(scheduled[t])
+        rates.append(rate)
+        pairs = [toy.loss_and_gradient(theta, toy.batch(t, r)) for r, theta in enumerate(thetas)]
+        sums = [total + loss for total, (loss, _) in zip(sums, pairs, strict=True)]
+        shared = method.converge([gradient for _, gradient in pairs], method.uniform_weights(count))
+        direction = optimizer.direction(shared)
+        for r in range(count):
+            decayed = [x * (1 - rate * rho[r] * settings.weight_decay) for x in thetas[r]]
+            thetas[r] = method.replica_update(decayed, rate, rho[r], direction)
+        done = t + 1
+        if done % settings.interval and done != settings.steps:
+            continue
+        losses = [total / (settings.interval if done % settings.interval == 0 else done % settings.interval) for total in sums]
+        weights = method.uniform_weights(count)
+        if settings.average == "softmax":
+            weights = method.softmax(method.scores(losses, settings.sigma))
+        mean = method.converge(thetas, weights)
+        cycles.append({"step": done, "multipliers": rho, "losses": losses, "before": thetas, "after": mean})
+        thetas = [list(mean) for _ in range(count)]
+        if settings.controller and done - settings.interval >= settings.warmup:
+            now = scheduled[min(done, settings.steps - 1)]
+            decide(controls, settings, losses, rho, done, now, floor)
+        cycles[-1] |= {"correction": controls.correction, "base": controls.base}
+        rho = [grid[place] for place in order(settings, len(cycles))]
+        sums = [0.0] * count
+    return {"rates": rates, "cycles": cycles}

@@ -1,0 +1,95 @@
+"""The reference itself: each equation against numbers worked out by hand, and the golden files against the reference."""
+
+import math
+
+import pytest
+
+from tests.reference import make_golden, method, toy
+from tests.reference.schedule import AdamW, one_cycle
+from tests.reference.simulator import Settings, simulate
+
+
+def close(expected, rel=1e-14, abs=1e-15):
+    return pytest.approx(expected, rel=rel, abs=abs)
+
+
+def test_multipliers_by_hand():
+    assert method.multipliers(4, 0.3) == close([0.7, 0.9, 1.1, 1.3])
+    assert method.multipliers(3, 0.5) == close([0.5, 1.0, 1.5])
+    assert method.multipliers(2, 0.25) == close([0.75, 1.25])
+    assert method.multipliers(1, 0.25) == [1.0]
+
+
+def test_update_and_converge_by_hand():
+    assert method.replica_update([1.0, 2.0], 0.5, 1.2, [1.0, -1.0]) == close([0.4, 2.6])
+    assert method.converge([[1.0, 2.0], [3.0, 6.0]], method.uniform_weights(2)) == [2.0, 4.0]
+    assert method.converge([[1.0], [3.0]], [0.75, 0.25]) == [1.5]
+    assert method.masked_weights([0.25] * 4, [True, False, True, True]) == close([1 / 3, 0.0, 1 / 3, 1 / 3])
+
+
+def test_controller_by_hand():
+    assert method.scores([1.0, 2.0], 0.5) == [1.0, -1.0]
+    assert method.softmax([1.0, -1.0])[0] == close(1 / (1 + math.exp(-2)))
+    assert method.signal([0.75, 0.25], [1.0, 3.0]) == -0.5
+    assert method.velocity_update(2.0, 1.0, 0.9) == close(1.9)
+    assert method.base_update(10.0, 0.1, 0.5, 2.0) == close(10.0)
+
+
+def test_printed_gamma_grows_400_fold_and_the_corrected_one_ends_at_the_floor():
+    intervals = method.intervals_left(200_000, 100_000, 1000)
+    assert intervals == 100
+    printed = method.gamma_printed(25.0, 1e4, intervals)
+    assert printed < 0
+    assert (1 - printed) ** intervals == close(400, rel=1e-10)
+    corrected = method.gamma_corrected(3.6e-9, 9e-4, intervals)
+    assert 9e-4 * (1 - corrected) ** intervals == close(3.6e-9, rel=1e-10)
+
+
+def test_noise_and_reassignment_by_hand():
+    assert method.warm_noise_variance([3.0, 4.0], 0.1) == close(0.125)
+    assert method.is_reassignment([2, 0, 1], 3)
+    assert not method.is_reassignment([2, 0, 0], 3)
+
+
+def test_one_cycle_by_hand():
+    rates = [one_cycle(t, 10, 25.0, pct_start=0.3, div=25.0, final_div=2.0, shape="linear") for t in range(10)]
+    assert rates == close([1, 13, 25, 21.5, 18, 14.5, 11, 7.5, 4, 0.5])  # the numbers torch's own tests use
+    assert one_cycle(39, 40, 0.05) == close(2e-7)
+
+
+def test_first_adamw_step_is_the_sign_of_the_gradient():
+    assert AdamW(2).direction([0.3, -7.0]) == close([1.0, -1.0], rel=1e-7)
+
+
+def test_toy_gradient_is_the_slope_of_the_loss():
+    data, theta, h = toy.batch(3, 1), toy.start(), 1e-6
+    _, gradient = toy.loss_and_gradient(theta, data)
+    for i in range(toy.SIZE):
+        up, down = ([x + sign * h * (j == i) for j, x in enumerate(theta)] for sign in (1, -1))
+        slope = (toy.loss_and_gradient(up, data)[0] - toy.loss_and_gradient(down, data)[0]) / (2 * h)
+        assert gradient[i] == close(slope, rel=1e-6, abs=1e-9)
+
+
+def test_without_spread_every_replica_is_the_mean():
+    for cycle in simulate(Settings(spread=0.0, controller=False))["cycles"]:
+        assert cycle["before"] == [cycle["before"][0]] * 4
+
+
+@pytest.mark.parametrize("name", make_golden.PARTS)
+def test_golden_files_are_what_the_reference_computes(name):
+    _same(make_golden.read(name), make_golden.PARTS[name](), name)
+
+
+def _same(stored, computed, where):
+    if isinstance(computed, dict):
+        assert stored.keys() == computed.keys(), where
+        for key in computed:
+            _same(stored[key], computed[key], f"{where}.{key}")
+    elif isinstance(computed, list):
+        assert len(stored) == len(computed), where
+        for i, (one, two) in enumerate(zip(stored, computed, strict=True)):
+            _same(one, two, f"{where}[{i}]")
+    elif isinstance(computed, float):
+        assert stored == pytest.approx(computed, rel=1e-11, abs=1e-14), where  # exp and log differ by an ulp between systems
+    else:
+        assert stored == computed, where

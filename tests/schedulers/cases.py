@@ -1,0 +1,126 @@
+"""What is run twice, once with torch's OneCycleLR and once with hdet's OneCycleAutoLR: optimizers, arguments, and one training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+Params = list[dict[str, Any]]
+
+
+def sgd(params: Params) -> Optimizer:
+    return SGD(params, lr=0.5, momentum=0.9)
+
+
+def sgd_tensor_lr(params: Params) -> Optimizer:
+    return SGD([{**group, "lr": torch.tensor(0.5)} for group in params], lr=0.5, momentum=0.9)
+
+
+def sgd_shared_tensor_lr(params: Params) -> Optimizer:
+    return SGD(params, lr=torch.tensor(0.5), momentum=0.9)  # torch puts this one tensor into every group
+
+
+def adam(params: Params) -> Optimizer:
+    return Adam(params, lr=0.5, betas=(0.9, 0.99))
+
+
+def adamw(params: Params) -> Optimizer:
+    return AdamW(params, lr=0.5, weight_decay=0.1)
+
+
+def adamw_tensor_lr(params: Params) -> Optimizer:
+    return AdamW([{**group, "lr": torch.tensor(0.5)} for group in params], lr=0.5, foreach=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    optimizer: Callable[[Params], Optimizer]
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def steps(self) -> int:
+        return self.arguments.get("total_steps") or self.arguments["epochs"] * self.arguments["steps_per_epoch"]
+
+
+def _case(name: str, optimizer: Callable[[Params], Optimizer], **arguments: Any) -> Case:
+    if "epochs" not in arguments:
+        arguments.setdefault("total_steps", 20)
+    return Case(name, optimizer, {"max_lr": 0.05, **arguments})
+
+
+CASES = [
+    _case("cosine, momentum cycled", sgd),
+    _case("linear, momentum cycled", sgd, anneal_strategy="linear"),
+    _case("cosine, three phases", sgd, three_phase=True),
+    _case("linear, three phases", sgd, three_phase=True, anneal_strategy="linear", pct_start=0.4),
+    _case("max_lr per group", sgd, max_lr=[0.01, 0.1]),
+    _case("max_lr, momenta per group", sgd, max_lr=[0.01, 0.1], base_momentum=[0.8, 0.7], max_momentum=[0.9, 0.95]),
+    _case("betas cycled, Adam", adam, max_lr=0.01),
+    _case("betas cycled, AdamW with decay, linear", adamw, max_lr=[0.01, 0.02], anneal_strategy="linear"),
+    _case("betas per group, AdamW, three phases", adamw, base_momentum=[0.8, 0.7], max_momentum=[0.9, 0.95], three_phase=True),
+    _case("momentum left alone", sgd, cycle_momentum=False),
+    _case("betas left alone", adamw, cycle_momentum=False, max_lr=0.01),
+    _case("tensor lr", sgd_tensor_lr),
+    _case("tensor lr, max_lr per group, three phases", sgd_tensor_lr, max_lr=[0.01, 0.1], three_phase=True),
+    _case("one tensor lr for all groups", sgd_shared_tensor_lr),
+    _case("tensor lr, tensor max_lr", sgd_tensor_lr, max_lr=torch.tensor(0.05)),
+    _case("tensor lr, AdamW", adamw_tensor_lr, max_lr=0.01),
+    _case("epochs and steps_per_epoch", sgd, epochs=4, steps_per_epoch=5),
+    _case("total_steps wins over epochs", sgd, total_steps=12, epochs=99, steps_per_epoch=99),
+    _case("pct_start 0.0, as torch takes it", sgd, pct_start=0.0),
+    _case("peak in the last step", sgd, pct_start=0.99, total_steps=10, anneal_strategy="linear"),
+    _case("factors of 1", sgd, div_factor=1.0, final_div_factor=1.0),
+    _case("large factors", sgd, div_factor=100.0, final_div_factor=1e6),
+    _case("two steps", sgd, total_steps=2, pct_start=0.9),
+]
+
+
+class Toy:
+    """A small network with two parameter groups, its optimizer and fixed data; two of them with the same case are bitwise the same."""
+
+    def __init__(self, optimizer: Callable[[Params], Optimizer], dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.first = torch.randn(5, 4, generator=generator, dtype=dtype).requires_grad_()
+        self.second = torch.randn(4, 1, generator=generator, dtype=dtype).requires_grad_()
+        self.inputs = torch.randn(8, 5, generator=generator, dtype=dtype)
+        self.targets = torch.randn(8, 1, generator=generator, dtype=dtype)
+        self.optimizer = optimizer([{"params": [self.first]}, {"params": [self.second]}])
+
+    def loss(self) -> torch.Tensor:
+        return ((self.inputs @ self.first).tanh() @ self.second - self.targets).square().mean()
+
+    def step(self) -> torch.Tensor:
+        """Forward, backward, optimizer step; the scheduler is the caller's."""
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.first.detach(), self.second.detach()]
+
+
+HYPERPARAMETERS = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "weight_decay")
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Every group's scalar settings, tensors as (type, bytes): equal means bitwise equal and of the same kind."""
+    return [{key: exact(group[key]) for key in HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
+
+
+def exact(value: Any) -> Any:
+    """A form in which == means: the same type, the same bits."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes())
+    if isinstance(value, (list, tuple)):
+        return [exact(item) for item in value]
+    return (type(value).__name__, value.hex() if isinstance(value, float) else value)

@@ -1,0 +1,223 @@
+"""An Ensemble drives any torch scheduler. Neutral: base values are the scheduler's own, bitwise. Corrected: exactly the factor times those.
+
+Most of torch's schedulers are recursive (the next value is computed from the one in the group), so a correction or a multiplier
+that stays in the group would compound: the factor 2 of one cycle would be 4, 8, 16 ... after the next steps.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as torchs
+
+import hdet
+from hdet.core.controllers import Decision
+from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, sgd, sgd_shared_tensor_lr, sgd_tensor_lr
+
+STEPS = 24
+
+SCHEDULERS = {
+    "StepLR": lambda opt: torchs.StepLR(opt, 5, 0.5),
+    "MultiStepLR": lambda opt: torchs.MultiStepLR(opt, [3, 9, 10], 0.3),
+    "ExponentialLR": lambda opt: torchs.ExponentialLR(opt, 0.93),
+    "CosineAnnealingLR": lambda opt: torchs.CosineAnnealingLR(opt, 10, eta_min=1e-3),
+    "CosineAnnealingWarmRestarts": lambda opt: torchs.CosineAnnealingWarmRestarts(opt, 5, 2),
+    "LambdaLR": lambda opt: torchs.LambdaLR(opt, [lambda t: 1 / (1 + t), lambda t: 0.9**t]),
+    "MultiplicativeLR": lambda opt: torchs.MultiplicativeLR(opt, lambda t: 0.95),
+    "LinearLR": lambda opt: torchs.LinearLR(opt, 0.1, total_iters=7),
+    "ConstantLR": lambda opt: torchs.ConstantLR(opt, 0.25, total_iters=6),
+    "PolynomialLR": lambda opt: torchs.PolynomialLR(opt, total_iters=20, power=2.0),
+    "CyclicLR": lambda opt: torchs.CyclicLR(opt, 0.01, 0.1, 4, mode="triangular2", cycle_momentum=False),
+    "OneCycleLR": lambda opt: torchs.OneCycleLR(opt, [0.05, 0.1], STEPS + 8),
+    "SequentialLR": lambda opt: torchs.SequentialLR(
+        opt,
+        [torchs.LinearLR(opt, 0.1, total_iters=6), torchs.CosineAnnealingLR(opt, 12), torchs.ExponentialLR(opt, 0.9)],
+        milestones=[6, 17],
+    ),
+    "ChainedScheduler": lambda opt: torchs.ChainedScheduler([torchs.ConstantLR(opt, 0.1, total_iters=4), torchs.ExponentialLR(opt, 0.9)]),
+}
+
+
+class Forced:
+    """A controller that asks for one factor at the end of one cycle, per knob, and for nothing else."""
+
+    name = "forced"
+    needs_probe = False
+
+    def __init__(self, factors, cycle=1):
+        self.factors, self.cycle = factors, cycle
+
+    def update(self, evidence):
+        return [Decision(factor=factor) if evidence.cycle == self.cycle else Decision() for factor in self.factors]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def ensemble_on(toy, build, factors=None, **arguments):
+    knobs = [hdet.LearningRate(0.3, groups="each")] if factors is None or len(factors) > 1 else [hdet.LearningRate(0.3)]
+    with pytest.warns(UserWarning, match="one replica"):
+        return hdet.Ensemble(
+            toy.optimizer, build(toy.optimizer), knobs=knobs, sync_interval=3, controller=Forced(factors or [1.0, 1.0]), **arguments
+        )
+
+
+def pretend_one_of_four(ensemble, rho):
+    """This process plays a replica with the multiplier rho; no others are needed to see whether rho compounds."""
+    assign = ensemble._fan_out.assign
+    ensemble._fan_out.assign = lambda multipliers: assign([rho] * len(multipliers))
+    ensemble._fan_out.assign([rho] * len(ensemble.knobs))
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's SequentialLR calls step(0) itself
+@pytest.mark.parametrize("rho", [1.0, 1.3])
+@pytest.mark.parametrize("optimizer", [sgd, adamw, sgd_tensor_lr, adamw_tensor_lr])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rho):
+    plain, ours = Toy(optimizer), Toy(optimizer)
+    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name])
+    if rho != 1.0:
+        pretend_one_of_four(ensemble, rho)
+    for step in range(STEPS):
+        assert hyperparameters(ours.optimizer) == hyperparameters(plain.optimizer), step
+        plain.step()
+        scheduler.step()
+        ensemble.step(ours.step())
+    assert (exact(plain.parameters()) == exact(ours.parameters())) == (rho == 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
+@pytest.mark.parametrize("rho", [1.0, 1.3])
+@pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
+    """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and 1/4 (group 1) times the scheduler's."""
+    plain, ours = Toy(optimizer), Toy(optimizer)
+    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25])
+    if rho != 1.0:
+        pretend_one_of_four(ensemble, rho)
+    for step in range(STEPS):
+        factors = [1.0, 1.0] if step < 6 else [2.0, 0.25]  # decided at the end of cycle 1
+        for mine, own, factor in zip(ours.optimizer.param_groups, plain.optimizer.param_groups, factors, strict=True):
+            assert exact(mine["lr"]) == exact(own["lr"] * factor if factor != 1 else own["lr"]), step
+        plain.step()
+        scheduler.step()
+        ensemble.step(ours.step())
+    assert list(ensemble.corrections.values()) == [2.0, 0.25]
+
+
+def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
+    toy = Toy(adamw)
+    with pytest.warns(UserWarning, match="one replica"):
+        ensemble = hdet.Ensemble(toy.optimizer, sync_interval=2, controller=Forced([2.0]))
+    rates = []
+    for _ in range(8):
+        ensemble.step(toy.step())
+        rates.append(toy.optimizer.param_groups[0]["lr"])
+    assert rates == [0.5] * 3 + [1.0] * 5
+
+
+def test_a_rate_set_by_hand_becomes_the_base():
+    """Somebody who writes group["lr"] between steps means it: the correction they see is in it, and it is not undone or applied twice."""
+    toy = Toy(sgd)
+    with pytest.warns(UserWarning, match="one replica"):
+        ensemble = hdet.Ensemble(toy.optimizer, sync_interval=2, controller=Forced([2.0], cycle=0))
+    ensemble.step(toy.step())
+    for group in toy.optimizer.param_groups:
+        group["lr"] = 0.125
+    ensemble.step(toy.step())
+    assert toy.optimizer.param_groups[0]["lr"] == 0.25
+    ensemble.step(toy.step())
+    assert toy.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_plateau_scheduler_needs_a_metric():
+    """ReduceLROnPlateau.step(metric) cannot be stepped by an Ensemble; it must be refused, or the first step must name the reason."""
+    toy = Toy(sgd)
+    with pytest.raises((TypeError, ValueError), match="metrics|ReduceLROnPlateau"):
+        hdet.Ensemble(toy.optimizer, torchs.ReduceLROnPlateau(toy.optimizer)).step(toy.step())
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "ensemble first"])
+@pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "ExponentialLR", "OneCycleLR"])
+def test_resume_with_a_correction_goes_on_exactly(name, optimizer, order):
+    """Saved after a correction, loaded in either order: the remaining base values are those of the run that was not interrupted."""
+    whole = Toy(optimizer)
+    ensemble = ensemble_on(whole, SCHEDULERS[name], [2.0])
+    for _ in range(9):
+        ensemble.step(whole.step())
+    saved = copy.deepcopy({"ensemble": ensemble.state_dict(), "optimizer": whole.optimizer.state_dict(), "parameters": whole.parameters()})
+
+    fresh = Toy(optimizer)
+    resumed = ensemble_on(fresh, SCHEDULERS[name], [2.0])
+    for new, old in zip(fresh.parameters(), saved["parameters"], strict=True):
+        new.copy_(old)
+    loads = {"optimizer": fresh.optimizer.load_state_dict, "ensemble": resumed.load_state_dict}
+    for key in loads if order == "optimizer first" else reversed(loads):
+        loads[key](saved[key])
+    for step in range(9, STEPS):
+        assert hyperparameters(fresh.optimizer) == hyperparameters(whole.optimizer), step
+        ensemble.step(whole.step())
+        resumed.step(fresh.step())
+    assert exact(fresh.parameters()) == exact(whole.parameters())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_multiplier_exists_only_inside_the_step(fails):
+    """At rest the base value, inside the step base * rho, and the base again when the step raises."""
+    seen, toy = [], Toy(sgd)
+
+    def hook(optimizer, *_):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        if fails:
+            raise RuntimeError("the step fails")
+
+    toy.optimizer.register_step_pre_hook(hook)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups=[1])], sync_interval=5)
+    pretend_one_of_four(ensemble, 1.3)
+    if fails:
+        with pytest.raises(RuntimeError, match="the step fails"):
+            toy.step()
+    else:
+        ensemble.step(toy.step())
+    assert seen == [[0.5, 0.5 * 1.3]]
+    assert [group["lr"] for group in toy.optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_tensor_rates_keep_their_identity():
+    """Compiled optimizers hold on to the tensor: it is written in place, never replaced."""
+    toy = Toy(sgd_tensor_lr)
+    rates = [group["lr"] for group in toy.optimizer.param_groups]
+    ensemble = ensemble_on(toy, SCHEDULERS["CosineAnnealingLR"], [2.0])
+    pretend_one_of_four(ensemble, 1.3)
+    for _ in range(8):
+        ensemble.step(toy.step())
+    assert all(group["lr"] is rate for group, rate in zip(toy.optimizer.param_groups, rates, strict=True))
+    assert torch.is_tensor(rates[0])
+
+
+def test_close_takes_the_ensemble_off_again():
+    toy = Toy(sgd)
+    ensemble = hdet.Ensemble(toy.optimizer, sync_interval=5)
+    with pytest.raises(ValueError, match="already"):
+        hdet.Ensemble(toy.optimizer)
+    ensemble.close()
+    hdet.Ensemble(toy.optimizer).step(toy.step())
+
+
+def test_groups_that_share_one_tensor_rate_are_refused():
+    """torch puts a tensor lr of the constructor into every group: such groups cannot have multipliers of their own."""
+    toy = Toy(sgd_shared_tensor_lr)
+    pair = hdet.Replicas(0, 2, None)
+    with pytest.raises(ValueError, match="tensor"):
+        hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups="each")], replicas=pair)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3)], replicas=pair)  # one knob for both groups is fine
+    seen = []
+    toy.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append([float(group["lr"]) for group in optimizer.param_groups]))
+    toy.step()
+    assert seen[0] == pytest.approx([0.5 * ensemble.multipliers["lr"]] * 2, rel=1e-6)
+    assert [float(group["lr"]) for group in toy.optimizer.param_groups] == [0.5, 0.5]

@@ -1,0 +1,168 @@
+"""A loop written for the published class runs after changing its import; and our class inside torch's composed schedulers."""
+
+import inspect
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, OneCycleLR, SequentialLR
+
+import hdet
+from tests.schedulers.cases import Toy, adamw, exact, hyperparameters, sgd
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+PUBLISHED = [  # after OneCycleLR's own arguments, in this order
+    "auto_lr_warmup_steps", "ensemble_lr_spread_ratio", "model_sync_interval", "rank", "world_size",
+    "enable_auto_lr", "loss_scale", "lr_of_lr", "momentum_of_lr",
+]  # fmt: skip
+
+
+def test_signature_is_torchs_then_the_published_one_then_keywords():
+    ours = list(inspect.signature(hdet.OneCycleAutoLR).parameters.values())
+    torchs = list(inspect.signature(OneCycleLR).parameters.values())
+    for mine, theirs in zip(ours, torchs, strict=False):
+        assert (mine.name, mine.default) == (theirs.name, theirs.default)
+    rest = ours[len(torchs) :]
+    assert [p.name for p in rest[: len(PUBLISHED)]] == PUBLISHED
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in rest[: len(PUBLISHED)])
+    assert {p.name for p in rest[len(PUBLISHED) :]} >= {"replicas", "controller", "gradients", "seed"}
+    assert all(p.kind is p.KEYWORD_ONLY for p in rest[len(PUBLISHED) :])
+
+
+@pytest.mark.parametrize("enable_auto_lr", [False, True])
+def test_published_positional_call(enable_auto_lr):
+    toy, plain = Toy(adamw), Toy(adamw)
+    with pytest.warns(UserWarning, match="one replica") if enable_auto_lr else nullcontext():
+        scheduler = hdet.OneCycleAutoLR(
+            toy.optimizer, 0.01, 30, None, None, 0.3, "cos", True, 0.85, 0.95, 25.0, 1e4, False, -1,
+            10, 0.2, 5, 0, 1, enable_auto_lr, 0.1, 0.5, 0.9,
+        )  # fmt: skip
+    reference = OneCycleLR(plain.optimizer, 0.01, 30)
+    for _ in range(30):
+        plain.step()
+        reference.step()
+        scheduler.step(toy.step())
+        assert hyperparameters(toy.optimizer) == hyperparameters(plain.optimizer)  # one replica has nothing to compare
+    assert exact(toy.parameters()) == exact(plain.parameters())
+    assert scheduler.ensemble.cycle == 6
+
+
+def test_loss_may_be_a_number_a_tensor_or_absent():
+    toy = Toy(sgd)
+    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 30, model_sync_interval=3)
+    kinds = (
+        torch.Tensor.item,
+        torch.Tensor.detach,
+        torch.Tensor.double,
+        lambda loss: loss,
+        lambda loss: loss.reshape(1),
+        lambda loss: 3,
+        lambda loss: None,
+    )
+    for kind in kinds:
+        scheduler.step(kind(toy.step()))
+    assert scheduler.last_epoch == 7
+
+
+def test_loss_may_come_by_observe():
+    losses = []
+    for by_observe in (False, True):
+        toy, records = Toy(sgd), []
+        scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 30, model_sync_interval=3)
+        for _ in range(6):
+            loss = toy.step()
+            if by_observe:
+                scheduler.observe(loss)
+                scheduler.step()
+            else:
+                scheduler.step(loss)
+            records.append(scheduler.ensemble.history)
+        losses.append([record["losses"] if record else None for record in records])
+    assert losses[0] == losses[1]
+    assert losses[0][-1] is not None
+
+
+def test_missing_total_is_refused_only_when_a_controller_acts():
+    hdet.OneCycleAutoLR(Toy(sgd).optimizer, 0.01, 50)  # default warm-up: 100 000
+    optimizer = Toy(sgd).optimizer
+    before = hyperparameters(optimizer)
+    with pytest.raises(ValueError, match="total_steps.*50.*100000"):
+        hdet.OneCycleAutoLR(optimizer, 0.01, 50, enable_auto_lr=True)
+    assert hyperparameters(optimizer) == before
+
+
+BAD = {
+    "spread of 1": ({"ensemble_lr_spread_ratio": 1.0}, "ensemble_lr_spread_ratio|spread"),
+    "negative spread": ({"ensemble_lr_spread_ratio": -0.1}, "ensemble_lr_spread_ratio|spread"),
+    "spread NaN": ({"ensemble_lr_spread_ratio": float("nan")}, "ensemble_lr_spread_ratio|spread"),
+    "interval 0": ({"model_sync_interval": 0}, "model_sync_interval|sync_interval"),
+    "interval a fraction": ({"model_sync_interval": 2.5}, "model_sync_interval|sync_interval"),
+    "warm-up negative": ({"auto_lr_warmup_steps": -1}, "auto_lr_warmup_steps|warmup_steps"),
+    "rank without a group": ({"rank": 1, "world_size": 1}, "rank"),
+    "world_size without a group": ({"rank": 0, "world_size": 4}, "world_size"),
+    "sigma 0": ({"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "loss_scale": 0.0}, "loss_scale|temperature"),
+    "momentum 1": ({"enable_auto_lr": True, "auto_lr_warmup_steps": 0, "momentum_of_lr": 1.0}, "momentum_of_lr|momentum"),
+    "unknown gradients": ({"gradients": "sometimes"}, "gradients"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
+def test_wrong_input_is_refused_by_name_and_changes_nothing(arguments, message):
+    toy, plain = Toy(sgd), Toy(sgd)
+    before = hyperparameters(toy.optimizer)
+    with pytest.raises((ValueError, TypeError), match=message):
+        hdet.OneCycleAutoLR(toy.optimizer, 0.01, 20, **arguments)
+    assert hyperparameters(toy.optimizer) == before
+    # the optimizer is still usable, and by another attempt
+    scheduler, reference = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 20), OneCycleLR(plain.optimizer, 0.01, 20)
+    for _ in range(3):
+        scheduler.step(toy.step())
+        plain.step()
+        reference.step()
+    assert exact(toy.parameters()) == exact(plain.parameters())
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.zeros(3), torch.zeros(2, 2), "0.5", [0.5], torch.tensor(1)], ids=["vector", "matrix", "text", "list", "integers"]
+)
+def test_a_loss_that_is_no_scalar_is_refused_before_anything_moves(loss):
+    toy = Toy(sgd)
+    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 20)
+    toy.step()
+    before, epoch = hyperparameters(toy.optimizer), scheduler.last_epoch
+    with pytest.raises((ValueError, TypeError), match="loss"):
+        scheduler.step(loss)
+    assert hyperparameters(toy.optimizer) == before
+    assert scheduler.last_epoch == epoch
+
+
+# -- inside torch's composed schedulers --------------------------------------------------------------------------------
+
+
+def _sequential_second(optimizer, build):
+    return SequentialLR(optimizer, [LinearLR(optimizer, total_iters=4), build(optimizer, 0.05, 20)], milestones=[4])
+
+
+def _sequential_first(optimizer, build):
+    return SequentialLR(optimizer, [build(optimizer, 0.05, 20), ConstantLR(optimizer)], milestones=[12])
+
+
+def _chained(optimizer, build):
+    return ChainedScheduler(
+        [build(optimizer, 0.05, 20, cycle_momentum=False), ConstantLR(optimizer, factor=0.5, total_iters=3)], optimizer=optimizer
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's SequentialLR calls step(0) itself
+@pytest.mark.parametrize("compose", [_sequential_second, _sequential_first, _chained])
+def test_member_of_a_composed_scheduler(compose):
+    torchs, ours = Toy(sgd), Toy(sgd)
+    reference, scheduler = compose(torchs.optimizer, OneCycleLR), compose(ours.optimizer, hdet.OneCycleAutoLR)
+    for step in range(16):
+        assert hyperparameters(torchs.optimizer) == hyperparameters(ours.optimizer), step
+        torchs.step()
+        reference.step()
+        ours.step()
+        scheduler.step()
+    assert exact(torchs.parameters()) == exact(ours.parameters())
