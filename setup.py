@@ -140,4 +140,5 @@ class CMakeBuild(build_ext):
             )
 
 
-setup(ext_modules=[Extension("hdet._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+if __name__ == "__main__":  # not when a test imports the functions above
+    setup(ext_modules=[Extension("hdet._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,3 +1,4 @@
+# ruff: noqa: N999
 """hdet's native module. Addresses, sizes (elements) and streams are plain integers; nothing is checked here: use hdet.kernels."""
 
 from collections.abc import Sequence

@@ -10,7 +10,8 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -54,21 +55,22 @@ def _say(code: int, line: str) -> int:
     return code
 
 
-class _terminated_like_interrupted:  # noqa: N801  (used as a verb)
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM unwinds the stack as Ctrl-C does, so that processes are ended and files removed."""
 
-    def __enter__(self) -> None:
-        def stop(number: int, frame: FrameType | None) -> None:
-            raise KeyboardInterrupt
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
 
-        try:
-            self._before: Any = signal.signal(signal.SIGTERM, stop)
-        except ValueError:  # not the main thread: somebody else's business
-            self._before = None
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: somebody else's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------------
@@ -87,10 +89,14 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_train_arguments(command("train", _train, "Train a small GPT on real text, with HDET or the fixed schedule."))
     report = command("report", _report, "Draw runs beside each other and print their table.")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders")
-    report.add_argument("--out", type=Path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
+    )
     command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
     simulate = command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training.")
-    simulate.add_argument("--start", type=float, default=1 / 30, metavar="FACTOR", help="how wrong the first rate is, 1 being right (default: 1/30)")
+    simulate.add_argument(
+        "--start", type=float, default=1 / 30, metavar="FACTOR", help="how wrong the first rate is, 1 being right (default: 1/30)"
+    )
     simulate.add_argument("--cycles", type=int, default=40, help="(default: 40)")
     simulate.add_argument("--replicas", type=int, default=4, help="(default: 4)")
     simulate.add_argument("--spread", type=float, default=0.3, help="(default: 0.3)")
@@ -102,7 +108,9 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     from hdet.jobs.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
 
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--compare", action="store_true", help="train with the fixed schedule first, then with HDET; print both and draw them together")
+    what.add_argument(
+        "--compare", action="store_true", help="train with the fixed schedule first, then with HDET; print both and draw them together"
+    )
     what.add_argument("--schedule-only", action="store_true", help="train with the fixed schedule only")
     what.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder from its checkpoint, bit for bit")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the run's files go; default: a new folder below runs/")
@@ -114,9 +122,11 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         kind = {"i": int, "f": float, "s": str}[str(field.type)[0]]
         default = "" if field.default is None else f" (default: {field.default})"
-        extra = {"choices": choices[name]} if name in choices else {"type": kind, "metavar": kind.__name__.upper() if kind is not str else "FOLDER"}
+        extra: dict[str, Any] = {"choices": choices.get(name)}
+        if name not in choices:
+            extra = {"type": kind, "metavar": "FOLDER" if kind is str else kind.__name__.upper()}
         # No default here: what was not typed stays away, so that --resume can tell.
-        settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)  # type: ignore[arg-type]
+        settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------------

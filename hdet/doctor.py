@@ -33,7 +33,7 @@ def report() -> str:
         text.append(title)
         try:
             text += [f"  {name:<18}{value}" for name, value in lines()]
-        except Exception as error:  # a doctor who faints helps nobody
+        except Exception as error:  # noqa: BLE001 - a doctor who faints helps nobody
             text.append(f"  {'unknown':<18}{type(error).__name__}: {' '.join(str(error).split())}")
     return "\n".join(text)
 
@@ -103,7 +103,7 @@ def _threads() -> Iterator[Line]:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU cores", f"{usable} for this process, {os.cpu_count()} in the machine"
-    yield "torch", f"{torch.get_num_threads()} threads ({'OMP_NUM_THREADS=' + os.environ['OMP_NUM_THREADS'] if 'OMP_NUM_THREADS' in os.environ else 'OMP_NUM_THREADS not set'})"
+    yield "torch", f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
     yield "hdet train", "1 thread per process"
 
 

@@ -94,14 +94,18 @@ def read_history(path: str | Path) -> list[Record]:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise RunFolderError(f"history {str(path)!r} cannot be read ({error.strerror}): pass the folder of a run of `hdet train`") from error
+        raise RunFolderError(
+            f"history {str(path)!r} cannot be read ({error.strerror}): pass the folder of a run of `hdet train`"
+        ) from error
     lines = text.split(b"\n")
     torn = lines.pop()  # empty when the last line has its end
     records: list[Record] = []
     for number, line in enumerate(lines, 1):
         record = _decode(line)
         if record is None:
-            raise RunFolderError(f"history {str(path)!r} is damaged in line {number}: remove that line, or resume the run from its checkpoint")
+            raise RunFolderError(
+                f"history {str(path)!r} is damaged in line {number}: remove that line, or resume the run from its checkpoint"
+            )
         records.append(record)
     last = _decode(torn)
     return records if last is None else [*records, last]

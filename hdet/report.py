@@ -39,7 +39,9 @@ class RunFiles:
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunFolderError(f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`") from error
+            raise RunFolderError(
+                f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`"
+            ) from error
         return cls(folder, folder.name or str(folder), config, records)
 
     def of(self, event: str) -> list[dict[str, Any]]:
@@ -151,7 +153,15 @@ def _draw_rates(axes: Axes, run: RunFiles, colour: str) -> None:
     axes.plot(steps, [r["lr"] for r in train], color=colour, linewidth=1.8, label=run.name, zorder=2 + (not run.is_fixed))
     if not run.is_fixed:
         # The correction multiplies the schedule, so the quotient is the schedule.
-        axes.plot(steps, [r["lr"] / r["correction"] for r in train], "--", color="black", linewidth=1, zorder=4, label=f"schedule of {run.name}, untouched")
+        axes.plot(
+            steps,
+            [r["lr"] / r["correction"] for r in train],
+            "--",
+            color="black",
+            linewidth=1,
+            zorder=4,
+            label=f"schedule of {run.name}, untouched",
+        )
 
 
 def _draw_slopes(axes: Axes, run: RunFiles, colour: str) -> None:

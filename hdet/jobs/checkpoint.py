@@ -45,7 +45,9 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise RunFolderError(f"{str(path)!r} is no checkpoint of `hdet train`: pass the folder of one of its runs")
     if state.get("version") != VERSION:
-        raise RunFolderError(f"{str(path)!r} has version {state.get('version')!r}, this hdet reads {VERSION}: continue it with the hdet that wrote it")
+        raise RunFolderError(
+            f"{str(path)!r} has version {state.get('version')!r}, this hdet reads {VERSION}: continue it with the hdet that wrote it"
+        )
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise RunFolderError(f"{str(path)!r} lacks {', '.join(missing)}: it is damaged, start the run again")

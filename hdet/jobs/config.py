@@ -73,7 +73,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in ("steps", "replicas", "batch_size", "sync_interval", "probe_batches", "layers", "width", "heads", "context", "log_interval"):
+        for name in (
+            "steps",
+            "replicas",
+            "batch_size",
+            "sync_interval",
+            "probe_batches",
+            "layers",
+            "width",
+            "heads",
+            "context",
+            "log_interval",
+        ):
             _require(getattr(self, name) >= 1, name, self, "must be at least 1")
         _require(self.validation_batches >= 1, "validation_batches", self, "must be at least 1")
         _require(self.max_lr > 0, "max_lr", self, "must be positive, e.g. 3e-4")
@@ -90,7 +101,12 @@ class TrainConfig:
         for name in ("validation_interval", "checkpoint_interval"):
             value = getattr(self, name)
             whole = value is None or (value >= 1 and value % self.sync_interval == 0)
-            _require(whole, name, self, f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle")
+            _require(
+                whole,
+                name,
+                self,
+                f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle",
+            )
         if self.mode == "hdet" and self.controller == "probe":
             _require(self.probe_batches >= 2, "probe_batches", self, "must be at least 2: the slope's error comes from their differences")
         if self.mode == "hdet" and self.controller != "none":

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -18,7 +17,7 @@ __all__ = ["CYCLE_HEADER", "Display", "cycle_line", "open_display"]
 
 Event = Mapping[str, Any]
 
-CYCLE_HEADER = "  cycle    step  base rate  correction            slope ± error       t  multipliers              converge"
+CYCLE_HEADER = f"{'cycle':>7}  {'step':>5}  {'base rate':>9}  {'correction':>10}  {'slope ± error':>20}  {'t':>6}  {'multipliers':<19}  {'converge':>8}"
 
 
 def cycle_line(record: Event, cycles: int) -> str:
@@ -29,8 +28,8 @@ def cycle_line(record: Event, cycles: int) -> str:
     multipliers = record["multipliers"][knob]
     shown = " ".join(f"{m:.2f}" for m in multipliers) if len(multipliers) <= 4 else f"{min(multipliers):.2f} ... {max(multipliers):.2f}"
     line = (
-        f"{record['cycle'] + 1:4d}/{cycles:<4d} {record['step']:5d}  {record['values'][knob]:9.2e}  x {record['corrections'][knob]:8.3f}"
-        f"  {measured:>24s}  {'-' if t is None else f'{t:+.1f}':>6s}  {shown:<23s}  {record['converge_ms']:5.1f} ms"
+        f"{record['cycle'] + 1:3d}/{cycles:<3d}  {record['step']:5d}  {record['values'][knob]:9.2e}  x {record['corrections'][knob]:8.3f}"
+        f"  {measured:>20s}  {'-' if t is None else f'{t:+.1f}':>6s}  {shown:<19s}  {record['converge_ms']:5.1f} ms"
     )
     return "  ".join([line.rstrip(), *(f"[{note}]" for note in record.get("notes", ()))])
 
@@ -41,10 +40,7 @@ def duration(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """Shows events; `last_checkpoint` remembers the newest (folder, step) for the message after an interruption."""
-
-    last_checkpoint: tuple[Path, int] | None
-    sample: str
+    """Shows events as they come."""
 
     def show(self, event: Event) -> None: ...
 
@@ -52,16 +48,13 @@ class Display(Protocol):
 class _Base:
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.last_checkpoint: tuple[Path, int] | None = None
-        self.sample = ""
-        self.folder = Path()
         self.config = TrainConfig()
         self._header_due = True
 
     def show(self, event: Event) -> None:
         kind = event["event"]
         if kind == "start":
-            self.folder, self.config, self._header_due = Path(event["folder"]), TrainConfig.from_dict(event["config"]), True
+            self.config, self._header_due = TrainConfig.from_dict(event["config"]), True
             self.line(banner(self.config, event))
             self.start(event["step"])
         elif kind == "cycle":
@@ -71,10 +64,6 @@ class _Base:
             self.line(cycle_line(event, self.config.cycles))
         elif kind == "train":
             self.progress(event)
-        elif kind == "checkpoint":
-            self.last_checkpoint = self.folder, event["step"]
-        elif kind == "sample":
-            self.sample = event["text"]
 
     def line(self, text: str) -> None:
         raise NotImplementedError
@@ -147,6 +136,12 @@ def open_display() -> Iterator[Display]:
     if not (console.is_terminal and sys.stdout.isatty()):
         yield _Plain(console)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, expand=True) as bar:
         yield _Live(console, bar)

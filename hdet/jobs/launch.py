@@ -44,7 +44,7 @@ class Workers:
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._reader: threading.Thread | None = None
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Workers:  # noqa: PYI034 - Self needs Python 3.11
         self._scratch = tempfile.TemporaryDirectory(prefix="hdet-", ignore_cleanup_errors=True)
         try:
             count = self._specs[0].config.replicas

@@ -46,7 +46,9 @@ def choose_device(device: str, processes: int) -> str:
     """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and gpus < processes:
-        raise ValueError(f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass --replicas {max(gpus, 1)} or --device cpu")
+        raise ValueError(
+            f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass --replicas {max(gpus, 1)} or --device cpu"
+        )
     return "cuda" if gpus >= processes and device != "cpu" else "cpu"
 
 

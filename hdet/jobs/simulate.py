@@ -45,15 +45,15 @@ def _lines(start: float, cycles: int, replicas: int, spread: float, seed: int) -
     best = min(grid, key=lambda peak: losses[peak])
     peak = best * start
     yield f"noisy quadratic, {DIRECTIONS} directions, {steps} steps; best fixed peak rate {best:.3g}, start {peak:.3g}; {replicas} replicas, spread {spread:g}"
-    yield f"{'cycle':>6} {'peak rate':>10} {'slope ± error':>22} {'t':>7}   {'start':<10}(| is the best fixed peak)"
+    yield f"{'cycle':>6} {'peak rate':>10} {'slope ± error':>22} {'t':>9}   {'start':<10}(| is the best fixed peak)"
     run = _Run(peak, steps, replicas, spread, seed)
     for cycle in range(cycles):
         run.cycle()
         if cycle % max(1, cycles // 12) == 0 or cycle == cycles - 1:
             decision = run.last
             now = peak * run.engine.corrections[0]
-            measured = "-" if decision.slope is None or decision.error is None else f"{decision.slope:+.5f} ± {decision.error:.5f}"
-            yield f"{cycle + 1:6d} {now:10.3g} {measured:>22} {'-' if decision.t is None else f'{decision.t:+.1f}':>7}   {_ruler(now / best, start)}"
+            measured = "-" if decision.slope is None or decision.error is None else f"{decision.slope:+.3g} ± {decision.error:.2g}"
+            yield f"{cycle + 1:6d} {now:10.3g} {measured:>22} {'-' if decision.t is None else f'{decision.t:+.3g}':>9}   {_ruler(now / best, start)}"
     fixed = _Run(peak, steps, 1, 0.0, seed).finish()
     yield f"loss at the end: fixed start {fixed:.4f}, best fixed {losses[best]:.4f}, with the controller {run.loss():.4f}"
 
@@ -94,14 +94,14 @@ class _Run:
         for _ in range(INTERVAL):
             rate = self.engine.value(0, self.scheduled(self.engine.step + 1))
             noise = [self.random.gauss(0, NOISE) for _ in CURVATURES]
-            gradient = [h * (sum(x[i] for x in self.points) / count + n) for i, (h, n) in enumerate(zip(CURVATURES, noise))]
-            for point, total, rho in zip(self.points, sums, multipliers):
+            gradient = [h * (sum(x[i] for x in self.points) / count + n) for i, (h, n) in enumerate(zip(CURVATURES, noise, strict=True))]
+            for point, total, rho in zip(self.points, sums, multipliers, strict=True):
                 for i, g in enumerate(gradient):
                     point[i] -= rate * rho * g  # Eq. 2
                     total[i] += point[i]
             self.engine.tick()
         probes = self._probe([[x / INTERVAL for x in total] for total in sums])
-        mean = [sum(column) / count for column in zip(*self.points)]
+        mean = [sum(column) / count for column in zip(*self.points, strict=True)]
         self.points = [list(mean) for _ in range(count)]  # Eq. 3
         outcome = self.engine.close([_loss(mean)] * count, probes, scheduled=[self.scheduled(self.engine.step)], peak=[self.peak])
         self.last = outcome.decisions[0]
@@ -109,7 +109,7 @@ class _Run:
     def _probe(self, averages: list[Vector]) -> list[list[float]]:
         """[replica][chunk]: a mini-batch moves the optimum a little, for all replicas alike."""
         shifts = [[self.random.gauss(0, NOISE / 2) for _ in CURVATURES] for _ in range(CHUNKS)]
-        return [[_loss([x - s for x, s in zip(point, shift)]) for shift in shifts] for point in averages]
+        return [[_loss([x - s for x, s in zip(point, shift, strict=True)]) for shift in shifts] for point in averages]
 
     def loss(self) -> float:
         return _loss(self.points[0])
@@ -121,5 +121,5 @@ class _Run:
 
 
 def _loss(point: Vector) -> float:
-    loss = 0.5 * sum(h * x * x for h, x in zip(CURVATURES, point))
+    loss = 0.5 * sum(h * x * x for h, x in zip(CURVATURES, point, strict=True))
     return loss if math.isfinite(loss) else math.inf

@@ -25,6 +25,7 @@ from hdet.record import Recorder, atomic_file, truncate_history
 __all__ = ["HISTORY", "SAMPLE", "RunSpec", "train_all"]
 
 HISTORY, SAMPLE = "history.jsonl", "sample.txt"
+PROMPT = b"import "
 VALIDATION_WINDOWS = 32
 SHORT_VALIDATION = 16
 """mini-batches in the validations along the way; the last one scores ``validation_batches``"""
@@ -46,7 +47,7 @@ class RunSpec:
 def train_all(specs: list[RunSpec], place: Place, emit: Emit) -> None:
     """Train one run after the other in the same processes. Inside the process group; every rank calls it.
 
-    ``emit`` gets every record of rank 0's history, and ``start``, ``checkpoint`` and ``sample`` events, as they happen.
+    ``emit`` gets every record of rank 0's history, and ``start`` and ``checkpoint`` events, as they happen.
     """
     corpora: dict[str | None, Corpus] = {}
     for spec in specs:
@@ -69,10 +70,11 @@ class Run:
         torch.manual_seed(config.seed)
         shape = GPTConfig(context=config.context, width=config.width, layers=config.layers, heads=config.heads)
         self.model = GPT(shape).to(place.device)
-        # The model has no buffers; where there are some, DDP's habit of copying rank 0's would undo what replicas learn.
-        self.forward: nn.Module = DistributedDataParallel(self.model, broadcast_buffers=False) if place.world_size > 1 else self.model
+        self.forward: nn.Module = DistributedDataParallel(self.model) if place.world_size > 1 else self.model
         self.optimizer = hdet.FusedAdamW(self.model.parameter_groups(config.weight_decay), lr=config.max_lr, betas=(0.9, 0.95))
-        self.schedule = OneCycleLR(self.optimizer, config.max_lr, total_steps=config.steps, pct_start=config.pct_start, cycle_momentum=False)
+        self.schedule = OneCycleLR(
+            self.optimizer, config.max_lr, total_steps=config.steps, pct_start=config.pct_start, cycle_momentum=False
+        )
         self.ensemble = self._make_ensemble() if config.mode == "hdet" else None
         if spec.resume:
             self._restore(load_checkpoint(spec.folder))
@@ -82,9 +84,7 @@ class Run:
         config = self.config
         controller: Any = None
         if config.controller == "probe":
-            controller = hdet.ProbeController(
-                lambda model, batch: model.loss(*batch), self._probe_batches, chunks=config.probe_batches, model=self.model
-            )
+            controller = hdet.ProbeController(_batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model)
         elif config.controller == "softmax":
             controller = hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
         return hdet.Ensemble(
@@ -104,7 +104,9 @@ class Run:
     def train(self) -> None:
         """From the step of the checkpoint, or 0, to the end."""
         config = self.config
-        self._emit({"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device})
+        self._emit(
+            {"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device}
+        )
         self._fix_bucket_layout()
         total, count = torch.zeros((), device=self.place.device), 0
         self._clock = time.perf_counter()
@@ -180,21 +182,19 @@ class Run:
         self.model.eval()
         for i in range(self.place.rank, count, self.place.world_size):
             batch = self._batch(self.corpus.validation, "validation", i, size=VALIDATION_WINDOWS, seed=VALIDATION_SEED)
-            losses[i] = self.model.loss(*batch)
+            losses[i] = _batch_loss(self.model, batch)
         self.model.train(training)
         return self.place.sum_(losses).mean().item()
 
     def _finish(self) -> None:
         if self.history is None:
             return
-        sample = self.model.generate(b"import ", 400, seed=self.config.seed)
         with atomic_file(self.folder / SAMPLE) as file:
-            file.write(b"import " + sample + b"\n")
+            file.write(PROMPT + self.model.generate(PROMPT, 400, seed=self.config.seed) + b"\n")
         percent = 0.1 / self.seconds if self.seconds else 0.0  # milliseconds -> % of the training time
         end = {"event": "end", "step": self.step, "validation": self.validation, "seconds": self.seconds}
         self._record({**end, "probe_percent": self.probe_ms * percent, "converge_percent": self.converge_ms * percent})
         self.history.close()
-        self._emit({"event": "sample", "text": (b"import " + sample).decode("utf-8", "replace")})
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -248,3 +248,8 @@ class Run:
         torch.set_rng_state(state["rng"])
         self.step, self.validation = state["step"], state["validation"]
         self.seconds, self.probe_ms, self.converge_ms = state["seconds"], state["probe_ms"], state["converge_ms"]
+
+
+def _batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    tokens, targets = batch
+    return cross_entropy(model(tokens), targets)

@@ -32,12 +32,14 @@ def main() -> None:
     threading.Thread(target=_leave_with_parent, args=(scratch,), daemon=True).start()
     try:
         work(job, events)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
         report = {"time": time.time(), "text": traceback.format_exc()}
         # Written before the connections close: the peers' complaints about that come later and are told apart by the time.
         (scratch / f"error.{rank}").write_text(json.dumps(report), encoding="utf-8")
         os._exit(1)  # without waiting for the peers' threads
-    events.flush()
+    events.close()
+    # Not through the interpreter's shutdown: it aborts once in a while when torch's threads are still on their way out.
+    os._exit(0)
 
 
 def work(job: dict[str, Any], events: TextIO) -> None:

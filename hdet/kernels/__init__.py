@@ -123,6 +123,8 @@ def average_(replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[fl
         check_name(backend)
         return
     select(backend, rows[0][0].device).average_(rows, shares)
+    # A kernel writes behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
+    torch.autograd.graph.increment_version([tensor for row in rows for tensor in row if not tensor.is_inference()])
 
 
 def _rows(replicas: Sequence[Sequence[Tensor]] | Tensor) -> Sequence[Sequence[Tensor]]:

@@ -15,15 +15,26 @@ if native.missing is None:
     from hdet import _C
 
 
+# What follows is all that a test replaces to run this file against the kernels' host build (tests/kernels/test_shim.py).
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("hdet's CUDA kernels cannot be captured in a CUDA graph: they copy this step's table from the host")
     return torch.cuda.current_stream(device)
 
 
+def _pinned_bytes(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+
 def _to_device(table: Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait. torch keeps the pinned memory until the copy is done, and the device memory belongs to the stream."""
+    """A copy that does not wait. torch keeps pinned memory until the copy is done; the copy belongs to the current stream."""
     return table.pin_memory().to(device, non_blocking=True)
+
+
+def _used_on(stream: torch.cuda.Stream, *tables: Tensor) -> None:
+    """Keeps the memory of tables, once they are dropped, until this stream has passed this point."""
+    for table in tables:
+        table.record_stream(stream)
 
 
 class CudaAdamWPlan:
@@ -32,6 +43,7 @@ class CudaAdamWPlan:
     def __init__(self, tensors: AdamWTensors) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.device = tensors.params[0].device
+        self.device_number = tensors.params[0].get_device()
         self.shapes = [param.shape for param in tensors.params]
         self.leaders = tensors.leaders()
         self.tables = native.StepTables(tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.rows)
@@ -41,16 +53,15 @@ class CudaAdamWPlan:
         self.addresses = self.tables.addresses.to(self.device)
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[AdamWSettings]) -> None:
-        addresses = native.gradient_addresses(gradients, self.tensors.params, self.shapes, self.device.index)
+        addresses = native.gradient_addresses(gradients, self.tensors.params, self.shapes, self.device_number)
         check_settings(settings, len(self.leaders))
         stream = _current_stream(self.device)
         rows = [(*s, counter.item() + 1) for s, counter in zip(settings, self.leaders, strict=True)]
-        host = torch.empty(self.tables.step_bytes, dtype=torch.uint8, pin_memory=True)
+        host = _pinned_bytes(self.tables.step_bytes)
         self.tables.write_step(host, rows, addresses)
         # New device memory in each step: it belongs to the current stream, whichever that is, until the kernel has run.
         table = host.to(self.device, non_blocking=True)
-        for fixed in (self.chunks, self.addresses):
-            fixed.record_stream(stream)
+        _used_on(stream, self.chunks, self.addresses)
         column = 8 * self.tables.num_tensors
         params = self.addresses.data_ptr()
         _C.cuda_adamw(
@@ -61,7 +72,7 @@ class CudaAdamWPlan:
             params,
             params + column,
             params + 2 * column,
-            self.device.index,
+            self.device_number,
             stream.cuda_stream,
         )
         _C.add_to_steps(self.step_counters.data_ptr(), self.tables.num_tensors, 1.0)
@@ -88,6 +99,6 @@ class CudaBackend:
             len(first),
             len(replicas),
             table.data_ptr(),
-            device.index,
+            first[0].get_device(),
             stream.cuda_stream,
         )

@@ -287,9 +287,10 @@ def test_15_a_rank_outside_the_group_is_told():
 # -- 16: a blocking collective per parameter, and host synchronisation -------------------------------------------------
 
 
-def _traffic(rank, world):
+def _traffic(rank, world, tensor):
     weights = [parameter(50, dtype=torch.float32) for _ in range(300)]
-    scheduler = drop_in(weights, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0)
+    groups = [{"params": weights[i::2], "lr": torch.tensor(0.1) if tensor else 0.1} for i in range(2)]
+    scheduler = drop_in(groups, ensemble_lr_spread_ratio=0.3, enable_auto_lr=True, auto_lr_warmup_steps=0)
     collectives, host_reads = [], []
     for step in range(15):
         optimizer_step(scheduler.optimizer, step)
@@ -302,9 +303,10 @@ def _traffic(rank, world):
     return collectives, host_reads
 
 
-def test_16_collectives_and_host_reads():
+@pytest.mark.parametrize("tensor", [False, True], ids=["float rates", "tensor rates"])
+def test_16_collectives_and_host_reads(tensor):
     """Inside a cycle none of either; at its end one collective for the slots and one for each half of the bucket, for 300 tensors."""
-    for collectives, host_reads in run_ranks(_traffic, 2):
+    for collectives, host_reads in run_ranks(_traffic, 2, tensor):
         assert collectives[0] <= 1  # the ranks' settings are compared once
         inside = [step for step in range(1, 15) if step % 5 != 4]
         assert [collectives[step] for step in inside] == [0] * len(inside)

@@ -112,7 +112,7 @@ def _uneven(rank, world):
         if rank == 0 and step % 4 == 0:
             scheduler.observe(torch.tensor(2.0 + cycle), weight=1.0)
         if rank == 0 and step % 4 == 2:
-            scheduler.observe(torch.tensor(4.0 + cycle), weight=torch.tensor(3.0))
+            scheduler.observe(torch.tensor(4.0 + cycle), weight=torch.tensor(5.0))
         scheduler.step(None if rank == 0 else 10.0 * cycle + step % 4)
         if step % 4 == 3:
             records.append(scheduler.ensemble.history)
@@ -122,7 +122,7 @@ def _uneven(rank, world):
 def test_20_mean_of_what_was_observed_in_this_cycle():
     first, second = run_ranks(_uneven, 2)
     for cycle in range(4):
-        expected = [(1 * (2 + cycle) + 3 * (4 + cycle)) / 4, 10 * cycle + 1.5]
+        expected = [(1 * (2 + cycle) + 5 * (4 + cycle)) / 6, 10 * cycle + 1.5]
         assert first[cycle]["losses"] == second[cycle]["losses"] == pytest.approx(expected)
     assert [record["corrections"]["lr"] == 1.0 for record in first] == [True, True, False, False]
 

@@ -23,9 +23,10 @@ class Finished:
 
 def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
     """Settings under which a step takes about a millisecond and a cycle four steps."""
-    model = "--layers 1 --width 16 --heads 2 --context 16 --batch-size 2 --probe-batches 3".split()
-    run = f"--replicas {replicas} --steps {steps} --sync-interval 4 --checkpoint-interval 8 --validation-interval 8".split()
-    return [*model, *run, "--validation-batches", "3", "--log-interval", "3", "--device", "cpu", "--data", str(data)]
+    model = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch-size": 2, "probe-batches": 3}
+    intervals = {"sync-interval": 4, "checkpoint-interval": 8, "validation-interval": 8, "log-interval": 3}
+    settings = {**model, **intervals, "replicas": replicas, "steps": steps, "validation-batches": 3, "device": "cpu", "data": data}
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def run_cli(*arguments: str, fault: str | None = None, pids: Path | None = None, timeout: float = 60) -> Finished:

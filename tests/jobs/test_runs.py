@@ -58,7 +58,9 @@ def test_both_runs_see_the_same_batches_and_validate_at_the_same_steps(compared:
     # Replicas differ from step 2 on by their rates, of which OneCycle's first are tiny.
     assert first[0]["step"] == first[1]["step"] == 3
     assert first[0]["loss"] == pytest.approx(first[1]["loss"], abs=1e-3)
-    assert [r["step"] for r in events(out / "fixed", "validation")] == [r["step"] for r in events(out / "hdet", "validation")] == [8, 16, 24]
+    assert (
+        [r["step"] for r in events(out / "fixed", "validation")] == [r["step"] for r in events(out / "hdet", "validation")] == [8, 16, 24]
+    )
 
 
 def test_history_holds_every_cycle_and_the_rates_in_force(compared: tuple[Path, Finished]) -> None:
@@ -163,7 +165,18 @@ def test_joins_processes_that_torchrun_started(text_folder: Path, tmp_path: Path
     """Same run, same numbers as from our own launcher, and the number of replicas is the number of processes."""
     settings = tiny(text_folder)
     del settings[settings.index("--replicas") : settings.index("--replicas") + 2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hdet", "train", "--schedule-only"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "hdet",
+        "train",
+        "--schedule-only",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *settings, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=60, env=environment, check=False

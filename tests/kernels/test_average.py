@@ -11,9 +11,15 @@ from . import reference
 from .cases import CHUNK, SIZES, Guarded
 from .test_adamw import BACKENDS
 
+LARGE = ("tiny", "several chunks")
+COMBINATIONS = [
+    pytest.param(sizes, count, id=f"{name}-{count}")
+    for name, sizes in SIZES.items()
+    for count in ((3,) if name in LARGE else (1, 2, 3, 4, 8, 11))
+]
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 11])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+
+@pytest.mark.parametrize(("sizes", "count"), COMBINATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_float64_and_all_rows_are_the_same_bits(backend: str, sizes: list[int], count: int) -> None:
     device = "cuda" if backend == "cuda" else "cpu"
@@ -64,20 +70,27 @@ def test_parameters_that_require_gradients_are_averaged() -> None:
         assert rows[2][0].tolist() == [1.0] * 5
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_average_between_forward_and_backward_is_noticed(backend: str) -> None:
+    row = torch.ones(4, device="cuda" if backend == "cuda" else "cpu", requires_grad=True)
+    loss = (row**2).sum()
+    kernels.average_([[row], [row.detach() + 1]], [1, 1], backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        kernels.average_(torch.ones(2, 3), [1, 1], backend)
+
+
 def test_instruction_sets_and_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     start = torch.randn(5, 5 * CHUNK + 7)
     results = []
-    threads = torch.get_num_threads()
-    try:
-        for isa in _C.isa:
-            for count in (1, 2):
-                monkeypatch.setenv("HDET_ISA", isa)
-                torch.set_num_threads(count)
-                rows = start.clone()
-                kernels.average_(rows, [0.3, 0.1, 0.2, 0.3, 0.1], "cpu")
-                results.append(rows)
-    finally:
-        torch.set_num_threads(threads)
+    for isa in _C.isa:
+        for count in (1, 2):
+            monkeypatch.setenv("HDET_ISA", isa)
+            torch.set_num_threads(count)
+            rows = start.clone()
+            kernels.average_(rows, [0.3, 0.1, 0.2, 0.3, 0.1], "cpu")
+            results.append(rows)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 

@@ -9,14 +9,16 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hdet import kernels
-from hdet.kernels import native
+from hdet import _C, kernels
+from hdet.kernels import AdamWTensors, cuda, native
+from hdet.kernels.cpu import CpuBackend
 
 from .cases import SIZES, Guarded
 from .test_adamw import SETTINGS, Problem
@@ -59,6 +61,54 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     del os.environ["UBSAN_OPTIONS"]
     reports = "\n".join(path.read_text() for path in folder.glob("undefined*"))
     assert not reports, reports
+
+
+@pytest.fixture
+def on_the_host(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hdet.kernels.cuda as it is, on tensors in host memory: no streams, no pinned memory, and the shim's kernels."""
+
+    def launch(function: Callable[..., bytes | None], plan: type[ctypes.Structure]) -> Callable[..., None]:
+        def call(*arguments: int) -> None:
+            *addresses, device, stream = arguments
+            assert (device, stream) == (-1, 77)
+            error = function(ctypes.byref(plan(*addresses)), 0)
+            assert error is None, error
+
+        return call
+
+    monkeypatch.setattr(cuda, "_current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(cuda, "_pinned_bytes", native.bytes_for)
+    monkeypatch.setattr(cuda, "_to_device", lambda table, device: table.clone())
+    monkeypatch.setattr(cuda, "_used_on", lambda stream, *tables: None)
+    monkeypatch.setattr(_C, "cuda_adamw", launch(shim.shim_adamw, _AdamWPlan), raising=False)
+    monkeypatch.setattr(_C, "cuda_average", launch(shim.shim_average, _AveragePlan), raising=False)
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_the_cuda_backend_fills_the_tables_its_kernels_read() -> None:
+    """Two rows of hyperparameters, a gradient's address that changes in each step, and the order of all arguments."""
+    sizes = [5, 0, 2**14 + 3, 40]
+    gpu, cpu = Problem(sizes, (0, 1, 2, 3)), Problem(sizes, (0, 1, 2, 3))
+    rows = [1, 0, 0, 1]
+    plans = [
+        backend.adamw_plan(AdamWTensors(p.params.tensors, p.exp_avgs.tensors, p.exp_avg_sqs.tensors, p.steps, rows))
+        for backend, p in ((cuda.CudaBackend(), gpu), (CpuBackend(), cpu))
+    ]
+    for step in range(3):
+        for plan, problem in zip(plans, (gpu, cpu), strict=True):
+            problem.new_gradients(step)
+            gradients = [gradient.clone() for gradient in problem.gradients.tensors]
+            plan.step(gradients, [SETTINGS, SETTINGS._replace(lr=0.3, maximize=True)])
+    for one, other in zip(gpu.buffers(), cpu.buffers(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="multiplier"):
+        plans[0].step(gpu.gradients.tensors, [SETTINGS, SETTINGS._replace(multiplier=float("nan"))])
+
+    matrix = torch.randn(3, 1000)
+    expected = matrix.clone()
+    cuda.CudaBackend().average_([[row] for row in matrix], [0.5, 0.2, 0.3])
+    CpuBackend().average_([[row] for row in expected], [0.5, 0.2, 0.3])
+    assert torch.equal(matrix, expected)
 
 
 def _step(shim: ctypes.CDLL, problem: Problem, step: int) -> None:

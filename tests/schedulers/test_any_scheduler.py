@@ -221,3 +221,49 @@ def test_groups_that_share_one_tensor_rate_are_refused():
     toy.step()
     assert seen[0] == pytest.approx([0.5 * ensemble.multipliers["lr"]] * 2, rel=1e-6)
     assert [float(group["lr"]) for group in toy.optimizer.param_groups] == [0.5, 0.5]
+
+
+class PairOnPaper(hdet.Replicas):
+    """Two replicas of which this process is one; the other always agrees and has the same loss. Enough for a controller to act."""
+
+    def __init__(self):
+        super().__init__(0, 2, None)
+
+    def gather_rows(self, row):
+        return torch.stack([row, row])
+
+
+ZEROS = {
+    "falls to zero": lambda opt: torchs.CosineAnnealingLR(opt, 9),
+    "starts at zero": lambda opt: torchs.LambdaLR(opt, lambda t: max(0, t - 5) / 10),
+    "falls below zero after the last step": lambda opt: torchs.OneCycleLR(opt, 0.05, STEPS, anneal_strategy="linear"),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, STEPS - 3], ids=["from the start", "one decision at the end"])
+@pytest.mark.parametrize("decay", [None, "printed"])
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_schedule_that_reaches_zero(name, decay, warmup):
+    """No division by it and no decision from it: training goes on, with finite rates and the groups' ratio as it was."""
+    toy = Toy(sgd)
+    toy.optimizer.param_groups[1]["lr"] = 0.25
+    controller = hdet.SoftmaxController(decay=decay)
+    arguments = {"sync_interval": 3, "warmup_steps": warmup, "total_steps": STEPS, "replicas": PairOnPaper()}
+    ensemble = hdet.Ensemble(toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **arguments)
+    for step in range(STEPS):
+        first, second = (group["lr"] for group in toy.optimizer.param_groups)
+        assert first >= 0
+        assert second == pytest.approx(first if "last step" in name else first / 2), step
+        ensemble.step(toy.step())
+    assert ensemble.cycle == STEPS // 3
+
+
+def test_a_decay_that_cannot_work_is_refused_at_once():
+    """Not at the first decision, which may be 100 000 steps later."""
+    toy = Toy(sgd)
+    step_lr = torchs.StepLR(toy.optimizer, 5)
+    with pytest.raises(ValueError, match="floor"):
+        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="floor"), total_steps=STEPS, replicas=PairOnPaper())
+    with pytest.raises(ValueError, match="total_steps"):
+        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="printed"), replicas=PairOnPaper())
+    hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay=None), replicas=PairOnPaper())

@@ -1,0 +1,76 @@
+"""What the benchmarks share: processes over gloo, alternating measurements, results as JSON lines.
+
+Machines are shared and noisy, so every figure is a ratio of two things measured in turn in one run, and a median.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """Run ``function(rank, world_size, *args)`` in gloo processes of one thread each; return rank 0's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        return pickle.loads(Path(folder, "result").read_bytes())
+
+
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    result = function(rank, world_size, *args)
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def alternate(candidates: dict[str, Callable[[], object]], repeats: int, *, barrier: bool = False, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(-warmup, repeats):
+        for name, call in candidates.items():
+            if barrier:
+                dist.barrier()
+            start = time.perf_counter()
+            call()
+            if barrier:
+                dist.barrier()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def summary(seconds: dict[str, list[float]], floor: str) -> dict[str, dict[str, float]]:
+    """Median, best, and the median of the round-by-round ratios to ``floor``."""
+    return {
+        name: {
+            "median_ms": 1e3 * statistics.median(times),
+            "best_ms": 1e3 * min(times),
+            "ratio": statistics.median(a / b for a, b in zip(times, seconds[floor], strict=True)),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def emit(record: dict[str, Any], path: str | None = None) -> None:
+    """Print one JSON line, and append it to ``path``."""
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    line = json.dumps({**record, "on": machine})
+    print(line, flush=True)
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")

@@ -1,0 +1,132 @@
+"""The build's decisions, and that its failures are loud."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from .tools import ROOT, setup_module
+
+ARCHS = "75 80 86 89 90 100"
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without nvcc, and none of our variables set. Returns a folder that is on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("HDET_CUDA", "HDET_CUDA_ARCHS", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def script(path: Path, *lines: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + "\n".join(f"echo {line}" for line in lines) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def nvcc_in(folder: Path) -> str:
+    return script(folder / "nvcc", *(f"compute_{arch}" for arch in ARCHS.split()))
+
+
+def test_without_nvcc_the_reason_is_recorded(bare: Path) -> None:
+    assert setup_module().cuda_options() == ["-DHDET_CUDA=OFF", "-DHDET_CUDA_NOTE=nvcc was not found when hdet was built"]
+
+
+def test_nvcc_is_found_on_path_and_in_cuda_home_first(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path = nvcc_in(bare)
+    assert setup_module().find_nvcc() == on_path
+    at_home = nvcc_in(tmp_path / "toolkit" / "bin")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
+    assert setup_module().find_nvcc() == at_home
+
+
+def test_architectures(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = nvcc_in(bare)
+    choose = setup_module().choose_archs
+    assert choose(nvcc) == ["80", "90", "100"]
+    script(bare / "nvidia-smi", "9.0", "8.9", "9.0")
+    assert choose(nvcc) == ["89", "90"]
+    script(bare / "nvidia-smi", "7.5")  # older than the kernels support
+    assert choose(nvcc) == ["80", "90", "100"]
+    script(bare / "nvidia-smi", "12.0")  # newer than this nvcc knows
+    assert choose(nvcc) == ["80", "90", "100"]
+    monkeypatch.setenv("HDET_CUDA_ARCHS", "86;89-real, 90")
+    assert choose(nvcc) == ["86", "89-real", "90"]
+    monkeypatch.setenv("HDET_CUDA_ARCHS", "80;130")
+    with pytest.raises(SystemExit, match="HDET_CUDA_ARCHS names 130, but .* supports 75, 80"):
+        choose(nvcc)
+
+
+def test_cuda_can_be_skipped_and_wrong_values_are_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc_in(bare)
+    assert setup_module().cuda_options()[:2] == ["-DHDET_CUDA=ON", "-DHDET_CUDA_ARCHS=80;90;100"]
+    monkeypatch.setenv("HDET_CUDA", "0")
+    assert setup_module().cuda_options() == ["-DHDET_CUDA=OFF", "-DHDET_CUDA_NOTE=hdet was built with HDET_CUDA=0"]
+    monkeypatch.setenv("HDET_CUDA", "yes")
+    with pytest.raises(SystemExit, match="HDET_CUDA=yes is not understood; use 0"):
+        setup_module().cuda_options()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the build reads."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    shutil.copytree(ROOT / "hdet", folder / "hdet", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return folder
+
+
+def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", *(command or ("build_ext", "--inplace"))],
+        cwd=checkout,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_required_cuda_that_is_missing_is_an_error(bare: Path, checkout: Path) -> None:
+    result = build(checkout, HDET_CUDA="1")
+    assert result.returncode != 0
+    assert "HDET_CUDA=1, but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda" in result.stderr
+    assert not list(checkout.glob("hdet/_C*.so"))
+
+
+def test_broken_source_fails_the_build_with_the_compilers_message(checkout: Path) -> None:
+    source = checkout / "csrc" / "bindings.cpp"
+    source.write_text("#error broken on purpose\n" + source.read_text())
+    result = build(checkout, HDET_CUDA="0")
+    assert result.returncode != 0
+    assert "broken on purpose" in result.stdout + result.stderr
+    assert "the native module did not build" in result.stderr
+    assert not list(checkout.glob("hdet/_C*.so"))
+
+
+def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> None:
+    (checkout / "tests").mkdir()
+    (checkout / "tests" / "test_nothing.py").write_text("")
+    result = build(checkout, "sdist")
+    assert result.returncode == 0, result.stderr
+    (archive,) = (checkout / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert {"CMakeLists.txt", "setup.py", "hdet/py.typed", "hdet/_C.pyi", *sources} <= names
+    assert not [name for name in names if name.endswith(".so")]

@@ -1,0 +1,201 @@
+"""The command line in this process: exit codes, and one line for whatever the user can put right."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hdet
+from hdet.cli import main
+from hdet.jobs.command import printable
+from hdet.jobs.launch import Workers
+from hdet.record import Recorder
+
+from .harness import Finished, tiny
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about what is said before a process is started."""
+
+    def refuse(self: Workers) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr(Workers, "__enter__", refuse)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that must be refused."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("hdet")
+    assert "Traceback" not in err and out == ""
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mentions"),
+    [
+        (["--spread", "1.5"], ["spread", "1.5", "[0, 1)"]),
+        (["--spread", "nan"], ["spread", "nan"]),
+        (["--sync-interval", "0"], ["sync_interval", "0"]),
+        (["--steps", "ten"], ["--steps", "ten"]),
+        (["--max-lr", "-1"], ["max_lr", "-1.0"]),
+        (["--controller", "greedy"], ["--controller", "greedy", "probe"]),
+        (["--data", "/nowhere"], ["data", "/nowhere", "--data FOLDER"]),
+        (["--replicas", "1"], ["replicas", "controller none"]),
+        (["--compare", "--schedule-only"], ["not allowed with"]),
+        (["--resume", "/nowhere"], ["out", "--resume"]),
+        (["--unknown"], ["--unknown"]),
+    ],
+)
+def test_wrong_argument(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], mentions: list[str]) -> None:
+    message = one_line(capsys, "train", "--out", str(tmp_path / "run"), *arguments)
+    for mention in mentions:
+        assert mention in message
+    assert not (tmp_path / "run").exists(), "nothing may be written before everything is checked"
+
+
+def test_empty_data_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "10000" in one_line(capsys, "train", "--data", str(tmp_path), "--out", str(tmp_path / "run"))
+
+
+def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path) -> None:
+    message = one_line(capsys, "train", *tiny(text_folder, replicas=999), "--device", "cuda", "--out", str(tmp_path / "run"))
+    assert "device is 'cuda'" in message and "999" in message
+
+
+def test_another_run_is_not_written_over(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished], text_folder: Path) -> None:
+    folder = compared[0] / "hdet"
+    before = (folder / "history.jsonl").read_bytes()
+    message = one_line(capsys, "train", *tiny(text_folder), "--out", str(folder))
+    assert "--overwrite" in message and "--resume" in message
+    assert (folder / "history.jsonl").read_bytes() == before
+
+
+def test_out_that_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "--out" in one_line(capsys, "train", *tiny(text_folder), "--out", str(tmp_path / "file" / "run"))
+
+
+def test_resuming_with_other_settings(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:
+    folder = str(compared[0] / "hdet")
+    assert "spread is 0.2" in one_line(capsys, "train", "--resume", folder, "--spread", "0.2")
+    assert "'nowhere' has no checkpoint.pt" in one_line(capsys, "train", "--resume", "nowhere")
+    assert f"{compared[0]}/fixed" in one_line(capsys, "train", "--resume", str(compared[0]))
+
+
+def test_resuming_a_finished_run_starts_nothing(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:
+    folder = compared[0] / "hdet"
+    before = (folder / "history.jsonl").read_bytes()
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert "already at its last step, 24" in capsys.readouterr().out
+    assert (folder / "history.jsonl").read_bytes() == before
+
+
+def test_torchrun_with_another_number_of_replicas(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "3 processes" in one_line(capsys, "train", *tiny(text_folder, replicas=2), "--out", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("command", [["train"], ["report", "somewhere"]])
+def test_missing_extra_names_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    message = one_line(capsys, *command)
+    assert "matplotlib" in message and "pip install hdet[job]" in message
+
+
+def test_report_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "history.jsonl" in one_line(capsys, "report", str(tmp_path))
+    assert "not a folder" in one_line(capsys, "report", str(tmp_path / "absent"))
+
+
+def test_report_draws_and_prints(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished], tmp_path: Path) -> None:
+    assert main(["report", str(compared[0]), "--out", str(tmp_path / "picture.png")]) == 0
+    out, _ = capsys.readouterr()
+    assert "fixed" in out and "hdet" in out and "validation loss" in out
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_command_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "COMMAND" in one_line(capsys)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hdet {hdet.__version__}\n"
+
+
+def test_help_answers_without_torch() -> None:
+    script = (
+        "import sys\nfrom hdet.cli import main\nmain(['train', '--help'])\nassert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--max-lr" in done.stdout and "30 times" in done.stdout
+
+
+def test_generated_text_cannot_steer_the_terminal() -> None:
+    assert printable(b"a\x1b[31mb\x07\xff\tc\nd\xc3\xa4\n") == "a·[31mb··" + "·c\ndä"
+
+
+# -- doctor and simulate -------------------------------------------------------------------------------------------------
+
+
+def test_doctor_names_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    import torch
+
+    assert torch.__version__ in out and hdet.__version__ in out
+    backends = out[out.index("\nbackends\n") : out.index("\ndevices\n")].splitlines()[2:]
+    assert [line.split()[0] for line in backends] == list(hdet.kernels.available())
+    for line, state in zip(backends, hdet.kernels.available().values(), strict=True):
+        assert line.endswith("usable" if state == "usable" else f"not usable: {state}")
+    assert "gloo" in out and "compiler" in out and "matplotlib" in out
+
+
+def test_doctor_survives_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hdet._C", None)  # importing it now raises ImportError
+    monkeypatch.delattr(hdet, "_C", raising=False)
+    monkeypatch.setattr(hdet.kernels, "available", lambda: 1 / 0)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "native module" in out and "reinstall" in out and "ZeroDivisionError" in out and "extras" in out
+
+
+def test_simulation_finds_the_way_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--start", "0.03"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rates = [float(line.split()[1]) for line in lines[2:-1]]
+    assert rates[-1] > 10 * rates[0]
+    fixed, best, controlled = (float(word.strip(",")) for word in lines[-1].split() if word[0].isdigit())
+    assert best <= controlled < fixed
+
+
+@pytest.mark.parametrize("arguments", [["--start", "0"], ["--start", "nan"], ["--cycles", "1"], ["--replicas", "1"], ["--spread", "1"]])
+def test_simulation_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert arguments[0].strip("-") in one_line(capsys, "simulate", *arguments)
+
+
+def test_unfinished_run_is_reported_as_such(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"mode": "hdet", "steps": 10, "max_lr": 0.1}')
+    recorder = Recorder(run / "history.jsonl")
+    recorder.write({"event": "train", "step": 1, "loss": float("nan"), "lr": 0.1, "correction": 1.0})
+    recorder.write({"event": "validation", "step": 1, "loss": 2.0, "batches": 1})
+    recorder.close()
+    assert main(["report", str(run)]) == 0
+    assert "not ended" in capsys.readouterr().out
+    assert (run / "report.png").is_file()
