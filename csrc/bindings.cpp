@@ -37,6 +37,10 @@ hdet::AveragePlan average_plan(Address chunks, int64_t num_chunks, Address addre
   return {at<const hdet::Chunk>(chunks), num_chunks, at<float* const>(addresses), num_tensors, num_replicas, at<const float>(weights)};
 }
 
+hdet::CopyPlan copy_plan(Address chunks, int64_t num_chunks, Address sources, Address destinations, float scale) {
+  return {at<const hdet::Chunk>(chunks), num_chunks, at<const float* const>(sources), at<float* const>(destinations), scale};
+}
+
 void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows) {
   if (elements.size() != rows.size()) throw std::invalid_argument("elements and rows differ in length");
   hdet::write_chunks(at<hdet::Chunk>(out), elements, rows);
@@ -82,6 +86,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
+  m.attr("INTERFACE") = 2;  // see hdet/kernels/native.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
@@ -108,8 +113,22 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("chunks"), py::arg("num_chunks"), py::arg("addresses"), py::arg("num_tensors"), py::arg("num_replicas"), py::arg("weights"),
       py::arg("threads"), py::arg("isa") = "", py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "cpu_copy",
+      [](Address chunks, int64_t num_chunks, Address sources, Address destinations, float scale, int threads, const std::string& isa) {
+        hdet::cpu::copy(copy_plan(chunks, num_chunks, sources, destinations, scale), threads, isa);
+      },
+      py::arg("chunks"), py::arg("num_chunks"), py::arg("sources"), py::arg("destinations"), py::arg("scale"), py::arg("threads"),
+      py::arg("isa") = "", py::call_guard<py::gil_scoped_release>());
 
 #ifdef HDET_CUDA
+  m.def(
+      "cuda_copy",
+      [](Address chunks, int64_t num_chunks, Address sources, Address destinations, float scale, int device, Address stream) {
+        hdet::cuda::copy(copy_plan(chunks, num_chunks, sources, destinations, scale), device, stream);
+      },
+      py::arg("chunks"), py::arg("num_chunks"), py::arg("sources"), py::arg("destinations"), py::arg("scale"), py::arg("device"),
+      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "cuda_adamw",
       [](Address chunks, int64_t num_chunks, Address rows, Address gradients, Address params, Address exp_avgs, Address exp_avg_sqs,

@@ -23,6 +23,7 @@ cuda_compiler: str
 cuda_archs: str
 cuda_note: str
 
+INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
 ROW_BYTES: int
@@ -58,8 +59,26 @@ def cpu_average(
     threads: int,
     isa: str = "",
 ) -> None: ...
+def cpu_copy(
+    chunks: int,
+    num_chunks: int,
+    sources: int,
+    destinations: int,
+    scale: float,
+    threads: int,
+    isa: str = "",
+) -> None: ...
 
 # only where `cuda` is true
+def cuda_copy(
+    chunks: int,
+    num_chunks: int,
+    sources: int,
+    destinations: int,
+    scale: float,
+    device: int,
+    stream: int,
+) -> None: ...
 def cuda_adamw(
     chunks: int,
     num_chunks: int,

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(options.run(options))
         except ValueError as error:
             return _say(2, f"hdet {options.command}: {' '.join(str(error).split())}")
+        except KeyboardInterrupt:
+            return _say(130, f"hdet {options.command}: interrupted")
         except BrokenPipeError:  # `hdet ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1

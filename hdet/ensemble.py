@@ -106,6 +106,8 @@ class Ensemble:
         self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
         self._probe = controller if isinstance(controller, ProbeController) else None
         _check_controller(controller, self.replicas.count, len(self.knobs))
+        if hasattr(controller, "check_run"):
+            controller.check_run(total_steps, [knob.bounds()[1] for knob in self.knobs])
         if self.engine.explores or controller is not None:
             check_not_shared(self.knobs)
         self._average = BucketedAverage(self.parameters, self.replicas, bucket_bytes)
@@ -135,7 +137,8 @@ class Ensemble:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule,
-        as they do in torch, but count one step of the cycle; a call without an optimizer step counts none.
+        as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The run's length is
+        then the scheduler's total_steps divided by the calls: pass it as ``total_steps``, or do not prepare the scheduler.
 
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters.

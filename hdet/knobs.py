@@ -63,7 +63,10 @@ class GroupKnob:
     def __init__(self, name: str, spread: float, optimizer: Optimizer, key: str, indices: list[int]) -> None:
         self.name, self.spread, self.optimizer, self.key, self.indices = name, spread, optimizer, key, indices
         self.scheduled: list[Any] = [_copy(value) for value in self._values()]
-        self._factor, self._base = 1.0, None  # what `_base_value` is made of: the values left in the groups
+        self._factor = 1.0  # what `_base_value` is made of: the values left in the groups
+        self._base: float | None = None
+        peaks = [self._peak(group) for group in self._groups()]
+        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._marks = [_mark(value) for value in self._values()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -79,7 +82,10 @@ class GroupKnob:
     def bounds(self) -> tuple[float, float]:
         """(peak, floor) of the untouched schedule, as far as torch's schedulers leave them in the group; floor 0 is unknown."""
         group = self._groups()[0]
-        return float(group.get("max_" + self.key, group.get("initial_" + self.key, self.scheduled[0]))), float(group.get("min_" + self.key, 0.0))
+        return self._peak(group), float(group.get("min_" + self.key, 0.0))
+
+    def _peak(self, group: dict[str, Any]) -> float:
+        return float(group.get("max_" + self.key, group.get("initial_" + self.key, group[self.key])))
 
     def show_schedule(self) -> None:
         """Put the scheduler's own values back into the groups, except where somebody else has set one since."""
@@ -92,7 +98,7 @@ class GroupKnob:
         self.scheduled = [_copy(value) for value in self._values()]
 
     def write(self, factor: float, base: float | None = None) -> None:
-        """Leave the base value in the groups: scheduled * factor, or, off the schedule, ``base`` (further groups keep their ratio)."""
+        """Leave the base value in the groups: scheduled * factor, or, off the schedule, ``base`` (further groups keep the ratio of their peaks)."""
         self._factor, self._base = factor, base
         for i, group in enumerate(self._groups()):
             _set(group, self.key, self._base_value(i))
@@ -100,7 +106,7 @@ class GroupKnob:
 
     def _base_value(self, i: int) -> Any:
         if self._base is not None:
-            return self._base if i == 0 else self._base * (self.scheduled[i] / self.scheduled[0])
+            return self._base * self._ratios[i]
         return self.scheduled[i] if self._factor == 1.0 else self.scheduled[i] * self._factor
 
     def _is_ours(self, i: int, value: Any) -> bool:

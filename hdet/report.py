@@ -196,7 +196,7 @@ def _label(axes: Axes, unit: str, title: str) -> None:
 
 def _frame_losses(axes: Axes, runs: Sequence[RunFiles]) -> None:
     """The first steps fall from ln 256 and would flatten the rest: they may leave the frame at the top."""
-    shown = [r["loss"] for run in runs for r in run.of("train") if r["loss"] is not None and r["step"] > 0.05 * run.config["steps"]]
+    shown = [r["loss"] for run in runs for r in run.of("train") if r["loss"] is not None and r["step"] > 0.1 * run.config["steps"]]
     shown += [r["loss"] for run in runs for r in run.of("validation") if r["loss"] is not None]
     if shown:
         margin = 0.05 * (max(shown) - min(shown)) or 0.1

@@ -68,6 +68,7 @@ def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, 
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout)
     )
     try:
+        dist.barrier()  # a rank that is done at once must not leave while others are still connecting to it
         return function(rank, world_size, *args)
     finally:
         dist.destroy_process_group()

@@ -71,4 +71,13 @@ struct AveragePlan {
   const float* weights;  // [replica], summing to 1; a replica of weight 0 does not enter the mean but receives it
 };
 
+// Packing into a communication bucket and unpacking from it: destination = scale * source, tensor by tensor. No overlap.
+struct CopyPlan {
+  const Chunk* chunks;
+  int64_t num_chunks;
+  const float* const* sources;
+  float* const* destinations;
+  float scale;  // 0 writes zeros without reading: NaN times zero would be NaN
+};
+
 }  // namespace hdet

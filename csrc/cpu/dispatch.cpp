@@ -20,9 +20,10 @@
 
 namespace hdet::cpu {
 
-#define HDET_DECLARE(isa)                                     \
-  void adamw_##isa(const AdamWPlan&, int64_t, int64_t);       \
-  void average_##isa(const AveragePlan&, int64_t, int64_t);
+#define HDET_DECLARE(isa)                                   \
+  void adamw_##isa(const AdamWPlan&, int64_t, int64_t);     \
+  void average_##isa(const AveragePlan&, int64_t, int64_t); \
+  void copy_##isa(const CopyPlan&, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
 HDET_DECLARE(x86_64_v2)
@@ -36,6 +37,7 @@ struct Variant {
   const char* name;
   AdamWLoop adamw;
   AverageLoop average;
+  CopyLoop copy;
 };
 
 // Below this many elements a region costs more than a second thread saves.
@@ -46,11 +48,11 @@ const std::vector<Variant>& supported() {
     std::vector<Variant> found;
 #ifdef HDET_X86_64
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"x86-64-v4", adamw_x86_64_v4, average_x86_64_v4});
-    if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"x86-64-v3", adamw_x86_64_v3, average_x86_64_v3});
-    if (__builtin_cpu_supports("x86-64-v2")) found.push_back({"x86-64-v2", adamw_x86_64_v2, average_x86_64_v2});
+    if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"x86-64-v4", adamw_x86_64_v4, average_x86_64_v4, copy_x86_64_v4});
+    if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"x86-64-v3", adamw_x86_64_v3, average_x86_64_v3, copy_x86_64_v3});
+    if (__builtin_cpu_supports("x86-64-v2")) found.push_back({"x86-64-v2", adamw_x86_64_v2, average_x86_64_v2, copy_x86_64_v2});
 #endif
-    found.push_back({"baseline", adamw_baseline, average_baseline});
+    found.push_back({"baseline", adamw_baseline, average_baseline, copy_baseline});
     return found;
   }();
   return list;
@@ -116,6 +118,11 @@ void adamw(const AdamWPlan& plan, int threads, const std::string& isa) {
 
 void average(const AveragePlan& plan, int threads, const std::string& isa) {
   const AverageLoop loop = choose(isa).average;
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
+}
+
+void copy(const CopyPlan& plan, int threads, const std::string& isa) {
+  const CopyLoop loop = choose(isa).copy;
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
 }
 

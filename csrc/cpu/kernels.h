@@ -1,4 +1,4 @@
-// The CPU backend. step.cpp and average.cpp are compiled once per instruction set; dispatch.cpp picks a variant when called.
+// The CPU backend. step.cpp, average.cpp and copy.cpp are compiled once per instruction set; dispatch.cpp picks a variant when called.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,10 @@
 
 namespace hdet::cpu {
 
-// Both work on the chunks first <= i < last of the plan.
+// All work on the chunks first <= i < last of the plan.
 using AdamWLoop = void (*)(const AdamWPlan& plan, int64_t first, int64_t last);
 using AverageLoop = void (*)(const AveragePlan& plan, int64_t first, int64_t last);
+using CopyLoop = void (*)(const CopyPlan& plan, int64_t first, int64_t last);
 
 // Names of the variants this processor can run, best first.
 std::vector<std::string> variants();
@@ -28,5 +29,6 @@ bool has_openmp();
 // Throws std::invalid_argument, before anything is written, for a variant that this processor or this build does not have.
 void adamw(const AdamWPlan& plan, int threads, const std::string& isa);
 void average(const AveragePlan& plan, int threads, const std::string& isa);
+void copy(const CopyPlan& plan, int threads, const std::string& isa);
 
 }  // namespace hdet::cpu

@@ -11,5 +11,6 @@ namespace hdet::cuda {
 // synchronisation. Throws std::runtime_error naming the CUDA call that failed.
 void adamw(const AdamWPlan& plan, int device, std::uintptr_t stream);
 void average(const AveragePlan& plan, int device, std::uintptr_t stream);
+void copy(const CopyPlan& plan, int device, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

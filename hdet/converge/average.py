@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from .. import kernels
 from ..replicas import Replicas
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable"]
@@ -28,12 +29,19 @@ class _Filling:
     views: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
 
-    def pack(self, weight: float) -> None:
-        torch._foreach_copy_(self.views, self.sources)
-        _scale_(self.flat, weight)
+    def seal(self, used: int) -> _Filling:
+        """Full: prepare the way in and the way out. fp32 goes through one native call, what must be cast or gathered through torch's."""
+        self.flat = self.flat[:used]
+        plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in self.sources) and self.flat.dtype == torch.float32
+        backend = "auto" if plain and self.flat.device.type in ("cpu", "cuda") else "torch"
+        self.pack = kernels.copy_plan(self.sources, self.views, backend)
+        self.unpack = kernels.copy_plan(self.views, self.sources, backend)
+        return self
 
-    def unpack(self) -> None:
-        torch._foreach_copy_(self.sources, self.views)
+    def average(self, weight: float, group: dist.ProcessGroup) -> None:
+        self.pack.copy(weight)
+        dist.all_reduce(self.flat, group=group)
+        self.unpack.copy(1.0)
 
 
 class BucketedAverage:
@@ -79,11 +87,11 @@ class BucketedAverage:
             _scale_(tensor, weight)
             pending.append(dist.all_reduce(tensor, group=group, async_op=True))
         for filling in self._fillings:
-            filling.pack(weight)
-            dist.all_reduce(filling.flat, group=group)
-            filling.unpack()
+            filling.average(weight, group)
         for work in pending:
             work.wait()  # on CUDA this orders streams; the host goes on
+        # Native copies write behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
+        torch.autograd.graph.increment_version([t for t in self.tensors if not t.is_inference()])
 
     @property
     def extra_bytes(self) -> int:
@@ -92,11 +100,11 @@ class BucketedAverage:
 
     def _plan(self) -> None:
         """Who goes directly and what fills which half; rebuilt only if a tensor has moved."""
-        data = [t.detach() for t in self.tensors if t.numel()]
-        addresses = [t.data_ptr() for t in data]
+        addresses = [t.data_ptr() for t in self.tensors]
         if addresses == self._addresses:
             return
         self._addresses, self._direct, self._fillings, self._memories = addresses, [], [], []
+        data = [t.detach() for t in self.tensors if t.numel()]
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in data:
             wire = _wire_dtype(tensor.dtype)
@@ -123,14 +131,12 @@ def _fill(tensors: list[torch.Tensor], memory: torch.Tensor) -> Iterator[_Fillin
     for tensor in tensors:
         for piece in _pieces(tensor, memory.numel()):
             if used + piece.numel() > memory.numel():
-                filling.flat = memory[:used]
-                yield filling
+                yield filling.seal(used)
                 filling, used = _Filling(memory), 0
             filling.views.append(memory[used : used + piece.numel()].view(piece.shape))
             filling.sources.append(piece)
             used += piece.numel()
-    filling.flat = memory[:used]
-    yield filling
+    yield filling.seal(used)
 
 
 def _pieces(tensor: torch.Tensor, capacity: int) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ __all__ = ["CHECKPOINT", "load_checkpoint", "save_checkpoint"]
 
 CHECKPOINT = "checkpoint.pt"
 FORMAT, VERSION = "hdet-train", 1
-KEYS = ("config", "step", "model", "optimizer", "scheduler", "ensemble", "rng", "seconds", "probe_ms", "converge_ms", "validation")
+KEYS = ("config", "text", "step", "model", "optimizer", "scheduler", "ensemble", "rng", "seconds", "probe_ms", "converge_ms", "validation")
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

@@ -36,7 +36,11 @@ def train(options: argparse.Namespace) -> int:
             print(f"{options.resume}: already at its last step, {config.steps}")
             _summarise(specs)
         return 0
-    load_corpus(config.data)
+    corpus = load_corpus(config.data)
+    if options.resume and load_checkpoint(options.resume)["text"] != corpus.digest:
+        raise ValueError(
+            f"data is {config.data!r}, whose text is not what the run in {str(options.resume)!r} began with: restore it (or that Python) to resume"
+        )
     if launched_by_torchrun():
         place = torchrun_place(config.device)
         if place.world_size != config.replicas:

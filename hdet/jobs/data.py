@@ -47,6 +47,8 @@ class Corpus:
     validation: torch.Tensor
     train_modules: frozenset[str]
     validation_modules: frozenset[str]
+    digest: str
+    """Of the training text: tells whether a resumed run sees what it began with (another Python has another library)."""
 
 
 def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10, max_bytes: int = 16 << 20) -> Corpus:
@@ -82,7 +84,7 @@ def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10,
             f"data path {str(root)!r} holds {len(train)} training and {len(validation)} validation bytes in {count} files: at least "
             f"{LEAST_BYTES} of each are needed; pass --data FOLDER with several *.py, *.txt or *.md files or folders, which are split whole"
         )
-    return Corpus(_as_tensor(train), _as_tensor(validation), frozenset(modules) - chosen, chosen)
+    return Corpus(_as_tensor(train), _as_tensor(validation), frozenset(modules) - chosen, chosen, hashlib.sha256(train).hexdigest()[:16])
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:

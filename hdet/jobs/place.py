@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+import hdet
+
 __all__ = ["Place", "choose_device", "join", "launched_by_torchrun", "torchrun_place"]
 
 
@@ -42,9 +44,12 @@ def choose_device(device: str, processes: int) -> str:
     """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each.
 
     Raises:
-        ValueError: ``cuda`` is asked for, and there are fewer GPUs than processes.
+        ValueError: ``cuda`` is asked for, and there are fewer GPUs than processes; or hdet's native module is missing or stale.
     """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    native = hdet.kernels.available()["cpu"]
+    if native != "usable":
+        raise ValueError(f"the kernels cannot be used: {native}")
     if device == "cuda" and gpus < processes:
         raise ValueError(
             f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass --replicas {max(gpus, 1)} or --device cpu"
@@ -75,7 +80,8 @@ def join(place: Place, init_method: str = "env://") -> Iterator[None]:
         yield
         return
     backend = "gloo" if place.device == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=init_method, rank=place.rank, world_size=place.world_size)
+    gpu = None if place.device == "cpu" else torch.device(place.device)
+    dist.init_process_group(backend, init_method=init_method, rank=place.rank, world_size=place.world_size, device_id=gpu)
     yield
     # Only after success: a member that failed must not wait for peers that never come.
     dist.barrier()

@@ -80,20 +80,22 @@ class Run:
             self._restore(load_checkpoint(spec.folder))
         self.history = self._open_history() if place.is_first else None
 
+    def _make_controller(self) -> Any:
+        if self.config.controller == "probe":
+            return hdet.ProbeController(_batch_loss, self._probe_batches, chunks=self.config.probe_batches, model=self.model)
+        if self.config.controller == "softmax":
+            return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
+        return None
+
     def _make_ensemble(self) -> hdet.Ensemble:
         config = self.config
-        controller: Any = None
-        if config.controller == "probe":
-            controller = hdet.ProbeController(_batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model)
-        elif config.controller == "softmax":
-            controller = hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
         return hdet.Ensemble(
             self.optimizer,
             self.schedule,
             knobs=[hdet.LearningRate(config.spread)],
             sync_interval=config.sync_interval,
             warmup_steps=config.warmup_steps if config.controller == "softmax" else 0,
-            controller=controller,
+            controller=self._make_controller(),
             seed=config.seed,
             total_steps=config.steps,
             log=self._record_cycle if self.place.is_first else None,
@@ -227,6 +229,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         return {
             "config": self.config.to_dict(),
+            "text": self.corpus.digest,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

@@ -17,7 +17,7 @@ from . import checks, native
 from .checks import check_parameters, check_settings
 from .cpu import CpuBackend
 from .cuda import CudaBackend
-from .interface import AdamWPlan, AdamWSettings, AdamWTensors, Backend
+from .interface import AdamWPlan, AdamWSettings, AdamWTensors, Backend, CopyPlan
 from .reference import TorchBackend
 
 __all__ = [
@@ -25,12 +25,14 @@ __all__ = [
     "AdamWSettings",
     "AdamWTensors",
     "Backend",
+    "CopyPlan",
     "adamw_plan",
     "available",
     "average_",
     "check_name",
     "check_parameters",
     "check_settings",
+    "copy_plan",
     "select",
 ]
 
@@ -106,6 +108,24 @@ def adamw_plan(tensors: AdamWTensors, backend: str = "auto") -> AdamWPlan:
     chosen = select(backend, checks.device_of(tensors.params[0], "parameter 0"))
     checks.check_adamw_tensors(tensors)
     return chosen.adamw_plan(tensors)
+
+
+def copy_plan(sources: Sequence[Tensor], destinations: Sequence[Tensor], backend: str = "auto") -> CopyPlan:
+    """Prepares `plan.copy(scale)`: destinations[i] = scale * sources[i] for all i in one call; a source and a destination may not overlap.
+
+    The plan holds addresses: it is valid until one changes. The native backends take float32, contiguous tensors on one device, the
+    torch backend any floating dtypes and strides. Raises ValueError or TypeError for anything else.
+    """
+    if len(sources) == 0 or len(sources) != len(destinations):
+        raise ValueError(f"{len(sources)} sources for {len(destinations)} destinations: there must be as many, and at least one")
+    device = checks.device_of(sources[0], "source 0")
+    chosen = select(backend, device)
+    for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        checks.check_same_shape(destination, source, f"destination {i}", "its source")
+        if not isinstance(chosen, TorchBackend):
+            checks.check_tensor(source, f"source {i}", device)
+            checks.check_tensor(destination, f"destination {i}", device)
+    return chosen.copy_plan(sources, destinations)
 
 
 def average_(replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[float], backend: str = "auto") -> None:

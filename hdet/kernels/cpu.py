@@ -45,8 +45,25 @@ class CpuAdamWPlan:
         _C.add_to_steps(self.step_counters.data_ptr(), self.tables.num_tensors, 1.0)
 
 
+class CpuCopyPlan:
+    """A scaled copy between tensors in host memory."""
+
+    def __init__(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+        self.tensors = (sources, destinations)  # keeps alive what the table points to
+        self.chunks = native.chunk_table(sources, [0] * len(sources))
+        self.addresses = native.address_table(sources, destinations)
+        table = self.addresses.data_ptr()
+        self.arguments = (self.chunks.data_ptr(), native.num_chunks(self.chunks), table, table + 8 * len(sources))
+
+    def copy(self, scale: float) -> None:
+        _C.cpu_copy(*self.arguments, scale, torch.get_num_threads())
+
+
 class CpuBackend:
     name = "cpu"
+
+    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> CpuCopyPlan:
+        return CpuCopyPlan(sources, destinations)
 
     def adamw_plan(self, tensors: AdamWTensors) -> CpuAdamWPlan:
         return CpuAdamWPlan(tensors)

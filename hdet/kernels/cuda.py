@@ -78,8 +78,31 @@ class CudaAdamWPlan:
         _C.add_to_steps(self.step_counters.data_ptr(), self.tables.num_tensors, 1.0)
 
 
+class CudaCopyPlan:
+    """A scaled copy between tensors in the memory of one CUDA device."""
+
+    def __init__(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+        self.tensors = (sources, destinations)  # keeps alive what the table points to
+        self.device, self.device_number = sources[0].device, sources[0].get_device()
+        chunks = native.chunk_table(sources, [0] * len(sources))
+        self.num_chunks = native.num_chunks(chunks)
+        # These copies wait, so that every stream may read them.
+        self.chunks = chunks.to(self.device)
+        self.addresses = native.address_table(sources, destinations).to(self.device)
+
+    def copy(self, scale: float) -> None:
+        stream = _current_stream(self.device)
+        _used_on(stream, self.chunks, self.addresses)
+        table = self.addresses.data_ptr()
+        column = 8 * len(self.tensors[0])
+        _C.cuda_copy(self.chunks.data_ptr(), self.num_chunks, table, table + column, scale, self.device_number, stream.cuda_stream)
+
+
 class CudaBackend:
     name = "cuda"
+
+    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> CudaCopyPlan:
+        return CudaCopyPlan(sources, destinations)
 
     def adamw_plan(self, tensors: AdamWTensors) -> CudaAdamWPlan:
         return CudaAdamWPlan(tensors)

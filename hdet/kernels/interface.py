@@ -54,10 +54,19 @@ class AdamWPlan(Protocol):
         """
 
 
+class CopyPlan(Protocol):
+    """A scaled copy prepared for one set of tensors: into a communication bucket, or out of it."""
+
+    def copy(self, scale: float) -> None:
+        """destination = scale * source, for each pair. Scale 0 writes zeros, also where a source holds NaN."""
+
+
 class Backend(Protocol):
     """One implementation of the kernels."""
 
     def adamw_plan(self, tensors: AdamWTensors) -> AdamWPlan: ...
+
+    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> CopyPlan: ...
 
     def average_(self, replicas: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
         """Writes sum_k weights[k] * replicas[k][i] to replicas[k][i] for all k. The weights sum to 1."""

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from .checks import check_gradients
 
+INTERFACE = 2
+"""the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
+
 try:
     from hdet import _C
 except ImportError as error:  # reported by name wherever a native backend is asked for
     missing: str | None = f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
 else:
-    missing = None
+    # After an update without a new build, a missing function would otherwise surface in the middle of a run.
+    stale = getattr(_C, "INTERFACE", 0) != INTERFACE
+    missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
 
 
 def bytes_for(count: int) -> Tensor:

@@ -48,8 +48,27 @@ class TorchAdamWPlan:
         torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / (1 - row.beta1**step))
 
 
+class TorchCopyPlan:
+    """A scaled copy between tensors of any floating dtypes and strides."""
+
+    def __init__(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+        self.sources, self.destinations = list(sources), list(destinations)
+
+    @torch.no_grad()
+    def copy(self, scale: float) -> None:
+        if scale == 0:
+            torch._foreach_zero_(self.destinations)
+            return
+        torch._foreach_copy_(self.destinations, self.sources)
+        if scale != 1:
+            torch._foreach_mul_(self.destinations, scale)
+
+
 class TorchBackend:
     name = "torch"
+
+    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> TorchCopyPlan:
+        return TorchCopyPlan(sources, destinations)
 
     def adamw_plan(self, tensors: AdamWTensors) -> TorchAdamWPlan:
         return TorchAdamWPlan(tensors)

@@ -1,6 +1,6 @@
 """A worker that does what HDET_TEST_FAULT says after a step of the run, once its files are written.
 
-``kill-parent@8``, ``interrupt@8`` (Ctrl-C in the terminal: the whole process group), ``terminate-parent@8``: by rank 0.
+``kill-parent@8``, ``interrupt@8`` (Ctrl-C in the terminal: the whole process group): by rank 0.
 ``raise@8``, ``die@8``: by rank 1.
 """
 
@@ -22,11 +22,9 @@ def _happen(fault: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0 and fault == "kill-parent":
         os.kill(os.getppid(), signal.SIGKILL)
-    if rank == 0 and fault == "terminate-parent":
-        os.kill(os.getppid(), signal.SIGTERM)
     if rank == 0 and fault == "interrupt":
         os.killpg(os.getpgrp(), signal.SIGINT)
-    if fault in ("kill-parent", "terminate-parent", "interrupt"):
+    if fault in ("kill-parent", "interrupt"):
         time.sleep(60)  # only the watch over the parent, or the parent itself, ends this
 
 

@@ -29,10 +29,15 @@ def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def run_cli(*arguments: str, fault: str | None = None, pids: Path | None = None, timeout: float = 60) -> Finished:
-    """``fault``: see `faulty_worker`. ``pids``: a folder in which each worker leaves a file named by its process id."""
+def run_cli(
+    *arguments: str, fault: str | None = None, pids: Path | None = None, scratch: Path | None = None, timeout: float = 60
+) -> Finished:
+    """``fault``: see `faulty_worker`. ``pids``: a folder in which each worker leaves a file named by its process id.
+    ``scratch``: where temporary files go."""
     command = [sys.executable, "-c", CLI_WITH_FAULTS] if fault else [sys.executable, "-m", "hdet"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HDET_TEST_FAULT": fault or "", "HDET_TEST_PIDS": str(pids or "")}
+    if scratch is not None:
+        environment["TMPDIR"] = str(scratch)
     for name in ("RANK", "WORLD_SIZE", "FORCE_COLOR"):
         environment.pop(name, None)
     done = subprocess.run(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +14,10 @@ import pytest
 
 import hdet
 from hdet.cli import main
+from hdet.jobs.checkpoint import CHECKPOINT, KEYS, save_checkpoint
 from hdet.jobs.command import printable
+from hdet.jobs.config import TrainConfig
+from hdet.jobs.data import load_corpus
 from hdet.jobs.launch import Workers
 from hdet.record import Recorder
 
@@ -72,6 +78,13 @@ def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "device is 'cuda'" in message and "999" in message
 
 
+def test_stale_native_module(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path
+) -> None:
+    monkeypatch.setattr(hdet.kernels, "available", lambda: {"cpu": "built from other sources: reinstall hdet"})
+    assert "reinstall hdet" in one_line(capsys, "train", *tiny(text_folder), "--out", str(tmp_path / "run"))
+
+
 def test_another_run_is_not_written_over(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished], text_folder: Path) -> None:
     folder = compared[0] / "hdet"
     before = (folder / "history.jsonl").read_bytes()
@@ -90,6 +103,19 @@ def test_resuming_with_other_settings(capsys: pytest.CaptureFixture[str], compar
     assert "spread is 0.2" in one_line(capsys, "train", "--resume", folder, "--spread", "0.2")
     assert "'nowhere' has no checkpoint.pt" in one_line(capsys, "train", "--resume", "nowhere")
     assert f"{compared[0]}/fixed" in one_line(capsys, "train", "--resume", str(compared[0]))
+
+
+def test_resuming_on_another_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(text_folder, data)
+    run.mkdir()
+    begun = {**dict.fromkeys(KEYS, 0), "config": TrainConfig(data=str(data)).to_dict(), "text": load_corpus(data).digest}
+    save_checkpoint(run / CHECKPOINT, begun)
+    Recorder(run / "history.jsonl").close()
+    (run / "config.json").write_text("{}")
+    for file in data.iterdir():
+        file.write_text(file.read_text() + "# changed")
+    assert "not what the run" in one_line(capsys, "train", "--resume", str(run))
 
 
 def test_resuming_a_finished_run_starts_nothing(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:
@@ -134,6 +160,15 @@ def test_no_command_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in one_line(capsys)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hdet {hdet.__version__}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interruption_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("hdet.doctor.report", lambda: os.kill(os.getpid(), number))
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "hdet doctor: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_help_answers_without_torch() -> None:

@@ -71,7 +71,10 @@ class Decision:
 
 @runtime_checkable
 class Controller(Protocol):
-    """Anything with these members steers an Ensemble. ``update`` returns one Decision per knob, in the order of ``evidence.knobs``."""
+    """Anything with these members steers an Ensemble. ``update`` returns one Decision per knob, in the order of ``evidence.knobs``.
+
+    Optional: ``check_run(total_steps, floor)`` raises ValueError, before a run begins, if the controller could not work in it.
+    """
 
     name: str
     needs_probe: bool

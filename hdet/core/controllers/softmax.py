@@ -90,6 +90,8 @@ class SoftmaxController:
 
     def update(self, evidence: Evidence) -> list[Decision]:
         if self.decay is not None and not self.gammas:
+            if min(evidence.values) <= 0:  # a schedule that begins or ends at zero, where there is no rate to decay from
+                return [Decision(note="the scheduled value is not positive: no decision") for _ in evidence.knobs]
             self._leave_schedule(evidence)
         self.velocities = self.velocities or [0.0] * len(evidence.knobs)
         present = [r for r, loss in enumerate(evidence.losses) if loss is not None]
@@ -102,18 +104,26 @@ class SoftmaxController:
             note = ""
         return [self._decide(k, weights, [evidence.multipliers[k][r] for r in present], evidence, note) for k in range(len(evidence.knobs))]
 
+    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+        """Refuse, before it begins, a run in which the decay could not be computed.
+
+        Raises:
+            ValueError: a decay without the length of the run, or towards a floor that the schedule does not have.
+        """
+        if self.decay is not None and total_steps is None:
+            raise ValueError(f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None")
+        if self.decay == "floor" and min(floor) <= 0:
+            raise ValueError("decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's min_lr): use decay=None with this scheduler")
+
     def _leave_schedule(self, evidence: Evidence) -> None:
         """Fix gamma at the end of the warm-up, from the values then in force."""
-        intervals = evidence.decisions_left
-        if intervals is None:
-            raise ValueError(f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None")
+        self.check_run(evidence.total_steps, evidence.floor)
+        intervals = evidence.decisions_left or 1
         self.bases = list(evidence.values)
         self.ceilings = [1000 * value for value in evidence.values]
         if self.decay == "printed":
             self.gammas = [gamma_printed(self.div_factor, self.final_div_factor, intervals)] * len(self.bases)
             return
-        if min(evidence.floor) <= 0:
-            raise ValueError("decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's min_lr): use decay=None with this scheduler")
         self.gammas = [gamma_floor(base, min(floor, base), intervals) for base, floor in zip(self.bases, evidence.floor)]
 
     def _decide(self, k: int, weights: list[float], multipliers: list[float], evidence: Evidence, note: str) -> Decision:
