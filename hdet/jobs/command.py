@@ -16,9 +16,9 @@ import torch
 from hdet.jobs.checkpoint import CHECKPOINT, load_checkpoint
 from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import load_corpus
-from hdet.jobs.display import Display, open_display
+from hdet.jobs.display import open_display
 from hdet.jobs.launch import WorkerError, Workers
-from hdet.jobs.place import choose_device, join, launched_by_torchrun, torchrun_place
+from hdet.jobs.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
 from hdet.jobs.train import HISTORY, SAMPLE, RunSpec, train_all
 from hdet.record import RunFolderError, atomic_file
 from hdet.report import CONFIG, REPORT, RunFiles, find_runs, plot, print_table
@@ -29,39 +29,37 @@ __all__ = ["train"]
 def train(options: argparse.Namespace) -> int:
     """Returns the exit code; raises ValueError for whatever the user can put right."""
     typed = {name: value for name, value in vars(options).items() if name in TrainConfig.__dataclass_fields__}
-    specs = _resumed(options, typed) if options.resume else _fresh(options, typed)
+    specs = _resumed(options.resume, options, typed) if options.resume else _fresh(options, typed)
     config = specs[0].config
     if options.resume and RunFiles.read(options.resume).end is not None:
         if os.environ.get("RANK", "0") == "0":
             print(f"{options.resume}: already at its last step, {config.steps}")
             _summarise(specs)
         return 0
-    corpus = load_corpus(config.data)
-    if options.resume and load_checkpoint(options.resume)["text"] != corpus.digest:
-        raise ValueError(
-            f"data is {config.data!r}, whose text is not what the run in {str(options.resume)!r} began with: restore it (or that Python) to resume"
-        )
-    if launched_by_torchrun():
-        place = torchrun_place(config.device)
-        if place.world_size != config.replicas:
-            raise ValueError(
-                f"replicas is {config.replicas}, but {place.world_size} processes were started: leave --replicas out under torchrun"
-            )
-        if not place.is_first:
-            with join(place):
-                train_all(specs, place, lambda event: None)
-            return 0
-    else:
-        device = choose_device(config.device, config.replicas)
-    for spec in specs:
-        _prepare(spec, options.overwrite)
+    _check_text(config, options.resume)
+    place = _torchrun_place(config) if launched_by_torchrun() else None
+    device = choose_device(config.device, config.replicas) if place is None else place.device
+    if place is None or place.is_first:
+        for spec in specs:
+            _prepare(spec, options.overwrite)
+    return _run(specs, device, place)
+
+
+def _run(specs: Sequence[RunSpec], device: str, place: Place | None) -> int:
+    """Train in processes of our own, or, given a place among those of torchrun, in this one."""
+    if place is not None and not place.is_first:
+        with join(place):
+            train_all(specs, place, lambda event: None)
+        return 0
     try:
         with open_display() as display:
-            if launched_by_torchrun():
+            if place is not None:
                 with join(place):
                     train_all(specs, place, display.show)
             else:
-                _supervise(specs, device, display)
+                with Workers(specs, device) as workers:
+                    for event in workers.events():
+                        display.show(event)
     except WorkerError as error:
         print(f"hdet train: {error}", file=sys.stderr)
         return 1
@@ -70,12 +68,6 @@ def train(options: argparse.Namespace) -> int:
         return 130
     _summarise(specs)
     return 0
-
-
-def _supervise(specs: Sequence[RunSpec], device: str, display: Display) -> None:
-    with Workers(specs, device) as workers:
-        for event in workers.events():
-            display.show(event)
 
 
 # -- settings and folders ----------------------------------------------------------------------------------------------------
@@ -99,17 +91,35 @@ def _default_replicas(device: str) -> int:
     return gpus if gpus > 1 else TrainConfig().replicas
 
 
-def _resumed(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
+def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
     """The saved run's own settings: what was typed may repeat them, not contradict them."""
     if options.out is not None or options.overwrite:
         raise ValueError("out and overwrite cannot be given with --resume: the run goes on in its own folder")
-    config = TrainConfig.from_dict(load_checkpoint(options.resume)["config"])
+    config = TrainConfig.from_dict(load_checkpoint(folder)["config"])
     for name, value in typed.items():
         if value != getattr(config, name):
             raise ValueError(
-                f"{name} is {value!r}, but the run in {str(options.resume)!r} has {getattr(config, name)!r}: leave it out to resume that run"
+                f"{name} is {value!r}, but the run in {str(folder)!r} has {getattr(config, name)!r}: leave it out to resume that run"
             )
-    return [RunSpec(config, options.resume, resume=True)]
+    return [RunSpec(config, folder, resume=True)]
+
+
+def _check_text(config: TrainConfig, resumed: Path | None) -> None:
+    """There is enough text, and for a resumed run it is the same as before."""
+    corpus = load_corpus(config.data)
+    if resumed is not None and load_checkpoint(resumed)["text"] != corpus.digest:
+        raise ValueError(
+            f"data is {config.data!r}, whose text is not what the run in {str(resumed)!r} began with: restore it (or that Python) to resume"
+        )
+
+
+def _torchrun_place(config: TrainConfig) -> Place:
+    place = torchrun_place(config.device)
+    if place.world_size != config.replicas:
+        raise ValueError(
+            f"replicas is {config.replicas}, but {place.world_size} processes were started: leave --replicas out under torchrun"
+        )
+    return place
 
 
 def _prepare(spec: RunSpec, overwrite: bool) -> None:

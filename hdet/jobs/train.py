@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class RunSpec:
     resume: bool = False
 
 
-def train_all(specs: list[RunSpec], place: Place, emit: Emit) -> None:
+def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
     """Train one run after the other in the same processes. Inside the process group; every rank calls it.
 
     ``emit`` gets every record of rank 0's history, and ``start`` and ``checkpoint`` events, as they happen.

@@ -44,6 +44,10 @@ class _AveragePlan(ctypes.Structure):
     ]
 
 
+class _CopyPlan(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("chunks", "num_chunks", "sources", "destinations")] + [("scale", ctypes.c_float)]
+
+
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     folder = tmp_path_factory.mktemp("shim")
@@ -54,7 +58,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     assert built.returncode == 0, built.stderr
     os.environ["UBSAN_OPTIONS"] = f"log_path={folder / 'undefined'}:print_stacktrace=1"  # read when the library is loaded
     loaded = ctypes.CDLL(str(library))
-    for function in (loaded.shim_adamw, loaded.shim_average):
+    for function in (loaded.shim_adamw, loaded.shim_average, loaded.shim_copy):
         function.restype = ctypes.c_char_p
         function.argtypes = [ctypes.c_void_p, ctypes.c_int]
     yield loaded
@@ -82,6 +86,7 @@ def on_the_host(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_used_on", lambda stream, *tables: None)
     monkeypatch.setattr(_C, "cuda_adamw", launch(shim.shim_adamw, _AdamWPlan), raising=False)
     monkeypatch.setattr(_C, "cuda_average", launch(shim.shim_average, _AveragePlan), raising=False)
+    monkeypatch.setattr(_C, "cuda_copy", launch(shim.shim_copy, _CopyPlan), raising=False)
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -109,6 +114,10 @@ def test_the_cuda_backend_fills_the_tables_its_kernels_read() -> None:
     cuda.CudaBackend().average_([[row] for row in matrix], [0.5, 0.2, 0.3])
     CpuBackend().average_([[row] for row in expected], [0.5, 0.2, 0.3])
     assert torch.equal(matrix, expected)
+
+    sources, bucket = [torch.randn(n) for n in sizes], torch.zeros(sum(sizes))
+    cuda.CudaBackend().copy_plan(sources, list(bucket.split(sizes))).copy(0.3)
+    assert torch.equal(bucket, torch.cat(sources) * 0.3)
 
 
 def _step(shim: ctypes.CDLL, problem: Problem, step: int) -> None:
@@ -162,6 +171,21 @@ def test_average_has_the_bits_of_the_cpu(shim: ctypes.CDLL, sizes: list[int], sh
     kernels.average_([row.tensors for row in cpu], weights, "cpu")
     for one, other in zip(gpu, cpu, strict=True):
         assert torch.equal(one.buffer, other.buffer)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 0.3])
+@pytest.mark.parametrize("shifts", [(0, 0), (1, 1), (0, 2)], ids=["aligned", "odd", "mixed"])
+@pytest.mark.parametrize("sizes", [SIZES[name] for name in ("vector edges", "chunk edges", "empty first", "only empty")])
+def test_copy_has_the_bits_of_the_cpu(shim: ctypes.CDLL, sizes: list[int], shifts: tuple[int, int], scale: float) -> None:
+    source = Guarded(sizes, shifts[0], seed=0)
+    gpu, cpu = Guarded(sizes, shifts[1], seed=1), Guarded(sizes, shifts[1], seed=1)
+    chunks = native.chunk_table(source.tensors, [0] * len(sizes))
+    sources, destinations = native.address_table(source.tensors), native.address_table(gpu.tensors)
+    plan = _CopyPlan(chunks.data_ptr(), native.num_chunks(chunks), sources.data_ptr(), destinations.data_ptr(), scale)
+    assert shim.shim_copy(ctypes.byref(plan), 0) is None
+    CpuBackend().copy_plan(source.tensors, cpu.tensors).copy(scale)
+    assert torch.equal(gpu.buffer, cpu.buffer)
+    gpu.assert_guards()
 
 
 def test_a_failing_call_is_named_and_the_device_restored(shim: ctypes.CDLL) -> None:

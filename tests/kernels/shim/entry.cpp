@@ -2,6 +2,7 @@
 #include <string>
 
 #include "../../../csrc/cuda/average.cu"
+#include "../../../csrc/cuda/copy.cu"
 #include "../../../csrc/cuda/step.cu"
 
 namespace {
@@ -26,6 +27,9 @@ const char* shim_adamw(const hdet::AdamWPlan* plan, int device) {
 }
 const char* shim_average(const hdet::AveragePlan* plan, int device) {
   return guarded([&] { hdet::cuda::average(*plan, device, 0); });
+}
+const char* shim_copy(const hdet::CopyPlan* plan, int device) {
+  return guarded([&] { hdet::cuda::copy(*plan, device, 0); });
 }
 long shim_vector_accesses() { return vector_accesses; }
 int shim_device() { return current_device; }
