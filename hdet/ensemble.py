@@ -151,7 +151,7 @@ class Ensemble:
         if self._fan_out.take_stepped():
             self._converged = self._lockstep
             ends = self.engine.tick()
-            if self._probe is not None and self.engine.clock.controls(self.engine.step + self._steps_left()):
+            if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
                 self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
             if ends:
                 self._end_cycle()
@@ -200,6 +200,10 @@ class Ensemble:
         if self._probe is not None:
             self._probe.forget()
 
+    def _will_probe(self, cycle_end: int) -> bool:
+        """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
+        return self._probe is not None and not self._probe.rule.idle and self.engine.clock.controls(cycle_end)
+
     def _steps_left(self) -> int:
         """Steps to the end of the running cycle, which the end of the run may cut short."""
         clock = self.engine.clock
@@ -220,8 +224,7 @@ class Ensemble:
 
     def _end_cycle(self) -> None:
         started = self._now()
-        measures = self._probe is not None and self.engine.clock.controls(self.engine.step)
-        probe = self._probe.measure(self.engine.cycle) if measures and self._probe is not None else None
+        probe = self._probe.measure(self.engine.cycle) if self._probe is not None and self._will_probe(self.engine.step) else None
         probed = self._now()
         slots = self._gather(probe)
         losses = [_mean_loss(slot) for slot in slots]

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from .converge import digest
-from .core.controllers import Decision, Evidence
-from .core.controllers.probe import ProbeRule
+from .core.controllers import Decision, Evidence, ProbeRule
 
 __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 

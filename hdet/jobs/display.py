@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -45,7 +46,7 @@ class Display(Protocol):
     def show(self, event: Event) -> None: ...
 
 
-class _Base:
+class _Base(ABC):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.config = TrainConfig()
@@ -55,7 +56,8 @@ class _Base:
         kind = event["event"]
         if kind == "start":
             self.config, self._header_due = TrainConfig.from_dict(event["config"]), True
-            self.line(banner(self.config, event))
+            for line in banner(self.config, event):
+                self.line(line)
             self.start(event["step"])
         elif kind == "cycle":
             if self._header_due:
@@ -65,25 +67,28 @@ class _Base:
         elif kind == "train":
             self.progress(event)
 
+    @abstractmethod
     def line(self, text: str) -> None:
-        raise NotImplementedError
+        """Print a line that stays."""
 
+    @abstractmethod
     def start(self, step: int) -> None:
-        raise NotImplementedError
+        """A run begins, or goes on, after ``step``."""
 
+    @abstractmethod
     def progress(self, event: Event) -> None:
-        raise NotImplementedError
+        """A record of the training loss has come."""
 
 
-def banner(config: TrainConfig, event: Event) -> str:
-    """The run in one line. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
-    what = "fixed schedule"
-    if config.mode == "hdet":
-        low, high = 1 - config.spread, 1 + config.spread
-        what = f"HDET, controller {config.controller}; replicas' rates differ by design: {low:.2f} to {high:.2f} times the base rate"
+def banner(config: TrainConfig, event: Event) -> Iterator[str]:
+    """The run in a line or two. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
+    what = f"HDET, controller {config.controller}" if config.mode == "hdet" else "fixed schedule"
     place = "GPUs" if str(event["device"]).startswith("cuda") else "CPU"
     since = f", from step {event['step']}" if event["step"] else ""
-    return f"{event['folder']}: {config.replicas} replicas x {config.batch_size} windows on the {place}, max_lr {config.max_lr:g}, {config.steps} steps{since}, {what}"
+    yield f"{event['folder']}: {what}, max_lr {config.max_lr:g}, {config.steps} steps{since}"
+    yield f"  {config.replicas} replicas x {config.batch_size} windows of {config.context} bytes, one process each on the {place}"
+    if config.mode == "hdet":
+        yield f"  replicas' rates differ by design: {1 - config.spread:.2f} to {1 + config.spread:.2f} times the base rate"
 
 
 class _Plain(_Base):

@@ -52,7 +52,7 @@ def test_plain_output_has_ten_progress_lines_and_no_control_codes(capsys: pytest
             display.show({"event": "train", "step": step, "loss": None if step > 100 else 2.5, "lr": 1e-3, "correction": 1.5})
         display.show(RECORD)
     lines = capsys.readouterr().out.splitlines()
-    assert "0.70 to 1.30 times the base rate" in lines[0]
+    assert lines[0].startswith("runs/x: HDET") and "0.70 to 1.30 times the base rate" in lines[2]
     progress = [line for line in lines if "left" in line and "%" in line]
     assert len(progress) == 10
     assert "loss 2.500  rate 1.00e-03  correction x1.50" in progress[0] and "not finite" in progress[-1]

@@ -1,0 +1,65 @@
+"""Least squares of paired losses on ln(multiplier): a slope per knob and mini-batch, in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["mean_and_error", "slopes"]
+
+
+def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> list[list[float]] | None:
+    """Slope of the loss in ln(multiplier), [knob][mini-batch], all knobs jointly, over the replicas whose row is not None.
+
+    Each mini-batch is fitted by itself: what its losses have in common cancels, and the scatter between mini-batches is the
+    honest error (the residual over replicas is not: with shared gradients all replicas lie on one line and share their noise).
+    None if the design cannot tell the knobs apart: fewer than two replicas, or multipliers that are collinear.
+    """
+    used = [r for r, row in enumerate(probes) if row is not None]
+    if len(used) < 2:
+        return None
+    design = [_centred([math.log(knob[r]) for r in used]) for knob in multipliers]
+    gram = [[_dot(a, b) for b in design] for a in design]
+    fits = []
+    for losses in zip(*(row for row in probes if row is not None), strict=True):
+        y = _centred(losses)
+        fit = _solve(gram, [_dot(x, y) for x in design])
+        if fit is None:
+            return None
+        fits.append(fit)
+    return [list(knob) for knob in zip(*fits, strict=True)]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error from the scatter of at least two values."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    centre = math.fsum(values) / len(values)
+    return [v - centre for v in values]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:
+    """Gauss elimination with partial pivoting; None when a pivot falls below 1e-9 of the largest entry. As many rows as knobs: few."""
+    n = len(matrix)
+    rows = [[*matrix[i], right[i]] for i in range(n)]
+    scale = max(abs(v) for row in matrix for v in row)
+    for column in range(n):
+        pivot = max(range(column, n), key=lambda i: abs(rows[i][column]))
+        if not abs(rows[pivot][column]) > 1e-9 * scale:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for i in range(column + 1, n):
+            ratio = rows[i][column] / rows[column][column]
+            rows[i] = [a - ratio * b for a, b in zip(rows[i], rows[column], strict=True)]
+    solution = [0.0] * n
+    for i in reversed(range(n)):
+        solution[i] = (rows[i][n] - _dot(rows[i][i + 1 : n], solution[i + 1 :])) / rows[i][i]
+    return solution

@@ -1,0 +1,152 @@
+"""The probe's rule on made-up losses: signs, error bars, phases, trust, several knobs, state."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from hdet.core.clock import Clock
+from hdet.core.controllers import Evidence, ProbeRule
+from hdet.core.controllers.regression import mean_and_error, slopes
+from hdet.core.engine import Engine, KnobSpec
+from hdet.core.spread import multipliers
+
+RHO = multipliers(4, 0.3)
+
+
+def evidence(slope: float = -1.0, scatter: float = 0.0, phase: float = 1.0, seed: int = 0, chunks: int = 8) -> Evidence:
+    """Losses 2 + slope ln(rho), each mini-batch with its own level and its own slope error."""
+    rng = random.Random(seed)
+    own = [(rng.gauss(0, 1), rng.gauss(0, scatter)) for _ in range(chunks)]
+    rows = [[2 + level + (slope + wrong) * math.log(rho) for level, wrong in own] for rho in RHO]
+    return Evidence(
+        cycle=0, step=100, total_steps=1000, warmup_steps=0, sync_interval=10, knobs=["lr"], multipliers=[RHO], losses=[1.0] * 4,
+        probes=rows, scheduled=[phase * 3e-4], peak=[3e-4], floor=[0.0], values=[phase * 3e-4],
+    )  # fmt: skip
+
+
+def test_the_slope_is_exact_and_levels_of_mini_batches_cancel() -> None:
+    found = slopes([RHO], evidence(-0.7).probes)  # type: ignore[arg-type]
+    assert found is not None and found[0] == pytest.approx([-0.7] * 8, rel=1e-12)
+
+
+def test_the_error_covers_the_truth() -> None:
+    """t of the true slope, over 400 draws of 8 mini-batches: Student's t with 7 degrees of freedom, variance 7/5."""
+    ts = []
+    for seed in range(400):
+        mean, error = mean_and_error(slopes([RHO], evidence(-0.3, 0.5, seed=seed).probes)[0])  # type: ignore[arg-type, index]
+        ts.append((mean + 0.3) / error)
+    assert abs(sum(ts) / 400) < 0.2
+    assert 1.0 < sum(t * t for t in ts) / 400 < 2.0
+
+
+def test_several_knobs_are_fitted_jointly() -> None:
+    a, b = [0.7, 0.9, 1.1, 1.3], [1.3, 0.7, 1.1, 0.9]
+    rows = [[1 - 0.5 * math.log(x) + 0.25 * math.log(y)] * 2 for x, y in zip(a, b, strict=True)]
+    found = slopes([a, b], rows)
+    assert found is not None
+    assert found[0] == pytest.approx([-0.5] * 2) and found[1] == pytest.approx([0.25] * 2)
+    assert slopes([a, a], rows) is None, "two knobs with the same multipliers cannot be told apart"
+    assert slopes([a], [rows[0], None, None, None]) is None
+
+
+def test_a_rise_needs_two_votes_and_a_fall_one() -> None:
+    rule = ProbeRule()
+    assert rule.update(evidence(-1.0, 0.1))[0].factor == 1.0
+    assert rule.update(evidence(-1.0, 0.1))[0].factor > 1.5
+    assert ProbeRule().update(evidence(1.0, 0.1))[0].factor < 0.7
+
+
+def test_the_weaker_of_two_votes_counts() -> None:
+    strong_then_weak, weak_twice = ProbeRule(), ProbeRule()
+    strong_then_weak.update(evidence(-1.0, 0.01))
+    weak_twice.update(evidence(-1.0, 0.6))
+    assert strong_then_weak.update(evidence(-1.0, 0.6))[0].factor == weak_twice.update(evidence(-1.0, 0.6))[0].factor < 2
+
+
+def test_evidence_within_its_noise_moves_nothing() -> None:
+    rule = ProbeRule()
+    for seed in range(200):
+        decision = rule.update(evidence(0.0, 1.0, seed=seed))[0]
+        assert decision.t is not None
+        if abs(decision.t) <= 2:
+            assert decision.factor == 1.0
+    assert abs(rule.log_correction[0]) < 2.0, "200 cycles of pure noise stay close to where they began"
+
+
+def test_votes_count_near_the_peak_only() -> None:
+    rule = ProbeRule()
+    phases = [0.1, 0.5, 0.9, 1.0, 0.9, 0.8, 0.7, 0.5]
+    moved = [rule.update(evidence(-1.0, 0.1, phase))[0].factor > 1 for phase in phases]
+    assert moved == [False, False, False, True, True, True, False, False]
+    assert rule.idle
+    assert not ProbeRule().idle
+
+
+def test_slope_and_error_are_reported_even_where_nothing_moves() -> None:
+    decision = ProbeRule().update(evidence(-1.0, 0.1, phase=0.1))[0]
+    assert decision.factor == 1.0 and decision.slope == pytest.approx(-1.0, abs=0.2)
+    assert decision.error is not None and decision.t == pytest.approx(decision.slope / decision.error)
+
+
+def test_a_missing_row_is_left_out_and_too_few_rows_move_nothing() -> None:
+    full = evidence(1.0, 0.1)
+    assert full.probes is not None
+    rows = list(full.probes)
+    three = ProbeRule().update(replace(full, probes=[rows[0], None, *rows[2:]]))[0]
+    assert three.slope == pytest.approx(ProbeRule().update(full)[0].slope, rel=1e-9)
+    rule = ProbeRule()
+    rule.update(evidence(-1.0, 0.1))
+    alone = rule.update(replace(full, probes=[rows[0], None, None, None]))[0]
+    assert (alone.factor, alone.slope) == (1.0, None) and alone.note
+    assert rule.update(evidence(-1.0, 0.1))[0].factor == 1.0, "after a gap a rise needs two votes again"
+
+
+def test_the_correction_stays_within_its_bound() -> None:
+    rule, product = ProbeRule(bound=10.0), 1.0
+    for _ in range(20):
+        product *= rule.update(evidence(-1.0, 0.01))[0].factor
+    assert product == pytest.approx(10.0)
+    for _ in range(40):
+        product *= rule.update(evidence(1.0, 0.01))[0].factor
+    assert product == pytest.approx(0.1)
+
+
+def test_state_continues_exactly() -> None:
+    straight, first = ProbeRule(), ProbeRule()
+    cycles = [evidence(-1.0, 0.5, phase, seed) for seed, phase in enumerate([0.5, 1.0, 1.0, 0.95, 0.9, 0.8])]
+    expected = [straight.update(e) for e in cycles]
+    for e in cycles[:3]:
+        first.update(e)
+    second = ProbeRule()
+    second.load_state_dict(first.state_dict())
+    assert [second.update(e) for e in cycles[3:]] == expected[3:]
+    with pytest.raises(ValueError, match="lacks 'warm'"):
+        second.load_state_dict({"phase": [], "last": [], "log_correction": []})
+
+
+@pytest.mark.parametrize("setting", [{"step": 0}, {"rise_dead": -1}, {"fall_scale": math.nan}, {"begin": 1.5}, {"end": -0.1}, {"bound": 1.0}])
+def test_settings_are_validated(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        ProbeRule(**setting)
+
+
+@pytest.mark.parametrize("start", [1 / 30, 1 / 3, 1.0, 3.0, 10.0])
+def test_a_noisy_quadratic_ends_near_its_best_value_from_any_start(start: float) -> None:
+    """Loss (ln value)^2, mini-batches that disagree about where its minimum lies: the best value is 1."""
+
+    class Steered(ProbeRule):
+        name, needs_probe = "probe", True
+
+    rng = random.Random(int(1000 * start))
+    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 30), Steered())
+    for _ in range(30):
+        engine.tick()
+        value = engine.value(0, start)
+        shifts = [rng.gauss(0, 0.3) for _ in range(8)]
+        rows = [[(math.log(value * rho) - shift) ** 2 for shift in shifts] for rho in engine.multipliers()[0]]
+        engine.close([1.0] * 4, rows, scheduled=[start])
+    assert 0.6 < engine.value(0, start) < 1.7
