@@ -41,7 +41,9 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
     }
     result = summary(alternate(candidates, repeats, barrier=True), "flat all_reduce (floor)")
     # The loop is slow enough to disturb the others, and a few rounds of it suffice.
-    few = alternate({"floor": candidates["flat all_reduce (floor)"], "one all_reduce per parameter": loop}, max(3, repeats // 5), barrier=True, warmup=1)
+    few = alternate(
+        {"floor": candidates["flat all_reduce (floor)"], "one all_reduce per parameter": loop}, max(3, repeats // 5), barrier=True, warmup=1
+    )
     result["one all_reduce per parameter"] = summary(few, "floor")["one all_reduce per parameter"]
     result["ours"]["extra_mib"] = ours.extra_bytes / 2**20
     return result

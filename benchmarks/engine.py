@@ -61,8 +61,13 @@ def main() -> None:
         steps.append(trained - start)
         ours.append(done - trained)
     step, engine, schedule = (1e6 * statistics.median(x[20:]) for x in (steps, ours, theirs))
-    print(f"training step {step:.0f} us; observe + step {engine:.0f} us, of which the scheduler alone {schedule:.0f} us: {100 * engine / step:.2f} % of a step")
-    emit({"benchmark": "engine", "step_us": step, "ensemble_us": engine, "scheduler_us": schedule, "percent": 100 * engine / step}, options.json)
+    print(
+        f"training step {step:.0f} us; observe + step {engine:.0f} us, of which the scheduler alone {schedule:.0f} us: {100 * engine / step:.2f} % of a step"
+    )
+    emit(
+        {"benchmark": "engine", "step_us": step, "ensemble_us": engine, "scheduler_us": schedule, "percent": 100 * engine / step},
+        options.json,
+    )
 
 
 if __name__ == "__main__":

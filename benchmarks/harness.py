@@ -38,7 +38,9 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     dist.destroy_process_group()
 
 
-def alternate(candidates: dict[str, Callable[[], object]], repeats: int, *, barrier: bool = False, warmup: int = 2) -> dict[str, list[float]]:
+def alternate(
+    candidates: dict[str, Callable[[], object]], repeats: int, *, barrier: bool = False, warmup: int = 2
+) -> dict[str, list[float]]:
     """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(-warmup, repeats):

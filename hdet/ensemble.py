@@ -89,9 +89,13 @@ class Ensemble:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError("scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller is what reacts to losses")
+            raise ValueError(
+                "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller is what reacts to losses"
+            )
         if gradients != "shared":
-            raise ValueError(f"gradients must be 'shared' (all-reduced every step, as under DDP), got {gradients!r}: other modes do not exist yet")
+            raise ValueError(
+                f"gradients must be 'shared' (all-reduced every step, as under DDP), got {gradients!r}: other modes do not exist yet"
+            )
         if average not in ("mean", "softmax"):
             raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
         if not isinstance(seed, int):
@@ -106,7 +110,7 @@ class Ensemble:
         self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
         self._probe = controller if isinstance(controller, ProbeController) else None
         _check_controller(controller, self.replicas.count, len(self.knobs))
-        if hasattr(controller, "check_run"):
+        if controller is not None and hasattr(controller, "check_run"):
             controller.check_run(total_steps, [knob.bounds()[1] for knob in self.knobs])
         if self.engine.explores or controller is not None:
             check_not_shared(self.knobs)
@@ -178,12 +182,12 @@ class Ensemble:
 
     @property
     def corrections(self) -> dict[str, float]:
-        return {knob.name: c for knob, c in zip(self.knobs, self.engine.corrections)}
+        return {knob.name: c for knob, c in zip(self.knobs, self.engine.corrections, strict=True)}
 
     @property
     def multipliers(self) -> dict[str, float]:
         """rho of this replica in the running cycle, by knob."""
-        return {knob.name: rho for knob, rho in zip(self.knobs, self._fan_out.multipliers)}
+        return {knob.name: rho for knob, rho in zip(self.knobs, self._fan_out.multipliers, strict=True)}
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
@@ -231,9 +235,9 @@ class Ensemble:
         scores = self._probe.split([slot[_PROBE:] for slot in slots]) if probe is not None and self._probe is not None else None
         notes = self._average_replicas(slots, losses)
         averaged = self._now()
-        peaks, floors = zip(*(knob.bounds() for knob in self.knobs))
+        peaks, floors = zip(*(knob.bounds() for knob in self.knobs), strict=True)
         outcome = self.engine.close(
-            losses, scores if scores is None else [row if slot[_FINITE] else None for row, slot in zip(scores, slots)],
+            losses, scores if scores is None else [row if slot[_FINITE] else None for row, slot in zip(scores, slots, strict=True)],
             scheduled=[knob.scheduled_value() for knob in self.knobs], peak=peaks, floor=floors,
             schedule_step=getattr(self.scheduler, "last_epoch", None),
         )  # fmt: skip
@@ -244,8 +248,10 @@ class Ensemble:
         """One row of slots per replica, the same on every rank. The one place of a cycle that waits for the device."""
         finite = all_finite(self.parameters)
         marks = finite.new_zeros(2) if self.engine.explores else digest(self.parameters)
-        row = torch.cat([finite.reshape(1), self._window.slots().to(finite.device), marks, *([] if probe is None else [probe.to(finite.device)])])
-        return self.replicas.gather_rows(row).tolist()  # type: ignore[no-any-return]
+        row = torch.cat(
+            [finite.reshape(1), self._window.slots().to(finite.device), marks, *([] if probe is None else [probe.to(finite.device)])]
+        )
+        return self.replicas.gather_rows(row).tolist()
 
     def _average_replicas(self, slots: list[list[float]], losses: Sequence[float | None]) -> list[str]:
         """Eq. 3 over the healthy replicas. Returns notes for the record."""
@@ -264,7 +270,7 @@ class Ensemble:
     def _weights(self, healthy: list[int], losses: Sequence[float | None]) -> list[float]:
         weights = [1 / len(healthy) if r in healthy else 0.0 for r in range(self.replicas.count)]
         if self.average == "softmax" and losses and all(losses[r] is not None for r in healthy):
-            for r, w in zip(healthy, softmax_weights([losses[r] or 0.0 for r in healthy], 0.1)):
+            for r, w in zip(healthy, softmax_weights([losses[r] or 0.0 for r in healthy], 0.1), strict=True):
                 weights[r] = w
         return weights
 
@@ -273,7 +279,7 @@ class Ensemble:
         notes: list[str], probe_ms: float, converge_ms: float,
     ) -> None:  # fmt: skip
         def by_knob(values: Iterable[Any]) -> dict[str, Any]:
-            return dict(zip((knob.name for knob in self.knobs), values))
+            return dict(zip((knob.name for knob in self.knobs), values, strict=True))
 
         self.history = {
             "event": "cycle",
@@ -330,7 +336,10 @@ class Ensemble:
         cycle is not part of the state (a warning says so).
         """
         if not self.converged and self.engine.explores:
-            warnings.warn("saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first", stacklevel=2)
+            warnings.warn(
+                "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
+                stacklevel=2,
+            )
         return {
             **self.engine.state_dict(),
             "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
@@ -346,7 +355,9 @@ class Ensemble:
         self.engine.check_state(state)
         absent = [key for key in ("scheduled", "scheduler") if key not in state]
         if absent or (state["scheduler"] is None) != (self.scheduler is None):
-            raise ValueError(f"the ensemble's state {f'lacks {absent}' if absent else 'and this run differ in having a scheduler'}: construct it as the saved run did")
+            raise ValueError(
+                f"the ensemble's state {f'lacks {absent}' if absent else 'and this run differ in having a scheduler'}: construct it as the saved run did"
+            )
         self.engine.load_state_dict(state)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -386,7 +397,9 @@ def _check_controller(controller: Controller | None, replicas: int, knobs: int) 
     if replicas == 1:
         warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=3)
     elif controller.needs_probe and knobs > replicas - 1:
-        raise ValueError(f"{replicas} replicas can tell at most {replicas - 1} knobs apart, got {knobs}: use LearningRate(groups=None) for one common knob, or more replicas")
+        raise ValueError(
+            f"{replicas} replicas can tell at most {replicas - 1} knobs apart, got {knobs}: use LearningRate(groups=None) for one common knob, or more replicas"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,7 @@ class FanOut:
                 return inner(*args, **kwargs)
             with ExitStack() as stack:
                 if not self.fused:
-                    for knob, multiplier in zip(self.knobs, self.multipliers):
+                    for knob, multiplier in zip(self.knobs, self.multipliers, strict=True):
                         stack.enter_context(knob.fanned_out(multiplier))
                 result = inner(*args, **kwargs)
             self.stepped = True
@@ -60,7 +60,7 @@ class FanOut:
         if self.fused:
             rows = self.optimizer.multipliers  # type: ignore[attr-defined]
             rows[:] = [1.0] * len(self.optimizer.param_groups)
-            for knob, multiplier in zip(self.knobs, multipliers):
+            for knob, multiplier in zip(self.knobs, multipliers, strict=True):
                 for index in knob.indices:
                     rows[index] = float(multiplier)
 

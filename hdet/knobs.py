@@ -111,7 +111,9 @@ class GroupKnob:
 
     def _is_ours(self, i: int, value: Any) -> bool:
         """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device."""
-        return _mark(value) == self._marks[i] or (isinstance(value, torch.Tensor) and float(value) == float(torch.as_tensor(self._base_value(i), dtype=value.dtype)))
+        return _mark(value) == self._marks[i] or (
+            isinstance(value, torch.Tensor) and float(value) == float(torch.as_tensor(self._base_value(i), dtype=value.dtype))
+        )
 
     @contextmanager
     def fanned_out(self, multiplier: float) -> Iterator[None]:
@@ -121,11 +123,11 @@ class GroupKnob:
             return
         before = [_copy(value) for value in self._values()]
         try:
-            for group, value in zip(self._groups(), before):
+            for group, value in zip(self._groups(), before, strict=True):
                 _set(group, self.key, value * multiplier)
             yield
         finally:
-            for group, value in zip(self._groups(), before):
+            for group, value in zip(self._groups(), before, strict=True):
                 _set(group, self.key, value)
             self._marks = [_mark(value) for value in self._values()]
 

@@ -41,7 +41,7 @@ class CycleAverage:
     @torch.no_grad()
     def exchange(self) -> None:
         """Swap contents, addresses stay: graphs and flat buffers that point at the parameters remain valid. Twice is the identity."""
-        for tensor, mean in zip(self.tensors, self.means):
+        for tensor, mean in zip(self.tensors, self.means, strict=True):
             held = tensor.clone()
             tensor.copy_(mean)
             mean.copy_(held)
@@ -111,7 +111,9 @@ class ProbeController:
         average_from: float = 0.0,
     ) -> None:
         if not isinstance(chunks, int) or chunks < 2:
-            raise ValueError(f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches")
+            raise ValueError(
+                f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches"
+            )
         if not isinstance(average_every, int) or average_every < 1:
             raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
         if not 0 <= average_from < 1:
@@ -168,7 +170,9 @@ class ProbeController:
             RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
         """
         if len({tuple(row[self.chunks :]) for row in rows}) > 1:
-            raise RuntimeError("the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)")
+            raise RuntimeError(
+                "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)"
+            )
         return [list(row[: self.chunks]) for row in rows]
 
     def _choose(self, cycle: int) -> list[Any]:

@@ -97,7 +97,7 @@ class OneCycleAutoLR(OneCycleLR):
         """See `Ensemble.observe`: per micro-batch; then call `step` without a loss."""
         self.ensemble.observe(loss, weight)
 
-    def step(self, loss: torch.Tensor | float | None = None) -> None:  # type: ignore[override]
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
         """After optimizer.step(). Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
 
         Raises:
@@ -126,7 +126,7 @@ class OneCycleAutoLR(OneCycleLR):
         torch_part = {key: value for key, value in super().state_dict().items() if key != "ensemble"}
         return {**_plain(torch_part), "ensemble": self.ensemble.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a run; N may differ.
 
         Raises:
@@ -168,12 +168,15 @@ def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     """torch's constructor writes into the optimizer before everything is validated: take that back if something is refused."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
-    groups = [{key: (value, value.clone() if isinstance(value, torch.Tensor) else None) for key, value in g.items()} for g in optimizer.param_groups]
+    groups = [
+        {key: (value, value.clone() if isinstance(value, torch.Tensor) else None) for key, value in g.items()}
+        for g in optimizer.param_groups
+    ]
     step = optimizer.__dict__.get("step")
     try:
         yield
     except BaseException:
-        for group, before in zip(optimizer.param_groups, groups):
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             for key, (value, content) in before.items():
                 group[key] = value if content is None else value.copy_(content)
@@ -192,6 +195,10 @@ def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: i
         if given is not None and given != actual:
             raise ValueError(
                 f"{name} is {given}, but {'the process group' if initialised else 'without a process group it'} has {actual}: "
-                + ("leave it out" if initialised else "call torch.distributed.init_process_group before building the scheduler, or leave it out")
+                + (
+                    "leave it out"
+                    if initialised
+                    else "call torch.distributed.init_process_group before building the scheduler, or leave it out"
+                )
             )
     return replicas

@@ -24,7 +24,9 @@ class LossWindow:
         """
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1 or not loss.is_floating_point():
-                raise ValueError(f"loss must be one floating-point number, got a {loss.dtype} tensor of shape {tuple(loss.shape)}: pass loss.mean()")
+                raise ValueError(
+                    f"loss must be one floating-point number, got a {loss.dtype} tensor of shape {tuple(loss.shape)}: pass loss.mean()"
+                )
             loss = loss.detach().reshape(())
         elif not isinstance(loss, (int, float)):
             raise ValueError(f"loss must be a scalar tensor or a number, got {type(loss).__name__}")

@@ -161,7 +161,9 @@ def _scale_(tensor: torch.Tensor, weight: float) -> None:
 def check_averageable(tensor: torch.Tensor, name: str) -> None:
     """Raises ValueError for what cannot be averaged in place, by name and with the way out."""
     if hasattr(tensor, "to_local") and hasattr(tensor, "placements"):
-        raise ValueError(f"{name} is a DTensor: which ranks hold the same shard is not known here, so sharded layouts are refused; train with DDP")
+        raise ValueError(
+            f"{name} is a DTensor: which ranks hold the same shard is not known here, so sharded layouts are refused; train with DDP"
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} has layout {tensor.layout}: only dense tensors can be averaged in place")
     if not tensor.is_floating_point():

@@ -168,7 +168,9 @@ class Engine:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not belong to this run, before anything is changed."""
         if state.get("version", STATE_VERSION) != STATE_VERSION:
-            raise ValueError(f"the ensemble's state has version {state['version']!r}, this hdet reads version {STATE_VERSION}: load it with the hdet that wrote it")
+            raise ValueError(
+                f"the ensemble's state has version {state['version']!r}, this hdet reads version {STATE_VERSION}: load it with the hdet that wrote it"
+            )
         require_keys(state, self._STATE, "ensemble's")
         ours: dict[str, object] = {
             "knobs": [knob.name for knob in self.knobs],
@@ -176,7 +178,9 @@ class Engine:
         }
         for key, mine in ours.items():
             if state[key] != mine:
-                raise ValueError(f"the ensemble's state was saved with {key} {state[key]!r}, this run has {mine!r}: construct it with the same {key}")
+                raise ValueError(
+                    f"the ensemble's state was saved with {key} {state[key]!r}, this run has {mine!r}: construct it with the same {key}"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments go on.

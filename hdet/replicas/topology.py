@@ -48,7 +48,9 @@ class Replicas:
         group = dist.group.WORLD if group is None else group
         index, count = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the group given to from_group: pass each rank the group it belongs to")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the group given to from_group: pass each rank the group it belongs to"
+            )
         return cls(index, count, group if count > 1 else None)
 
     @classmethod

@@ -34,7 +34,9 @@ def average_and_report(rank: int, world: int, dtype: torch.dtype, weights: list[
 @pytest.mark.parametrize("weights", [None, [0.5, 0.125, 0.25, 0.125], [0.0, 0.5, 0.5, 0.0]])
 def test_the_average_is_right_and_the_same_everywhere(dtype: torch.dtype, bucket_bytes: int, weights: list[float] | None) -> None:
     results = run_ranks(average_and_report, 4, dtype, weights, bucket_bytes)
-    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0])), "replicas differ after the average"
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True)), (
+        "replicas differ after the average"
+    )
     w = weights or [0.25] * 4
     inputs = [_case(rank, dtype, bucket_bytes) for rank in range(4)]
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]

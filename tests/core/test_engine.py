@@ -91,7 +91,7 @@ def test_a_runaway_correction_is_held_and_noted() -> None:
     assert "held at" in notes[1][0] or "held at" in notes[2][0]
 
 
-@pytest.mark.parametrize("decision", [dict(factor=0.0), dict(factor=-1.0), dict(factor=math.nan), dict(base=math.inf), dict(base=0.0)])
+@pytest.mark.parametrize("decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"base": math.inf}, {"base": 0.0}])
 def test_a_decision_that_would_kill_the_run_cannot_be_made(decision: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="finite and positive"):
         Decision(**decision)

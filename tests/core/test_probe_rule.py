@@ -128,7 +128,9 @@ def test_state_continues_exactly() -> None:
         second.load_state_dict({"phase": [], "last": [], "log_correction": []})
 
 
-@pytest.mark.parametrize("setting", [{"step": 0}, {"rise_dead": -1}, {"fall_scale": math.nan}, {"begin": 1.5}, {"end": -0.1}, {"bound": 1.0}])
+@pytest.mark.parametrize(
+    "setting", [{"step": 0}, {"rise_dead": -1}, {"fall_scale": math.nan}, {"begin": 1.5}, {"end": -0.1}, {"bound": 1.0}]
+)
 def test_settings_are_validated(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         ProbeRule(**setting)

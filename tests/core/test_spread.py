@@ -18,7 +18,7 @@ def test_multipliers_are_symmetric_around_one_and_bounded(count: int, spread: fl
     rho = multipliers(count, spread)
     assert math.fsum(rho) == pytest.approx(count, rel=1e-12)
     assert min(rho) >= 1 - spread - 1e-12 and max(rho) <= 1 + spread + 1e-12
-    assert all(a + b == pytest.approx(2, rel=1e-12) for a, b in zip(rho, reversed(rho)))
+    assert all(a + b == pytest.approx(2, rel=1e-12) for a, b in zip(rho, reversed(rho), strict=True))
     if count > 1:
         assert max(rho) == pytest.approx(1 + spread, rel=1e-12)
 

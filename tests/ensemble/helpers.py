@@ -36,7 +36,9 @@ class Run:
         self.rank, self.index = rank, 0
         self.net = model()
         self.wrapped = DistributedDataParallel(self.net) if torch.distributed.is_initialized() else self.net
-        self.optimizer = settings.pop("optimizer", torch.optim.AdamW)(self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0))
+        self.optimizer = settings.pop("optimizer", torch.optim.AdamW)(
+            self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0)
+        )
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total, cycle_momentum=False)
         controller = settings.pop("controller", None)
         self.ensemble = hdet.Ensemble(

@@ -35,7 +35,7 @@ def spread_zero_and_ddp(rank: int, world: int, fused: bool) -> tuple[bool, bool]
         optimizer.zero_grad()
         scheduler.step()
         rates &= run.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    return rates, all(torch.equal(a, b) for a, b in zip(run.net.parameters(), net.parameters()))
+    return rates, all(torch.equal(a, b) for a, b in zip(run.net.parameters(), net.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -63,7 +63,7 @@ def spread_and_converge(rank: int, world: int, fused: bool) -> Any:
 def test_replicas_differ_as_rho_before_and_are_equal_after_a_converge(world: int, fused: bool) -> None:
     ranks = run_ranks(spread_and_converge, world, fused)
     for step in range(10):
-        rhos, weights, converged, rates = zip(*(rank[step] for rank in ranks))
+        rhos, weights, converged, rates = zip(*(rank[step] for rank in ranks), strict=True)
         assert sorted(rhos) == pytest.approx(sorted(1 + 0.3 * (2 * r / (world - 1) - 1) for r in range(world)))
         assert len(set(rates)) == 1, "at rest every replica holds the base rate"
         if step % 5 == 4:
@@ -72,7 +72,7 @@ def test_replicas_differ_as_rho_before_and_are_equal_after_a_converge(world: int
         assert not any(converged)
         mean = torch.stack(weights).mean(0)
         # theta_r = mean + (1 - rho_r) s: the displacements are one vector, scaled
-        s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos)]
+        s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
         assert s[0].abs().max() > 1e-5
         assert all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
 
@@ -95,7 +95,7 @@ def test_the_probe_raises_a_rate_that_is_far_too_low_and_all_ranks_agree() -> No
     assert records[-1][1]["corrections"]["lr"] > 2
     assert values["lr"] == rate
     for other in ranks[1:]:
-        for (_, mine), (_, theirs) in zip(records, other[0]):
+        for (_, mine), (_, theirs) in zip(records, other[0], strict=True):
             assert {k: v for k, v in mine.items() if not k.endswith("_ms")} == {k: v for k, v in theirs.items() if not k.endswith("_ms")}
     first = records[0][1]
     assert first["t"]["lr"] < -2 and first["slopes"]["lr"] < 0 < first["errors"]["lr"]
@@ -188,7 +188,9 @@ def test_if_no_replica_is_finite_every_rank_stops_naming_the_cycle() -> None:
 
 
 def disagree(rank: int, world: int, setting: str) -> str:
-    values: dict[str, Any] = {"seed": {"seed": rank}, "sync_interval": {"interval": 5 + rank}, "knobs": {"spread": 0.1 + 0.1 * rank}}[setting]
+    values: dict[str, Any] = {"seed": {"seed": rank}, "sync_interval": {"interval": 5 + rank}, "knobs": {"spread": 0.1 + 0.1 * rank}}[
+        setting
+    ]
     try:
         Run(rank, **values).step()
     except hdet.ReplicaDisagreement as error:
@@ -337,7 +339,9 @@ def tensor_parallel_by_two(rank: int, world: int) -> Any:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     shard = torch.nn.Parameter(torch.full((4,), float(rank % 2 + 1)))
     optimizer = torch.optim.SGD([shard], lr=0.1)
-    ensemble = hdet.Ensemble(optimizer, replicas=hdet.Replicas.from_group(groups[rank % 2]), knobs=[hdet.LearningRate(0.5)], sync_interval=3)
+    ensemble = hdet.Ensemble(
+        optimizer, replicas=hdet.Replicas.from_group(groups[rank % 2]), knobs=[hdet.LearningRate(0.5)], sync_interval=3
+    )
     for _ in range(3):
         shard.grad = torch.ones(4) * (rank % 2 + 1)
         optimizer.step()

@@ -24,7 +24,9 @@ class TwoReplicas(hdet.Replicas):
 
 
 def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemble:
-    return Ensemble(optimizer, knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))], replicas=TwoReplicas(), sync_interval=1000, **settings)
+    return Ensemble(
+        optimizer, knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))], replicas=TwoReplicas(), sync_interval=1000, **settings
+    )
 
 
 def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -76,7 +78,7 @@ def test_a_tensor_rate_stays_the_same_tensor_and_returns_to_its_bits() -> None:
 
 def test_groups_can_be_knobs_of_their_own() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": [p], "name": n, "lr": 0.1} for p, n in zip(parameters, "abc")])
+    optimizer = torch.optim.SGD([{"params": [p], "name": n, "lr": 0.1} for p, n in zip(parameters, "abc", strict=True)])
     assert list(spread_ensemble(optimizer, groups="each").multipliers) == ["lr/a", "lr/b", "lr/c"]
     optimizer._hdet_fan_out.close()
     ensemble = spread_ensemble(optimizer, groups=["c", 0])
@@ -340,7 +342,9 @@ def test_observe_and_step_never_read_the_device(monkeypatch: pytest.MonkeyPatch)
     reads = []
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
         real = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _real=real, _name=name, **k: (reads.append(_name), _real(self, *a, **k))[1])
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *a, _real=real, _name=name, **k: (reads.append(_name), _real(self, *a, **k))[1]
+        )
     loss = torch.tensor(1.0)
     for _ in range(5):
         run.ensemble.observe(loss)

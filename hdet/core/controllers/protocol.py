@@ -94,4 +94,6 @@ def require_keys(state: Mapping[str, Any], keys: Sequence[str], what: str) -> No
     """
     missing = [key for key in keys if key not in state]
     if missing:
-        raise ValueError(f"the {what} state lacks {', '.join(map(repr, missing))}: it was saved by something else or cut short; keys expected: {', '.join(keys)}")
+        raise ValueError(
+            f"the {what} state lacks {', '.join(map(repr, missing))}: it was saved by something else or cut short; keys expected: {', '.join(keys)}"
+        )

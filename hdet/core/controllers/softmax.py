@@ -23,10 +23,12 @@ def softmax_weights(losses: Sequence[float], temperature: float) -> list[float]:
 
 def signal(weights: Sequence[float], rates: Sequence[float]) -> float:
     """Eq. 5: Delta = sum_r w_r eta_r - mean_r eta_r, in the unit of ``rates``."""
-    return math.fsum(w * eta for w, eta in zip(weights, rates)) - math.fsum(rates) / len(rates)
+    return math.fsum(w * eta for w, eta in zip(weights, rates, strict=True)) - math.fsum(rates) / len(rates)
 
 
-def momentum_update(velocity: float, delta: float, base: float, *, momentum: float, step_size: float, gamma: float = 0.0) -> tuple[float, float]:
+def momentum_update(
+    velocity: float, delta: float, base: float, *, momentum: float, step_size: float, gamma: float = 0.0
+) -> tuple[float, float]:
     """Eq. 6: v <- beta v + (1 - beta) Delta; base <- base (1 - gamma) + lambda v. Returns (v, base)."""
     velocity = momentum * velocity + (1 - momentum) * delta
     return velocity, base * (1 - gamma) + step_size * velocity
@@ -111,9 +113,13 @@ class SoftmaxController:
             ValueError: a decay without the length of the run, or towards a floor that the schedule does not have.
         """
         if self.decay is not None and total_steps is None:
-            raise ValueError(f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None")
+            raise ValueError(
+                f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None"
+            )
         if self.decay == "floor" and min(floor) <= 0:
-            raise ValueError("decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's min_lr): use decay=None with this scheduler")
+            raise ValueError(
+                "decay='floor' needs a schedule with a lowest value above zero (OneCycleLR's min_lr): use decay=None with this scheduler"
+            )
 
     def _leave_schedule(self, evidence: Evidence) -> None:
         """Fix gamma at the end of the warm-up, from the values then in force."""
@@ -124,7 +130,7 @@ class SoftmaxController:
         if self.decay == "printed":
             self.gammas = [gamma_printed(self.div_factor, self.final_div_factor, intervals)] * len(self.bases)
             return
-        self.gammas = [gamma_floor(base, min(floor, base), intervals) for base, floor in zip(self.bases, evidence.floor)]
+        self.gammas = [gamma_floor(base, min(floor, base), intervals) for base, floor in zip(self.bases, evidence.floor, strict=True)]
 
     def _decide(self, k: int, weights: list[float], multipliers: list[float], evidence: Evidence, note: str) -> Decision:
         relative = signal(weights, multipliers) if weights else 0.0
