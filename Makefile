@@ -17,7 +17,7 @@ $(BIN)/hdet.stamp: $(BIN)/torch.stamp pyproject.toml setup.py CMakeLists.txt $(s
 	touch $@
 
 demo: $(BIN)/hdet.stamp
-	$(BIN)/hdet train --compare --out runs/demo
+	$(BIN)/hdet train --compare --out runs/demo --overwrite
 
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q
