@@ -69,6 +69,7 @@ class BucketedAverage:
         self._addresses: list[int] = []
         self._direct: list[torch.Tensor] = []
         self._fillings: list[_Filling] = []
+        self._versioned: list[torch.Tensor] = []
         self._memories: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -91,7 +92,7 @@ class BucketedAverage:
         for work in pending:
             work.wait()  # on CUDA this orders streams; the host goes on
         # Native copies write behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
-        torch.autograd.graph.increment_version([t for t in self.tensors if not t.is_inference()])
+        torch.autograd.graph.increment_version(self._versioned)
 
     @property
     def extra_bytes(self) -> int:
@@ -104,6 +105,7 @@ class BucketedAverage:
         if addresses == self._addresses:
             return
         self._addresses, self._direct, self._fillings, self._memories = addresses, [], [], []
+        self._versioned = [t for t in self.tensors if not t.is_inference()]
         data = [t.detach() for t in self.tensors if t.numel()]
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in data:
