@@ -206,7 +206,7 @@ class Ensemble:
 
     def _will_probe(self, cycle_end: int) -> bool:
         """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
-        return self._probe is not None and not self._probe.rule.idle and self.engine.clock.controls(cycle_end)
+        return self._probe is not None and not self._probe.idle and self.engine.clock.controls(cycle_end)
 
     def _steps_left(self) -> int:
         """Steps to the end of the running cycle, which the end of the run may cut short."""

@@ -129,6 +129,11 @@ class ProbeController:
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
     @property
+    def idle(self) -> bool:
+        """Nothing is left to decide: no more probes, and the spread rests."""
+        return self.rule.idle
+
+    @property
     def row_width(self) -> int:
         """Numbers per replica in the slots: one loss per chunk, and two that identify the mini-batches."""
         return self.chunks + 2

@@ -73,14 +73,14 @@ class Engine:
 
     @property
     def explores(self) -> bool:
-        """Can replicas differ at all?"""
-        return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs)
+        """Can replicas differ in the running cycle? Not without a spread, and not when the controller has nothing left to learn."""
+        return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and not getattr(self.controller, "idle", False)
 
     def multipliers(self) -> list[list[float]]:
-        """[knob][replica]: rho of the running cycle (Eq. 1 and 8)."""
+        """[knob][replica]: rho of the running cycle (Eq. 1 and 8); all 1 while the spread rests."""
         table = []
         for knob in self.knobs:
-            grid = multipliers(self.replicas, knob.spread)
+            grid = multipliers(self.replicas, knob.spread if self.explores else 0.0)
             table.append([grid[place] for place in assignment(self.seed, self.cycle, knob.name, self.replicas)])
         return table
 

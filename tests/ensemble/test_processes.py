@@ -255,12 +255,12 @@ def test_resume_at_a_cycle_end_is_bitwise() -> None:
 
 
 def save_state(rank: int, world: int) -> Any:
-    run = Run(rank, controller="probe", lr=1e-4).steps(20)
+    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None), lr=1e-4).steps(20)
     return run.ensemble.state_dict(), run.net.state_dict(), run.optimizer.state_dict()
 
 
 def load_state(rank: int, world: int, saved: Any) -> Any:
-    run = Run(rank, controller="probe", lr=1e-4)
+    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None), lr=1e-4)
     run.ensemble.load_state_dict(saved[0])
     run.net.load_state_dict(saved[1])
     run.optimizer.load_state_dict(saved[2])

@@ -9,6 +9,7 @@ mini-batches by its standard error; t < 0 says that a higher value was better. T
 3. What exceeds the dead zone decides: ln(correction) moves by step * tanh((|t| - dead) / scale), so it is large when the
    evidence is overwhelming, far from the optimum, and nothing when t is within its noise, at the optimum.
 4. The correction multiplies the schedule and stays within [1 / bound, bound].
+5. Once the schedule has fallen below ``end`` the rule is idle: no more probes, and the replicas train alike to the end.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class ProbeRule:
 
     Args:
         step: the largest move of ln(correction) in one cycle.
-        rise_dead, rise_scale: in standard errors, of the weaker of two consecutive votes to rise.
-        fall_dead, fall_scale: the same for the single vote a fall needs.
+        dead: standard errors that count as noise; a vote within them moves nothing.
+        scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``.
         begin, end: parts of the schedule's peak, on the way up and on the way down, between which votes count.
         bound: the correction stays within [1 / bound, bound].
 
@@ -43,27 +44,23 @@ class ProbeRule:
     def __init__(
         self,
         step: float = 0.9,
-        rise_dead: float = 2.0,
-        rise_scale: float = 6.0,
-        fall_dead: float = 2.0,
-        fall_scale: float = 4.0,
+        dead: float = 2.0,
+        scale: float = 6.0,
         begin: float = 0.95,
-        end: float = 0.75,
+        end: float = 0.9,
         bound: float = 1e3,
     ) -> None:
-        for name, value in (("step", step), ("rise_scale", rise_scale), ("fall_scale", fall_scale)):
+        for name, value in (("step", step), ("scale", scale)):
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        for name, value in (("rise_dead", rise_dead), ("fall_dead", fall_dead)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a number of standard errors >= 0, got {value!r}")
+        if not (math.isfinite(dead) and dead >= 0):
+            raise ValueError(f"dead must be a number of standard errors >= 0, got {dead!r}")
         for name, value in (("begin", begin), ("end", end)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be a part of the peak, in [0, 1], got {value!r}")
         if not (math.isfinite(bound) and bound > 1):
             raise ValueError(f"bound must be a number above 1, got {bound!r}")
-        self.step, self.bound, self.begin, self.end = step, bound, begin, end
-        self.rise_dead, self.rise_scale, self.fall_dead, self.fall_scale = rise_dead, rise_scale, fall_dead, fall_scale
+        self.step, self.dead, self.scale, self.begin, self.end, self.bound = step, dead, scale, begin, end, bound
         # Per knob: has the schedule been near its peak; scheduled / peak when last seen; the previous t; ln(correction).
         self.warm: list[bool] = []
         self.phase: list[float] = []
@@ -72,7 +69,8 @@ class ProbeRule:
 
     @property
     def idle(self) -> bool:
-        """No vote can move anything any more: averages and probes may be saved. `update` is still to be called, with probes None."""
+        """No vote can move anything any more, so exploring would only cost: averages and probes may be saved, and the engine lets the
+        spread rest. `update` is still to be called, with probes None."""
         return bool(self.warm) and all(w and p < self.end for w, p in zip(self.warm, self.phase, strict=True))
 
     def update(self, evidence: Evidence) -> list[Decision]:
@@ -98,10 +96,8 @@ class ProbeRule:
 
     def _move(self, t: float, before: float) -> float:
         """Change of ln(correction) for this vote and the one before it."""
-        if t < 0:
-            weaker = min(-t, max(-before, 0.0))
-            return self.step * math.tanh(max(weaker - self.rise_dead, 0.0) / self.rise_scale)
-        return -self.step * math.tanh(max(t - self.fall_dead, 0.0) / self.fall_scale)
+        strength = t if t > 0 else min(-t, max(-before, 0.0))
+        return math.copysign(self.step * math.tanh(max(strength - self.dead, 0.0) / self.scale), -t)
 
     def _turn(self, k: int, move: float) -> float:
         """The factor for a move, as far as the bound allows."""
