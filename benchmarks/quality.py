@@ -75,8 +75,9 @@ def run(config: TrainConfig, path: str) -> dict[str, Any]:
 
 
 def _key(config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    config = TrainConfig.from_dict(config).to_dict()  # a setting that an older record lacks had its default
     # A fixed run has no controller: settings of the exploration do not distinguish it.
-    ignored = IRRELEVANT | ({"controller", "spread", "probe_batches"} if config["mode"] == "fixed" else set())
+    ignored = IRRELEVANT | ({"controller", "spread", "probe_batches", "average_every"} if config["mode"] == "fixed" else set())
     return tuple(sorted((name, value) for name, value in config.items() if name not in ignored))
 
 

@@ -46,6 +46,8 @@ class TrainConfig:
     """what moves the base rate: probe, softmax (as published), or none (spread and averages alone)"""
     probe_batches: int = 8
     """mini-batches that all replicas score at the end of a cycle, for the probe controller"""
+    average_every: int = 5
+    """steps between two samples of the cycle average that the probe scores"""
     seed: int = 0
     """fixes the initial weights, the batches and the assignment of multipliers"""
     weight_decay: float = 0.1
@@ -79,6 +81,7 @@ class TrainConfig:
             "batch_size",
             "sync_interval",
             "probe_batches",
+            "average_every",
             "layers",
             "width",
             "heads",

@@ -82,7 +82,10 @@ class Run:
 
     def _make_controller(self) -> Any:
         if self.config.controller == "probe":
-            return hdet.ProbeController(_batch_loss, self._probe_batches, chunks=self.config.probe_batches, model=self.model)
+            config = self.config
+            return hdet.ProbeController(
+                _batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model, average_every=config.average_every
+            )
         if self.config.controller == "softmax":
             return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
         return None
