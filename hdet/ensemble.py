@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 import warnings
@@ -11,24 +10,23 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .converge import BucketedAverage, all_finite, digest
-from .converge.average import DEFAULT_BUCKET_BYTES, check_averageable
+from .checks import agreement, averaged_tensors, check_arguments, check_controller
+from .converge import BucketedAverage
+from .converge.average import DEFAULT_BUCKET_BYTES
 from .core.clock import Clock
 from .core.controllers import Controller
+from .core.controllers.protocol import require_keys
 from .core.controllers.softmax import softmax_weights
-from .core.engine import STATE_VERSION, CycleOutcome, Engine, KnobSpec
+from .core.engine import CycleOutcome, Engine, KnobSpec
 from .fan_out import FanOut
-from .knobs import LearningRate, check_not_shared
+from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
 from .replicas import Replicas
+from .slots import Slot, gather_slots
 from .window import LossWindow
 
-__all__ = ["Ensemble", "ReplicasDiverged", "Scheduler"]
-
-_FINITE, _LOSS, _WEIGHT, _DIGEST, _PROBE = 0, 1, 2, slice(3, 5), 5
-"""Slots of one replica in the cycle's collective: parameters finite, weighted loss sum, weight, digest, then the probe's row."""
+__all__ = ["Ensemble", "ReplicasDiverged", "Scheduler", "plain"]
 
 
 class ReplicasDiverged(RuntimeError):
@@ -86,44 +84,28 @@ class Ensemble:
         buffers: Iterable[torch.Tensor] = (),
     ) -> None:
         # Everything is validated before the optimizer is touched.
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError(
-                "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller is what reacts to losses"
-            )
-        if gradients != "shared":
-            raise ValueError(
-                f"gradients must be 'shared' (all-reduced every step, as under DDP), got {gradients!r}: other modes do not exist yet"
-            )
-        if average not in ("mean", "softmax"):
-            raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
-        if not isinstance(seed, int):
-            raise ValueError(f"seed must be a whole number, got {seed!r}")
+        knobs = [LearningRate()] if knobs is None else knobs
+        check_arguments(optimizer, scheduler, knobs, replicas, controller, gradients, average, seed, log)
         self.optimizer, self.scheduler, self.average, self.log = optimizer, scheduler, average, log
         self.replicas = Replicas.default() if replicas is None else replicas
-        self.parameters = _averaged_tensors(optimizer, buffers)
+        self.parameters = averaged_tensors(optimizer, buffers)
         total_steps = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
-        clock = Clock(sync_interval, warmup_steps, total_steps)
-        self.knobs = [bound for knob in ([LearningRate()] if knobs is None else knobs) for bound in knob.bind(optimizer)]
-        self.engine = Engine([KnobSpec(k.name, k.spread) for k in self.knobs], self.replicas.count, clock, controller, seed)
+        self.knobs = [bound for knob in knobs for bound in knob.bind(optimizer)]
+        specs = [KnobSpec(knob.name, knob.spread) for knob in self.knobs]
+        self.engine = Engine(specs, self.replicas.count, Clock(sync_interval, warmup_steps, total_steps), controller, seed)
         self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
-        self._probe = controller if isinstance(controller, ProbeController) else None
-        _check_controller(controller, self.replicas.count, len(self.knobs))
-        if controller is not None and hasattr(controller, "check_run"):
-            controller.check_run(total_steps, [knob.bounds()[1] for knob in self.knobs])
-        if self.engine.explores or controller is not None:
-            check_not_shared(self.knobs)
+        check_controller(controller, self.engine, [knob.bounds()[1] for knob in self.knobs])
+        check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self._average = BucketedAverage(self.parameters, self.replicas, bucket_bytes)
-
-        device = self.parameters[0].device
-        self._window = LossWindow(device)
-        self._agreed = False
-        self._converged = True
-        self._lockstep = self.replicas.count == 1
-        self.history: dict[str, Any] | None = None
+        self._probe = controller if isinstance(controller, ProbeController) else None
         if self._probe is not None:
             self._probe.watch([p for group in optimizer.param_groups for p in group["params"]])
+
+        self._window = LossWindow(self.parameters[0].device)
+        self._agreed = False
+        self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
+        self._notes: list[str] = []
+        self.history: dict[str, Any] | None = None
         self._fan_out = FanOut(optimizer, self.knobs)
         self._begin_cycle()
 
@@ -141,8 +123,8 @@ class Ensemble:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule,
-        as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The run's length is
-        then the scheduler's total_steps divided by the calls: pass it as ``total_steps``, or do not prepare the scheduler.
+        as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The end of the
+        schedule ends the last cycle in either case.
 
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters.
@@ -150,28 +132,40 @@ class Ensemble:
         if loss is not None:
             self.observe(loss)
         if not self._agreed:
-            self._require_agreement()
-        self._advance_schedule()
-        if self._fan_out.take_stepped():
-            self._converged = self._lockstep
-            ends = self.engine.tick()
-            if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
-                self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
-            if ends:
+            # Once: ranks that are not in the same run would average nonsense.
+            settings = agreement(self.engine, self.parameters, self.average, self._average.bucket_bytes)
+            self.replicas.require_agreement(settings, self.parameters[0].device)
+            self._agreed = True
+        try:
+            self._advance_schedule()
+            ends = False
+            if self._fan_out.take_stepped():
+                ends = self.engine.tick()
+                if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
+                    self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
+            if ends or (self._schedule_is_over() and self.engine.position > 0):
                 self._end_cycle()
-        self._write_values()
+        finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
+            self._write_values()
 
     def converge(self) -> None:
-        """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew."""
-        if not self.converged:
-            slots = self._gather(None)
-            self._average_replicas(slots, [])
-            self._forget_window()
+        """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew.
+
+        A replica that is left out because its parameters are not finite is noted in the next record and warned of.
+        """
+        if self.replicas.count == 1:
+            return
+        slots = gather_slots(self.replicas, self.parameters, self._window, None, compare=True)
+        notes = self._average_replicas(slots, compared=True)
+        for note in notes:
+            warnings.warn(f"converge: {note}", stacklevel=2)
+        self._notes += notes
+        self._forget_window()
 
     @property
     def converged(self) -> bool:
-        """Are the replicas' parameters equal right now (as far as HDET moved them apart)?"""
-        return self._converged and (self._lockstep or not self._fan_out.stepped)
+        """Are the replicas' parameters equal right now, as known from the last average and the steps since?"""
+        return self._lockstep or not self._fan_out.moved
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -204,6 +198,11 @@ class Ensemble:
         if self._probe is not None:
             self._probe.forget()
 
+    def _schedule_is_over(self) -> bool:
+        """Where a scheduler is stepped several times per optimizer step, its end is the run's."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and getattr(self.scheduler, "last_epoch", None) == total
+
     def _will_probe(self, cycle_end: int) -> bool:
         """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
         return self._probe is not None and not self._probe.idle and self.engine.clock.controls(cycle_end)
@@ -228,56 +227,56 @@ class Ensemble:
 
     def _end_cycle(self) -> None:
         started = self._now()
+        compare = not self.engine.explores
         probe = self._probe.measure(self.engine.cycle) if self._probe is not None and self._will_probe(self.engine.step) else None
         probed = self._now()
-        slots = self._gather(probe)
-        losses = [_mean_loss(slot) for slot in slots]
-        scores = self._probe.split([slot[_PROBE:] for slot in slots]) if probe is not None and self._probe is not None else None
-        notes = self._average_replicas(slots, losses)
+        slots = gather_slots(self.replicas, self.parameters, self._window, probe, compare=compare)
+        scores = None if probe is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
+        self._notes += self._average_replicas(slots, compared=compare)
         averaged = self._now()
         peaks, floors = zip(*(knob.bounds() for knob in self.knobs), strict=True)
+        losses = [slot.loss for slot in slots]
         outcome = self.engine.close(
-            losses, scores if scores is None else [row if slot[_FINITE] else None for row, slot in zip(scores, slots, strict=True)],
-            scheduled=[knob.scheduled_value() for knob in self.knobs], peak=peaks, floor=floors,
+            losses,
+            scores if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)],
+            scheduled=[knob.scheduled_value() for knob in self.knobs],
+            peak=peaks,
+            floor=floors,
             schedule_step=getattr(self.scheduler, "last_epoch", None),
-        )  # fmt: skip
-        self._record(outcome, losses, scores, notes, 1e3 * (probed - started), 1e3 * (averaged - probed))
-        self._begin_cycle()
-
-    def _gather(self, probe: torch.Tensor | None) -> list[list[float]]:
-        """One row of slots per replica, the same on every rank. The one place of a cycle that waits for the device."""
-        finite = all_finite(self.parameters)
-        marks = finite.new_zeros(2) if self.engine.explores else digest(self.parameters)
-        row = torch.cat(
-            [finite.reshape(1), self._window.slots().to(finite.device), marks, *([] if probe is None else [probe.to(finite.device)])]
         )
-        return self.replicas.gather_rows(row).tolist()
+        self._lockstep = not self.engine.explores  # equal now; do they part in the next cycle?
+        self._keep_record(outcome, losses, scores, 1e3 * (probed - started), 1e3 * (averaged - probed))
+        self._begin_cycle()
+        if self.log is not None:
+            self.log(self.history, self.engine.step)
 
-    def _average_replicas(self, slots: list[list[float]], losses: Sequence[float | None]) -> list[str]:
+    def _average_replicas(self, slots: Sequence[Slot], *, compared: bool) -> list[str]:
         """Eq. 3 over the healthy replicas. Returns notes for the record."""
-        healthy = [r for r, slot in enumerate(slots) if slot[_FINITE]]
+        healthy = [r for r, slot in enumerate(slots) if slot.finite]
         if not healthy:
             raise ReplicasDiverged(
                 f"cycle {self.engine.cycle} (step {self.engine.step}): no replica has finite parameters left. "
                 "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
             )
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if self.engine.explores or len({tuple(slot[_DIGEST]) for slot in slots}) > 1:
-            self._average(self._weights(healthy, losses)[self.replicas.index])
-        self._converged, self._lockstep = True, not self.engine.explores
+        if not (compared and len({slot.digest for slot in slots}) == 1):
+            self._average(self._weights(slots, healthy)[self.replicas.index])
+        self._lockstep = not self.engine.explores
+        self._fan_out.moved = False
         return [f"replica {r} left out of the average: parameters not finite" for r in range(len(slots)) if r not in healthy]
 
-    def _weights(self, healthy: list[int], losses: Sequence[float | None]) -> list[float]:
-        weights = [1 / len(healthy) if r in healthy else 0.0 for r in range(self.replicas.count)]
-        if self.average == "softmax" and losses and all(losses[r] is not None for r in healthy):
-            for r, w in zip(healthy, softmax_weights([losses[r] or 0.0 for r in healthy], 0.1), strict=True):
+    def _weights(self, slots: Sequence[Slot], healthy: list[int]) -> list[float]:
+        """w_r: uniform over the healthy replicas, or Eq. 4 (uniform again where a healthy one has no loss)."""
+        weights = [1 / len(healthy) if r in healthy else 0.0 for r in range(len(slots))]
+        losses = [loss for loss in (slots[r].loss for r in healthy) if loss is not None]
+        if self.average == "softmax" and len(losses) == len(healthy):
+            for r, w in zip(healthy, softmax_weights(losses, 0.1), strict=True):
                 weights[r] = w
         return weights
 
-    def _record(
-        self, outcome: CycleOutcome, losses: Sequence[float | None], scores: list[list[float]] | None,
-        notes: list[str], probe_ms: float, converge_ms: float,
-    ) -> None:  # fmt: skip
+    def _keep_record(
+        self, outcome: CycleOutcome, losses: list[float | None], scores: list[list[float]] | None, probe_ms: float, converge_ms: float
+    ) -> None:
         def by_knob(values: Iterable[Any]) -> dict[str, Any]:
             return dict(zip((knob.name for knob in self.knobs), values, strict=True))
 
@@ -292,40 +291,20 @@ class Ensemble:
             "errors": by_knob(d.error for d in outcome.decisions),
             "t": by_knob(d.t for d in outcome.decisions),
             "multipliers": by_knob(outcome.multipliers),
-            "losses": list(losses),
-            "probe": None if scores is None else [sum(row) / len(row) for row in scores],
+            "losses": losses,
+            "probe": None if scores is None else [_finite_mean(row) for row in scores],
             "left_out": outcome.left_out,
             "converge_ms": converge_ms,
             "probe_ms": probe_ms,
-            "notes": notes + outcome.notes,
+            "notes": self._notes + outcome.notes,
         }
-        if self.log is not None:
-            self.log(self.history, self.engine.step)
+        self._notes = []
 
     def _now(self) -> float:
         """Seconds; once the device is done if somebody will read the difference (a log is given)."""
         if self.log is not None and self.parameters[0].is_cuda:
             torch.cuda.synchronize(self.parameters[0].device)
         return time.perf_counter()
-
-    def _require_agreement(self) -> None:
-        """Once, at the first step: the ranks must be in the same run, or their averages would be nonsense."""
-        shapes = hashlib.sha256(str([(tuple(p.shape), str(p.dtype)) for p in self.parameters]).encode()).digest()
-        knobs = hashlib.sha256(str([(k.name, k.spread) for k in self.knobs]).encode()).digest()
-        self.replicas.require_agreement(
-            {
-                "the version of the state": STATE_VERSION,
-                "the number of replicas": self.replicas.count,
-                "seed": self.engine.seed % (1 << 52),
-                "sync_interval": self.engine.clock.sync_interval,
-                "the parameters' shapes and dtypes (digest)": int.from_bytes(shapes[:6], "big"),
-                "the knobs (digest)": int.from_bytes(knobs[:6], "big"),
-                "the cycle": self.engine.cycle,
-                "the step": self.engine.step,
-            },
-            self.parameters[0].device,
-        )
-        self._agreed = True
 
     # -- checkpoint ------------------------------------------------------------------------------------------------------
 
@@ -335,7 +314,7 @@ class Ensemble:
         Save when `converged`: in the middle of a cycle each replica has its own parameters, and the window of the running
         cycle is not part of the state (a warning says so).
         """
-        if not self.converged and self.engine.explores:
+        if not self.converged and self.engine.explores and (self.engine.position or self._fan_out.stepped):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
@@ -343,7 +322,7 @@ class Ensemble:
         return {
             **self.engine.state_dict(),
             "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
-            "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,61 +332,57 @@ class Ensemble:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
         """
         self.engine.check_state(state)
-        absent = [key for key in ("scheduled", "scheduler") if key not in state]
-        if absent or (state["scheduler"] is None) != (self.scheduler is None):
-            raise ValueError(
-                f"the ensemble's state {f'lacks {absent}' if absent else 'and this run differ in having a scheduler'}: construct it as the saved run did"
-            )
+        scheduled = self._check_scheduled(state)
         self.engine.load_state_dict(state)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         for knob in self.knobs:
-            knob.scheduled = list(state["scheduled"][knob.name])
+            knob.scheduled = scheduled[knob.name]
         self._write_values()
+        # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
+        self._agreed, self._lockstep = False, self.replicas.count == 1
         self._begin_cycle()
+
+    def _check_scheduled(self, state: Mapping[str, Any]) -> dict[str, list[float]]:
+        require_keys(state, ("scheduled", "scheduler"), "ensemble's")
+        if (state["scheduler"] is None) != (self.scheduler is None):
+            raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+        if self.scheduler is not None and not isinstance(state["scheduler"], Mapping):
+            raise ValueError(
+                f"the ensemble's state has a {type(state['scheduler']).__name__} where the scheduler's state should be: it is damaged"
+            )
+        total = (state["scheduler"] or {}).get("total_steps")
+        if total is not None and total != getattr(self.scheduler, "total_steps", total):
+            raise ValueError(
+                f"the saved run has total_steps {total!r}, this one {self.scheduler.total_steps!r}: build the scheduler as the saved run did"
+            )
+        try:
+            scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in self.knobs}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
+        for knob in self.knobs:
+            if len(scheduled[knob.name]) != len(knob.indices):
+                raise ValueError(
+                    f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.indices)} groups"
+                )
+        return scheduled
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
         self._fan_out.close()
 
 
-def _mean_loss(slot: Sequence[float]) -> float | None:
-    """Mean training loss of one replica's cycle; None if it has none, or one that must not count."""
-    usable = slot[_WEIGHT] > 0 and slot[_FINITE] and math.isfinite(slot[_LOSS])
-    return slot[_LOSS] / slot[_WEIGHT] if usable else None
+def _finite_mean(values: Sequence[float]) -> float | None:
+    mean = sum(values) / len(values)
+    return mean if math.isfinite(mean) else None
 
 
-def _averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, tensor in enumerate(tensors):
-        check_averageable(tensor, f"parameter {i}")
-    if not tensors:
-        raise ValueError("optimizer has no parameters: there is nothing to train")
-    for i, buffer in enumerate(buffers):
-        check_averageable(buffer, f"buffer {i}")
-        tensors.append(buffer)
-    return tensors
-
-
-def _check_controller(controller: Controller | None, replicas: int, knobs: int) -> None:
-    if controller is None:
-        return
-    if not isinstance(controller, Controller):
-        raise TypeError(f"controller must have name, needs_probe, update, state_dict and load_state_dict, got {type(controller).__name__}")
-    if replicas == 1:
-        warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=3)
-    elif controller.needs_probe and knobs > replicas - 1:
-        raise ValueError(
-            f"{replicas} replicas can tell at most {replicas - 1} knobs apart, got {knobs}: use LearningRate(groups=None) for one common knob, or more replicas"
-        )
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tensors as numbers, so that a state loads with weights_only and holds no device."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .checks import check_gradients
 from .knobs import GroupKnob
 
 __all__ = ["FanOut"]
@@ -21,7 +22,8 @@ class FanOut:
     A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
     stay behind. An optimizer with a ``multipliers`` list (hdet's fused ones) takes the multiplier through it instead.
 
-    ``stepped`` tells whether a step has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
+    ``moved`` tells whether a step has been done since the last average.
+    ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
     phantom step of a checkpoint library or several calls per training step count once.
     """
 
@@ -30,8 +32,10 @@ class FanOut:
             raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers = [1.0] * len(knobs)
+        self._unchecked = True
         self.active = True
         self.stepped = False
+        self.moved = True  # since the last average; unknown at the beginning
         self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
         self._wrap()
         optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
@@ -43,7 +47,11 @@ class FanOut:
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return inner(*args, **kwargs)
+            if self._unchecked:
+                check_gradients(self.optimizer)
+                self._unchecked = False
             with ExitStack() as stack:
+                self.moved = True
                 if not self.fused:
                     for knob, multiplier in zip(self.knobs, self.multipliers, strict=True):
                         stack.enter_context(knob.fanned_out(multiplier))
@@ -57,6 +65,7 @@ class FanOut:
     def assign(self, multipliers: Sequence[float]) -> None:
         """rho of this replica for the cycle that begins, one per knob."""
         self.multipliers = list(multipliers)
+        self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
         if self.fused:
             rows = self.optimizer.multipliers  # type: ignore[attr-defined]
             rows[:] = [1.0] * len(self.optimizer.param_groups)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .core.spread import check_spread
 
-__all__ = ["GroupKnob", "LearningRate", "check_not_shared"]
+__all__ = ["GroupKnob", "LearningRate", "check_disjoint"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
-        if isinstance(self.groups, str) and self.groups != "each":
+        wrong = isinstance(self.groups, str) and self.groups != "each"
+        if wrong or not (self.groups is None or isinstance(self.groups, (str, Sequence))):
             raise ValueError(f"groups must be None, 'each' or a list of group names or indices, got {self.groups!r}")
 
     def bind(self, optimizer: Optimizer) -> list[GroupKnob]:
@@ -55,8 +56,8 @@ class LearningRate:
 class GroupKnob:
     """One key of some parameter groups, bound to an optimizer.
 
-    At rest a group holds the base value: the scheduler's own times the correction. `exposed` shows the scheduler its own
-    value while it steps, so that recursive schedulers never compound a correction; `fanned_out` multiplies by rho for the
+    At rest a group holds the base value: the scheduler's own times the correction. `show_schedule` shows the scheduler its own
+    value before it steps, so that recursive schedulers never compound a correction; `fanned_out` multiplies by rho for the
     duration of an optimizer step. Tensor values are changed in place and never replaced.
     """
 
@@ -132,20 +133,24 @@ class GroupKnob:
             self._marks = [_mark(value) for value in self._values()]
 
 
-def check_not_shared(knobs: Sequence[GroupKnob]) -> None:
-    """torch puts a tensor rate given for all groups into each of them: two knobs cannot move one tensor.
+def check_disjoint(knobs: Sequence[GroupKnob], *, tensors: bool) -> None:
+    """Two knobs cannot move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor rate
+    that is given for all groups (harmless as long as nothing moves).
 
     Raises:
         ValueError: names the knobs and the way out.
     """
-    owners: dict[int, str] = {}
+    owners: dict[tuple[str, int], str] = {}
     for knob in knobs:
-        for value in knob._values():
-            if isinstance(value, torch.Tensor) and owners.setdefault(id(value), knob.name) != knob.name:
-                raise ValueError(
-                    f"the knobs {owners[id(value)]!r} and {knob.name!r} share one tensor {knob.key!r}: give each parameter group a tensor of its own, "
-                    "or explore them together with LearningRate(groups=None)"
-                )
+        for index, value in zip(knob.indices, knob._values(), strict=True):
+            shared = [("parameter group", index), *([("tensor", id(value))] if tensors and isinstance(value, torch.Tensor) else [])]
+            for what, key in shared:
+                owner = owners.setdefault((what, key), knob.name)
+                if owner != knob.name:
+                    raise ValueError(
+                        f"the knobs {owner!r} and {knob.name!r} share one {what} {knob.key!r}: name each group once, give each group a "
+                        "tensor of its own, or explore them together with LearningRate(groups=None)"
+                    )
 
 
 def _copy(value: Any) -> Any:

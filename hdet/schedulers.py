@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controllers import Controller, SoftmaxController
 from .core.spread import check_spread
-from .ensemble import Ensemble, _plain
+from .ensemble import Ensemble, plain
 from .knobs import LearningRate
 from .replicas import Replicas
 
@@ -124,7 +124,7 @@ class OneCycleAutoLR(OneCycleLR):
     def state_dict(self) -> dict[str, Any]:
         """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on every rank."""
         torch_part = {key: value for key, value in super().state_dict().items() if key != "ensemble"}
-        return {**_plain(torch_part), "ensemble": self.ensemble.state_dict()}
+        return {**plain(torch_part), "ensemble": self.ensemble.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a run; N may differ.

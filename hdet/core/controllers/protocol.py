@@ -74,7 +74,7 @@ class Controller(Protocol):
     """Anything with these members steers an Ensemble. ``update`` returns one Decision per knob, in the order of ``evidence.knobs``.
 
     Optional: ``check_run(total_steps, floor)`` raises ValueError, before a run begins, if the controller could not work in it.
-    ``idle`` is True once it will never again move a value: then the spread rests and replicas train alike.
+    ``idle`` is True while it cannot move any value: then the spread rests and replicas train alike.
     """
 
     name: str

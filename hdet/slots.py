@@ -1,0 +1,53 @@
+"""The slots of a cycle: one row of numbers per replica, gathered once, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .converge import all_finite, digest
+from .replicas import Replicas
+from .window import LossWindow
+
+__all__ = ["Slot", "gather_slots"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one replica contributes at the end of a cycle."""
+
+    finite: bool
+    """Are all its parameters finite?"""
+    loss_sum: float
+    weight: float
+    digest: tuple[float, float]
+    """Of its parameters, where replicas are to be compared; else zeros."""
+    probe: list[float]
+    """The probe's row; empty if there was none."""
+
+    @property
+    def loss(self) -> float | None:
+        """Mean training loss over the cycle; None if it has none, or one that must not count."""
+        return self.loss_sum / self.weight if self.weight > 0 and self.finite and math.isfinite(self.loss_sum) else None
+
+    @property
+    def votes(self) -> bool:
+        """May its probe count? Not with broken parameters, nor with a training loss that was NaN or infinite."""
+        return self.finite and math.isfinite(self.loss_sum)
+
+
+def gather_slots(
+    replicas: Replicas, parameters: Sequence[torch.Tensor], window: LossWindow, probe: torch.Tensor | None, *, compare: bool
+) -> list[Slot]:
+    """One small all_reduce, then one read by the host: the only place where a cycle waits for the device.
+
+    ``compare`` adds a digest of the parameters, by which replicas that should be equal are recognised.
+    """
+    finite = all_finite(parameters)
+    marks = digest(parameters) if compare else finite.new_zeros(2)
+    pieces = [finite.reshape(1), window.slots(), marks, *([] if probe is None else [probe])]
+    rows = replicas.gather_rows(torch.cat([piece.to(parameters[0].device) for piece in pieces])).tolist()
+    return [Slot(row[0] == 1, row[1], row[2], (row[3], row[4]), row[5:]) for row in rows]
