@@ -18,6 +18,7 @@ _HOMES = {
     "LearningRate": "knobs",
     "OneCycleAutoLR": "schedulers",
     "ProbeController": "probe",
+    "ProbeRule": "core.controllers",
     "ReplicaDisagreement": "replicas",
     "Replicas": "replicas",
     "ReplicasDiverged": "ensemble",
@@ -29,6 +30,7 @@ __all__ = [*_HOMES, "__version__", "kernels"]  # noqa: PLE0604 - the keys are th
 
 if TYPE_CHECKING:
     from . import kernels as kernels
+    from .core.controllers import ProbeRule as ProbeRule
     from .core.controllers import SoftmaxController as SoftmaxController
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged

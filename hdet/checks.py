@@ -42,6 +42,12 @@ def check_arguments(
             f"controller must be an object with name, needs_probe, update, state_dict and load_state_dict, got {controller!r}: "
             "pass hdet.SoftmaxController() or hdet.ProbeController(...)"
         )
+    if getattr(controller, "needs_probe", False):
+        missing = [name for name in ("watch", "sample", "measure", "split", "forget") if not hasattr(controller, name)]
+        if missing:
+            raise TypeError(
+                f"controller {type(controller).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"
+            )
     if gradients != "shared":
         raise ValueError(
             f"gradients must be 'shared' (all-reduced every step, as under DDP), got {gradients!r}: other modes do not exist yet"

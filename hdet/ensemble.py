@@ -247,7 +247,7 @@ class Ensemble:
         self._lockstep = not self.engine.explores  # equal now; do they part in the next cycle?
         self._keep_record(outcome, losses, scores, 1e3 * (probed - started), 1e3 * (averaged - probed))
         self._begin_cycle()
-        if self.log is not None:
+        if self.log is not None and self.history is not None:
             self.log(self.history, self.engine.step)
 
     def _average_replicas(self, slots: Sequence[Slot], *, compared: bool) -> list[str]:
@@ -354,7 +354,7 @@ class Ensemble:
         total = (state["scheduler"] or {}).get("total_steps")
         if total is not None and total != getattr(self.scheduler, "total_steps", total):
             raise ValueError(
-                f"the saved run has total_steps {total!r}, this one {self.scheduler.total_steps!r}: build the scheduler as the saved run did"
+                f"the saved run has total_steps {total!r}, this one {getattr(self.scheduler, 'total_steps', None)!r}: build the scheduler as the saved run did"
             )
         try:
             scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in self.knobs}

@@ -66,7 +66,7 @@ class GroupKnob:
         self.scheduled: list[Any] = [_copy(value) for value in self._values()]
         self._factor = 1.0  # what `_base_value` is made of: the values left in the groups
         self._base: float | None = None
-        peaks = [self._peak(group) for group in self._groups()]
+        peaks = [self._peak(i) for i in range(len(indices))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._marks = [_mark(value) for value in self._values()]
 
@@ -82,11 +82,12 @@ class GroupKnob:
 
     def bounds(self) -> tuple[float, float]:
         """(peak, floor) of the untouched schedule, as far as torch's schedulers leave them in the group; floor 0 is unknown."""
-        group = self._groups()[0]
-        return self._peak(group), float(group.get("min_" + self.key, 0.0))
+        return self._peak(0), float(self._groups()[0].get("min_" + self.key, 0.0))
 
-    def _peak(self, group: dict[str, Any]) -> float:
-        return float(group.get("max_" + self.key, group.get("initial_" + self.key, group[self.key])))
+    def _peak(self, i: int) -> float:
+        # Without a schedule the group holds the corrected value, so the schedule's own is what counts.
+        group = self._groups()[i]
+        return float(group.get("max_" + self.key, group.get("initial_" + self.key, self.scheduled[i])))
 
     def show_schedule(self) -> None:
         """Put the scheduler's own values back into the groups, except where somebody else has set one since."""

@@ -24,12 +24,16 @@ def warm_noise_(parameters: Iterable[torch.Tensor], nu: float = 0.01, seed: int 
     Raises:
         ValueError: ``nu`` negative or not finite; a tensor that is not floating point. Nothing is changed then.
     """
-    if not (math.isfinite(nu) and nu >= 0):
+    if isinstance(parameters, torch.Tensor):
+        raise TypeError("parameters must be a list of tensors, got one tensor: its rows would be taken for parameters; pass [tensor]")
+    if not (isinstance(nu, (int, float)) and math.isfinite(nu) and nu >= 0):
         raise ValueError(f"nu must be a number >= 0, got {nu!r}: it is the noise's norm relative to each tensor's (the paper's is 0.01)")
     tensors = list(parameters)
     for i, tensor in enumerate(tensors):
-        if not tensor.is_floating_point():
-            raise ValueError(f"parameter {i} has dtype {tensor.dtype}: noise needs floating-point tensors")
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {i} is a {tensor.dtype} tensor of layout {tensor.layout}: noise needs dense floating-point tensors"
+            )
     replica = (Replicas.default() if replicas is None else replicas).index
     for i, tensor in enumerate(tensors):
         if not tensor.numel() or nu == 0:

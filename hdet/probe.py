@@ -57,7 +57,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # By name too: a module may put a new tensor in the place of a buffer.
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
@@ -71,8 +76,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
+            for module, name, buffer, content in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and content is not None:
+                    buffer.copy_(content)
         random.setstate(python_state)
         if numpy_random:
             numpy_random.set_state(numpy_state)
@@ -110,13 +117,23 @@ class ProbeController:
         average_every: int = 5,
         average_from: float = 0.0,
     ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable as loss_fn(model, batch), got {type(loss_fn).__name__}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not callable(batches) and not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+            raise TypeError(
+                f"batches must be a list of mini-batches or a function of the cycle, got {type(batches).__name__}: list(...) it first"
+            )
+        if rule is not None and not hasattr(rule, "update"):
+            raise TypeError(f"rule must be a ProbeRule, got {type(rule).__name__}")
         if not isinstance(chunks, int) or chunks < 2:
             raise ValueError(
                 f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches"
             )
         if not isinstance(average_every, int) or average_every < 1:
             raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
-        if not 0 <= average_from < 1:
+        if not isinstance(average_from, (int, float)) or not 0 <= average_from < 1:
             raise ValueError(f"average_from must lie in [0, 1), got {average_from!r}")
         if not callable(batches) and len(batches) < chunks:
             raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
@@ -139,13 +156,20 @@ class ProbeController:
         return self.chunks + 2
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The parameters to average over the cycle."""
+        """The parameters to average over the cycle: those the optimizer trains.
+
+        Raises:
+            ValueError: none of them is the model's, so the probe would score the same weights for ever.
+        """
+        own = {id(p) for p in self.model.parameters()}
+        if not any(id(p) in own for p in parameters):
+            raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
         self._average = CycleAverage(parameters)
 
-    def sample(self, position: int, sync_interval: int) -> None:
-        """After step ``position`` (1 .. T) of the cycle; the cycle's last step is always a sample."""
+    def sample(self, position: int, length: int) -> None:
+        """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps; its last step is always a sample."""
         assert self._average is not None
-        if position > self.average_from * sync_interval and (sync_interval - position) % self.average_every == 0:
+        if position > self.average_from * length and (length - position) % self.average_every == 0:
             self._average.add()
 
     def forget(self) -> None:
@@ -162,7 +186,7 @@ class ProbeController:
             chosen = self._choose(cycle)
             self._average.exchange()
             try:
-                losses = [self.loss_fn(self.model, batch).detach().double().reshape(()) for batch in chosen]
+                losses = [_scalar(self.loss_fn(self.model, batch)) for batch in chosen]
             finally:
                 self._average.exchange()
         row = torch.stack(losses)
@@ -198,6 +222,13 @@ class ProbeController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rule.load_state_dict(state)
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return one number as a tensor, got {shape}: return the mean over the batch")
+    return loss.detach().double().reshape(())
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,9 +32,11 @@ class OneCycleAutoLR(OneCycleLR):
         model_sync_interval: T, optimizer steps between averages of the replicas.
         rank, world_size: accepted for compatibility; must agree with the process group or with ``replicas``.
         enable_auto_lr: use the paper's softmax controller on one knob per parameter group. Off: spread and averages still run.
+            Then ``auto_lr_warmup_steps`` must be below the run's length.
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
         replicas: who takes part; default the world if torch.distributed is initialised.
-        controller: another controller (e.g. `ProbeController`); it is used whether or not ``enable_auto_lr`` is set.
+        controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under a `ProbeController` all
+            parameter groups are one knob.
         gradients: ``"shared"``.
         seed: key of the assignments of multipliers, equal on all ranks.
 
@@ -74,6 +77,9 @@ class OneCycleAutoLR(OneCycleLR):
     ) -> None:
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
+            rates = max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]
+            if not all(math.isfinite(float(rate)) and float(rate) > 0 for rate in rates):
+                raise ValueError(f"max_lr must be positive and finite, got {max_lr!r}")
             replicas = _resolve_replicas(replicas, rank, world_size)
             if controller is None and enable_auto_lr:
                 controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None)
@@ -84,7 +90,7 @@ class OneCycleAutoLR(OneCycleLR):
             self.ensemble = Ensemble(
                 optimizer,
                 _TorchPart(self),
-                knobs=[LearningRate(ensemble_lr_spread_ratio, groups="each" if len(optimizer.param_groups) > 1 else None)],
+                knobs=[LearningRate(ensemble_lr_spread_ratio, groups=_knobs_of(optimizer, controller))],
                 replicas=replicas,
                 sync_interval=model_sync_interval,
                 warmup_steps=auto_lr_warmup_steps,
@@ -119,7 +125,12 @@ class OneCycleAutoLR(OneCycleLR):
 
     @property
     def converged(self) -> bool:
+        """See `Ensemble.converged`."""
         return self.ensemble.converged
+
+    def close(self) -> None:
+        """Give the optimizer back: see `Ensemble.close`."""
+        self.ensemble.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on every rank."""
@@ -137,6 +148,12 @@ class OneCycleAutoLR(OneCycleLR):
         self.ensemble.load_state_dict(state_dict["ensemble"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "ensemble"})
         self._take_last_lr()
+
+
+def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
+    """As published, every parameter group is a knob; a probe tells at most N - 1 apart, so under it the groups move together."""
+    together = len(optimizer.param_groups) == 1 or getattr(controller, "needs_probe", False)
+    return None if together else "each"
 
 
 class _TorchPart:

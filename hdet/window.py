@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 
@@ -17,10 +18,11 @@ class LossWindow:
         self._weight = 0.0
 
     def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
-        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens).
+        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens). Weight 0 counts nothing.
 
         Raises:
-            ValueError: a loss that is not one floating-point number; a weight that is negative or NaN.
+            ValueError: a loss that is not one floating-point number; a weight that is negative or NaN (the sign of a
+                tensor is not looked at: that would wait for the device).
         """
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1 or not loss.is_floating_point():
@@ -28,13 +30,17 @@ class LossWindow:
                     f"loss must be one floating-point number, got a {loss.dtype} tensor of shape {tuple(loss.shape)}: pass loss.mean()"
                 )
             loss = loss.detach().reshape(())
-        elif not isinstance(loss, (int, float)):
+        elif not isinstance(loss, Real):  # numpy's scalars too
             raise ValueError(f"loss must be a scalar tensor or a number, got {type(loss).__name__}")
         if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1:
+                raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
             weight = weight.detach().reshape(()).to(self._total)
             self._total[1].add_(weight)
-            self._total[0].add_(weight * loss)
+            self._total[0].add_(torch.where(weight == 0, 0.0, weight * loss))
             return
+        if not isinstance(weight, (int, float)):
+            raise ValueError(f"weight must be a number or a one-element tensor, got {type(weight).__name__}")
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"weight must be a number >= 0, got {weight!r}")
         self._weight += weight

@@ -100,7 +100,7 @@ class BucketedAverage:
         return sum(memory.nbytes for memory in self._memories)
 
     def _plan(self) -> None:
-        """Who goes directly and what fills which half; rebuilt only if a tensor has moved."""
+        """Who goes directly and what fills the bucket; rebuilt only if a tensor has moved."""
         addresses = [t.data_ptr() for t in self.tensors]
         if addresses == self._addresses:
             return

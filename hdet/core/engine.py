@@ -129,6 +129,8 @@ class Engine:
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], decisions_left=self.clock.decisions_left(self.step),
             )  # fmt: skip
             decisions = self.controller.update(evidence)
+            if len(decisions) != len(self.knobs):
+                raise ValueError(f"controller {self.controller.name!r} returned {len(decisions)} decisions for {len(self.knobs)} knobs")
             for k, decision in enumerate(decisions):
                 notes += self._apply(k, decision)
         outcome = CycleOutcome(self.cycle, table, decisions, [r for r, x in enumerate(judged) if x is None], notes)
@@ -181,6 +183,21 @@ class Engine:
                 raise ValueError(
                     f"the ensemble's state was saved with {key} {state[key]!r}, this run has {mine!r}: construct it with the same {key}"
                 )
+        for key in ("cycle", "step", "position", "seed"):
+            if not isinstance(state[key], int) or (key != "seed" and state[key] < 0):
+                raise ValueError(f"the ensemble's state has {key} {state[key]!r}, which is no count: it is damaged")
+        positive = (
+            [*state["corrections"], *(base for base in state["bases"] if base is not None)] if _lists(state, len(self.knobs)) else [None]
+        )
+        if not all(isinstance(x, (int, float)) and math.isfinite(x) and x > 0 for x in positive):
+            raise ValueError(
+                f"the ensemble's state has corrections {state['corrections']!r} and bases {state['bases']!r}, "
+                f"but {len(self.knobs)} finite positive numbers are needed: it is damaged"
+            )
+        if (state["controller"] is not None) != isinstance(state["controller_state"], Mapping):
+            raise ValueError(
+                f"the ensemble's state has controller_state {state['controller_state']!r} for controller {state['controller']!r}: it is damaged"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments go on.
@@ -191,6 +208,10 @@ class Engine:
         self.check_state(state)
         if self.controller is not None:
             self.controller.load_state_dict(state["controller_state"])
-        self.cycle, self.step, self.position, self.seed = (int(state[key]) for key in ("cycle", "step", "position", "seed"))
+        self.cycle, self.step, self.position, self.seed = (state[key] for key in ("cycle", "step", "position", "seed"))
         self.corrections = [float(x) for x in state["corrections"]]
         self.bases = [None if x is None else float(x) for x in state["bases"]]
+
+
+def _lists(state: Mapping[str, Any], length: int) -> bool:
+    return all(isinstance(state[key], (list, tuple)) and len(state[key]) == length for key in ("corrections", "bases"))

@@ -92,9 +92,16 @@ class TrainConfig:
         _require(self.validation_batches >= 1, "validation_batches", self, "must be at least 1")
         _require(self.max_lr > 0, "max_lr", self, "must be positive, e.g. 3e-4")
         _require(0 < self.pct_start < 1, "pct_start", self, "must lie between 0 and 1, e.g. 0.1")
+        # torch's OneCycleLR divides by the steps of the rise minus one.
+        _require(
+            self.pct_start * self.steps != 1,
+            "pct_start",
+            self,
+            f"must not be exactly one of {self.steps} steps, e.g. {1.5 / self.steps:.2g}",
+        )
         _require(0 <= self.spread < 1, "spread", self, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread")
         _require(self.weight_decay >= 0, "weight_decay", self, "must not be negative, e.g. 0.1")
-        _require(self.seed >= 0, "seed", self, "must not be negative")
+        _require(0 <= self.seed < 2**63, "seed", self, "must not be negative, and must be below 2^63")
         _require(self.context <= 4096, "context", self, "must be at most 4096 bytes")
         for name, choices in (("mode", MODES), ("controller", CONTROLLERS), ("device", DEVICES)):
             _require(getattr(self, name) in choices, name, self, f"must be one of {', '.join(choices)}")

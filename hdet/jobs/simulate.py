@@ -78,7 +78,7 @@ class _Run:
     def __init__(self, peak: float, steps: int, replicas: int, spread: float, seed: int) -> None:
         self.peak, self.steps = peak, steps
         controller = ProbeRule() if replicas > 1 else None
-        self.engine = Engine([KnobSpec("lr", spread)], replicas, Clock(INTERVAL, total_steps=steps), controller, seed)  # type: ignore[arg-type]
+        self.engine = Engine([KnobSpec("lr", spread)], replicas, Clock(INTERVAL, total_steps=steps), controller, seed)
         self.random = random.Random(seed)
         self.points: list[Vector] = [[1.0] * DIRECTIONS for _ in range(replicas)]
 

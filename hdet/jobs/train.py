@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from hdet.core.controllers import Controller
 from hdet.jobs.checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
 from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import Batch, Corpus, load_corpus, sample_batch
@@ -80,14 +81,15 @@ class Run:
             self._restore(load_checkpoint(spec.folder))
         self.history = self._open_history() if place.is_first else None
 
-    def _make_controller(self) -> Any:
-        if self.config.controller == "probe":
-            config = self.config
+    def _make_controller(self) -> Controller | None:
+        config = self.config
+        if config.controller == "probe":
             return hdet.ProbeController(
                 _batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model, average_every=config.average_every
             )
-        if self.config.controller == "softmax":
+        if config.controller == "softmax":
             return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
+        assert config.controller == "none", config.controller  # a name added to CONTROLLERS must not train without one
         return None
 
     def _make_ensemble(self) -> hdet.Ensemble:

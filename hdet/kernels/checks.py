@@ -61,7 +61,7 @@ def check_adamw_tensors(tensors: AdamWTensors) -> None:
 
 
 def check_gradients(gradients: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """The slow, explaining form of what a step checks; see `tables.usable_gradients` for the fast one."""
+    """The slow, explaining form of what a step checks; see `native.gradient_addresses` for the fast one."""
     if len(gradients) != len(params):
         raise ValueError(f"{len(gradients)} gradients for {len(params)} parameters")
     for i, (gradient, param) in enumerate(zip(gradients, params, strict=True)):

@@ -26,6 +26,8 @@ class Replicas:
     """
 
     def __init__(self, index: int, count: int, peer_group: dist.ProcessGroup | None) -> None:
+        if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
+            raise ValueError(f"index must be one of 0 .. count - 1, got index {index!r} of count {count!r}")
         self.index, self.count, self.peer_group = index, count, peer_group
 
     def __repr__(self) -> str:

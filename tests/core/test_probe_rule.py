@@ -138,11 +138,8 @@ def test_settings_are_validated(setting: dict[str, float]) -> None:
 def test_a_noisy_quadratic_ends_near_its_best_value_from_any_start(start: float) -> None:
     """Loss (ln value)^2, mini-batches that disagree about where its minimum lies: the best value is 1."""
 
-    class Steered(ProbeRule):
-        name, needs_probe = "probe", True
-
     rng = random.Random(int(1000 * start))
-    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 30), Steered())
+    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 30), ProbeRule())
     for _ in range(30):
         engine.tick()
         value = engine.value(0, start)
@@ -155,10 +152,7 @@ def test_a_noisy_quadratic_ends_near_its_best_value_from_any_start(start: float)
 def test_the_spread_rests_when_the_rule_is_idle_and_not_before() -> None:
     """And a state that is loaded in between leaves it at rest."""
 
-    class Steered(ProbeRule):
-        name, needs_probe = "probe", True
-
-    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 6), Steered())
+    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 6), ProbeRule())
     for phase in (0.5, 1.0, 0.95, 0.5, 0.2):
         assert engine.explores and len(set(engine.multipliers()[0])) == 4
         engine.tick()
@@ -166,6 +160,6 @@ def test_the_spread_rests_when_the_rule_is_idle_and_not_before() -> None:
         if phase == 0.5 and engine.cycle > 1:
             break
     assert not engine.explores and engine.multipliers() == [[1.0] * 4]
-    other = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 6), Steered())
+    other = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 6), ProbeRule())
     other.load_state_dict(engine.state_dict())
     assert other.multipliers() == [[1.0] * 4]

@@ -46,7 +46,7 @@ class Run:
             self.scheduler,
             knobs=[hdet.LearningRate(spread)],
             sync_interval=interval,
-            controller=probe(self.wrapped) if controller == "probe" else controller,
+            controller=probe(self.wrapped) if controller == "probe" else controller(self.net) if callable(controller) else controller,
             **settings,
         )
 

@@ -103,11 +103,8 @@ def test_the_probe_raises_a_rate_that_is_far_too_low_and_all_ranks_agree() -> No
 
 
 def different_batches(rank: int, world: int) -> None:
-    run = Run(rank)
-    run.ensemble.close()
-    net = run.net
-    controller = hdet.ProbeController(loss_of, [batch(rank * 100 + i) for i in range(8)], model=net)
-    Run(rank, controller=controller).steps(5)
+    own = [batch(rank * 100 + i) for i in range(8)]
+    Run(rank, controller=lambda net: hdet.ProbeController(loss_of, own, model=net)).steps(5)
 
 
 def test_probe_batches_that_differ_between_ranks_are_an_error() -> None:

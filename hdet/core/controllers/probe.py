@@ -41,6 +41,9 @@ class ProbeRule:
     the next rise needs two votes again.
     """
 
+    name = "probe"
+    needs_probe = True
+
     def __init__(
         self,
         step: float = 0.9,

@@ -75,11 +75,11 @@ class SoftmaxController:
         final_div_factor: float = 1e4,
     ) -> None:
         for name, value in (("temperature", temperature), ("div_factor", div_factor), ("final_div_factor", final_div_factor)):
-            if not (math.isfinite(value) and value > 0):
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        if not (math.isfinite(step_size) and step_size >= 0):
-            raise ValueError(f"step_size must be a number >= 0, got {step_size!r}")
-        if not 0 <= momentum < 1:
+        if not (isinstance(step_size, (int, float)) and 0 <= step_size <= 100):
+            raise ValueError(f"step_size must be a number in [0, 100], got {step_size!r}")
+        if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
             raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}")
         if decay not in (None, "floor", "printed"):
             raise ValueError(f"decay must be None, 'floor' or 'printed', got {decay!r}")
