@@ -1,4 +1,4 @@
-"""The engine on real tensors: fan out, observe, converge, control (method.md, section 1)."""
+"""The engine on real tensors: fan out, observe, converge, control (docs/method.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe: every replica scores the same mini-batches at its cycle-averaged weights (method.md, section 5).
+"""The probe: every replica scores the same mini-batches at its cycle-averaged weights (docs/method.md).
 
 Averaging a replica's weights over the cycle takes away the noise that makes a smaller rate look better for the moment;
 scoring all replicas on the same mini-batches takes away the noise of the data. What remains is the direction.

@@ -139,6 +139,7 @@ def average_(replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[fl
     rows = _rows(replicas)
     shares = checks.normalised(weights, len(rows))
     checks.check_replicas(rows)
+    checks.check_apart(rows)
     if len(rows[0]) == 0:
         check_name(backend)
         return

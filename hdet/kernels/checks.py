@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -97,6 +98,14 @@ def check_replicas(replicas: Sequence[Sequence[Tensor]]) -> None:
         for i, tensor in enumerate(row):
             check_tensor(tensor, f"tensor {i} of replica {k}", device_of(first[0], "tensor 0 of replica 0"))
             check_same_shape(tensor, first[i], f"tensor {i} of replica {k}", "replica 0")
+
+
+def check_apart(rows: Sequence[Sequence[Tensor]]) -> None:
+    """No two tensors share memory: a mean written to one would be read again as the other."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, k, i) for k, row in enumerate(rows) for i, t in enumerate(row) if t.numel())
+    for (_, end, k, i), (start, _, other_k, other_i) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(f"tensor {i} of replica {k} and tensor {other_i} of replica {other_k} overlap in memory: give each its own")
 
 
 def normalised(weights: Sequence[float], num_replicas: int) -> list[float]:

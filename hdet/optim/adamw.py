@@ -36,7 +36,8 @@ class FusedAdamW(Optimizer):
     in state_dict, but a copy or a pickle of the optimizer keeps it.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW. lr may be a one-element tensor; one on a GPU is read in
+        params, lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW. foreach and fused choose between torch's own
+            implementations and are ignored; amsgrad, capturable and differentiable must be off. lr may be a one-element tensor; one on a GPU is read in
             each step, which waits for the GPU.
         backend: "auto", "cpu", "cuda" or "torch"; see hdet.kernels.
 
@@ -53,15 +54,24 @@ class FusedAdamW(Optimizer):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         backend: str = "auto",
     ) -> None:
         kernels.check_name(backend)
+        for name, value in (("capturable", capturable), ("differentiable", differentiable)):
+            if value:
+                raise ValueError(f"{name}={value!r} is not supported by FusedAdamW; use torch.optim.AdamW for it")
         self.backend = backend
         self.multipliers = []
         self._prepared: _Prepared | None = None
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize, **_TORCH_OPTIONS}
+        options = {"amsgrad": amsgrad, "foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize, **_TORCH_OPTIONS, **options}
         _check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 
@@ -86,6 +96,10 @@ class FusedAdamW(Optimizer):
                 group.setdefault(key, value)
             group["decoupled_weight_decay"] = True  # as torch.optim.AdamW, which also takes the state of an Adam
             _check_group(group, f"parameter group {i} of the loaded state")
+        for values in state["state"].values():
+            absent = [key for key in ("step", "exp_avg", "exp_avg_sq") if values and key not in values]
+            if absent:
+                raise ValueError(f"the loaded state of a parameter lacks {', '.join(absent)}: it is not the state of an AdamW")
         super().__setstate__(state)
         for values in self.state.values():
             if "step" in values:  # torch keeps a number, float64 or a tensor on the device, depending on version and options

@@ -137,3 +137,11 @@ def test_refused_forms() -> None:
             kernels.average_(replicas, [1, 1, 1])
     with pytest.raises(ValueError, match="replicas is empty"):
         kernels.average_([], [])
+
+
+def test_rows_that_overlap_are_refused_unchanged() -> None:
+    memory = torch.randn(9)
+    before = memory.clone()
+    with pytest.raises(ValueError, match="tensor 0 of replica 0 and tensor 0 of replica 1 overlap"):
+        kernels.average_([[memory[:6]], [memory[3:]]], [1, 1])
+    assert torch.equal(memory, before)

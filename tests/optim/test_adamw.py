@@ -468,3 +468,26 @@ def test_named_parameters() -> None:
     optimizer.step()
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
     AdamW(model.named_parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_torchs_arguments_are_accepted_and_what_cannot_be_done_is_refused() -> None:
+    parameter = [torch.nn.Parameter(torch.ones(3))]
+    FusedAdamW(
+        parameter, 1e-3, (0.9, 0.99), 1e-8, 1e-2, False, maximize=False, foreach=True, capturable=False, differentiable=False, fused=True
+    )
+    for name in ("amsgrad", "capturable", "differentiable"):
+        with pytest.raises(ValueError, match=f"{name}=True"):
+            FusedAdamW(parameter, **{name: True})
+
+
+def test_a_state_without_its_moments_is_refused_unchanged() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamW([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    del state["state"][0]["exp_avg_sq"]
+    fresh = FusedAdamW([parameter])
+    with pytest.raises(ValueError, match="lacks exp_avg_sq"):
+        fresh.load_state_dict(state)
+    assert not fresh.state

@@ -1,4 +1,4 @@
-"""The probe's rule: paired losses of one cycle in, a bounded move of each knob's correction out (method.md, section 5).
+"""The probe's rule: paired losses of one cycle in, a bounded move of each knob's correction out (docs/method.md).
 
 Every replica scores the same mini-batches at the average of its own weights over the cycle. t is the mean slope over the
 mini-batches by its standard error; t < 0 says that a higher value was better. Then:

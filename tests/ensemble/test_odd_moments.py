@@ -1,0 +1,294 @@
+"""What happens at moments nobody plans for: errors inside a step, converge() at odd times, states that are damaged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdet
+from hdet.converge import BucketedAverage
+
+from ..distributed import run_ranks
+from .helpers import Run, batch, loss_of, model, probe
+from .test_single import TwoReplicas, sgd
+
+# -- the base value is at rest whatever happened -----------------------------------------------------------------------------
+
+
+def test_past_the_end_of_the_schedule_the_rate_stays_the_corrected_one() -> None:
+    run = Run(0, total=4, interval=2)
+    run.ensemble.engine.corrections = [0.5]
+    run.steps(4)
+    rate = run.optimizer.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="Tried to step 5 times"):
+        run.step()
+    assert run.optimizer.param_groups[0]["lr"] == rate == run.ensemble.values()["lr"]
+
+
+def log_that_raises(rank: int, world: int) -> Any:
+    run = Run(rank, interval=2, total=40)
+    if rank == 0:
+        run.ensemble.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
+    run.step()
+    try:
+        run.step()
+    except OSError:
+        pass
+    run.ensemble.log = None
+    return run.ensemble.multipliers["lr"], run.ensemble.converged
+
+
+def test_a_log_that_raises_leaves_every_replica_in_the_same_cycle() -> None:
+    ranks = run_ranks(log_that_raises, 4)
+    assert sorted(rho for rho, _ in ranks) == pytest.approx([0.7, 0.9, 1.1, 1.3])
+    assert all(converged for _, converged in ranks)
+
+
+def test_a_sparse_gradient_is_refused_before_the_step() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    hdet.Ensemble(optimizer, replicas=TwoReplicas())
+    before = table.weight.detach().clone()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="parameter 0 in group 0 is torch.sparse_coo"):
+        optimizer.step()
+    assert torch.equal(table.weight, before)
+
+
+# -- converge() and converged ------------------------------------------------------------------------------------------------
+
+
+def noise_then_converge(rank: int, world: int) -> Any:
+    run = Run(rank, spread=0.0)
+    hdet.warm_noise_(run.net.parameters(), nu=0.1)
+    apart = run.weights()
+    assert not run.ensemble.converged
+    run.ensemble.converge()
+    return apart, run.weights(), run.ensemble.converged
+
+
+def test_converge_sees_noise_that_it_has_not_made() -> None:
+    ranks = run_ranks(noise_then_converge, 2)
+    assert not torch.equal(ranks[0][0], ranks[1][0])
+    assert torch.equal(ranks[0][1], ranks[1][1]) and all(rank[2] for rank in ranks)
+
+
+def converge_inside_a_step(rank: int, world: int) -> Any:
+    run = Run(rank).steps(1)
+    loss_of(run.wrapped, batch(rank)).backward()
+    run.optimizer.step()
+    parted = run.ensemble.converged
+    run.ensemble.converge()
+    return parted, run.ensemble.converged, run.weights()
+
+
+def test_converge_between_the_optimizers_step_and_the_ensembles() -> None:
+    ranks = run_ranks(converge_inside_a_step, 2)
+    assert [rank[:2] for rank in ranks] == [(False, True)] * 2 and torch.equal(ranks[0][2], ranks[1][2])
+
+
+def warm_restarts(rank: int, world: int) -> Any:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 8)
+    ensemble = hdet.Ensemble(optimizer, schedule, knobs=[hdet.LearningRate(0.3)], sync_interval=2, controller=probe(net))
+    seen = []
+    for step in range(24):
+        net.zero_grad()
+        loss = loss_of(net, batch(step))  # the same batch on all ranks: shared gradients without DDP
+        loss.backward()
+        optimizer.step()
+        inside = ensemble.converged
+        ensemble.step(loss)
+        own = torch.cat([p.detach().flatten() for p in net.parameters()])
+        others = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(others, own)
+        seen.append((ensemble.converged, all(torch.equal(x, own) for x in others), ensemble.multipliers["lr"], inside))
+    return seen
+
+
+def test_converged_is_true_exactly_when_replicas_are_equal_also_when_the_spread_rests_and_returns() -> None:
+    ranks = run_ranks(warm_restarts, 2)
+    rested = [step for step in range(24) if ranks[0][step][2] == 1.0]
+    assert 0 < len(rested) < 24, "the case should have both"
+    for seen in ranks:
+        for converged, equal, _, _ in seen:
+            assert converged == equal
+
+
+def converge_with_a_broken_replica(rank: int, world: int) -> Any:
+    run = Run(rank, interval=4).steps(2)
+    if rank == 1:
+        with torch.no_grad():
+            next(run.net.parameters()).fill_(float("inf"))
+    with pytest.warns(UserWarning, match="replica 1 left out of the average"):
+        run.ensemble.converge()
+    finite = bool(run.weights().isfinite().all())
+    run.steps(2)
+    assert run.ensemble.history is not None
+    return finite, run.ensemble.history["notes"]
+
+
+def test_a_replica_left_out_by_converge_is_in_the_next_record() -> None:
+    for finite, notes in run_ranks(converge_with_a_broken_replica, 2):
+        assert finite and any("replica 1 left out of the average" in note for note in notes)
+
+
+def backward_through_averaged(rank: int, world: int) -> str:
+    weight = torch.nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    BucketedAverage([weight], hdet.Replicas.from_group())()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_backward_pass_through_weights_from_before_an_average_is_an_error() -> None:
+    assert all("modified by an inplace operation" in text for text in run_ranks(backward_through_averaged, 2))
+
+
+# -- votes -------------------------------------------------------------------------------------------------------------------
+
+
+def broken_loss_with_a_probe(rank: int, world: int) -> Any:
+    run = Run(rank, controller="probe", interval=2)
+    run.step()
+    run.step(report=float("nan") if rank == 1 else None)
+    assert run.ensemble.history is not None
+    return run.ensemble.history
+
+
+def test_a_replica_whose_training_loss_broke_has_no_vote_in_the_probe_either() -> None:
+    for record in run_ranks(broken_loss_with_a_probe, 4):
+        assert record["left_out"] == [1] and record["losses"][1] is None
+        assert record["slopes"]["lr"] is not None, "the other three still measure"
+
+
+def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule() -> None:
+    optimizer = sgd()
+    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync_interval=1)
+    before = ensemble.knobs[0].bounds()
+    ensemble.engine.corrections = [3.0]
+    optimizer.step()
+    ensemble.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+    assert ensemble.knobs[0].bounds() == before == (0.1, 0.0)
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1  # a new tensor in the buffer's place
+        return self.layer(x)
+
+
+def test_the_probe_puts_back_buffers_that_a_module_replaces() -> None:
+    net = Buffered()
+    controller = hdet.ProbeController(loss_of, [batch(i) for i in range(8)], model=net)
+    controller.watch(list(net.parameters()))
+    buffer = net.calls
+    controller.measure(0)
+    assert net.calls is buffer and float(buffer) == 0
+
+
+# -- ranks that are not in the same run --------------------------------------------------------------------------------------
+
+
+def started_apart(rank: int, world: int, case: str) -> str:
+    settings: dict[str, Any] = {
+        "total_steps": {"total": 40 + rank},
+        "warmup_steps": {"warmup_steps": 2 * rank},
+        "controller": {"controller": hdet.SoftmaxController(1.0 + rank, decay=None)},
+        "average": {"average": ["mean", "softmax"][rank]},
+        "bucket_bytes": {"bucket_bytes": 4096 * (1 + rank)},
+    }[case]
+    try:
+        Run(rank, **settings).step()
+    except hdet.ReplicaDisagreement as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["total_steps", "warmup_steps", "controller", "average", "bucket_bytes"])
+def test_every_setting_that_matters_is_compared(case: str) -> None:
+    messages = run_ranks(started_apart, 2, case)
+    assert len(set(messages)) == 1 and case in messages[0]
+
+
+# -- damaged states ----------------------------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "corrections of another length": lambda s: s.update(corrections=[]),
+    "corrections that are text": lambda s: s.update(corrections=["a"]),
+    "a correction that is NaN": lambda s: s.update(corrections=[float("nan")]),
+    "no scheduled values": lambda s: s.update(scheduled={}),
+    "a step that is text": lambda s: s.update(step="x"),
+    "a controller without its state": lambda s: s.update(controller_state=None),
+    "another length of the run": lambda s: s["scheduler"].update(total_steps=100),
+    "a scheduler that is a number": lambda s: s.update(scheduler=3),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_state_is_refused_and_changes_nothing(name: str) -> None:
+    state = copy.deepcopy(_two(hdet.SoftmaxController(decay=None)).state_dict())
+    DAMAGE[name](state)
+    other = _two(hdet.SoftmaxController(decay=None))
+    before = (other.state_dict(), [dict(g) for g in other.optimizer.param_groups])
+    with pytest.raises(ValueError, match="state|total_steps"):
+        other.load_state_dict(state)
+    assert (other.state_dict(), [dict(g) for g in other.optimizer.param_groups]) == before
+
+
+def _two(controller: Any) -> hdet.Ensemble:
+    optimizer = sgd()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 8, cycle_momentum=False)
+    return hdet.Ensemble(optimizer, schedule, replicas=TwoReplicas(), controller=controller, sync_interval=4)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"knobs": hdet.LearningRate(0.1)}, TypeError, "knobs must be a list"),
+        ({"knobs": ["lr"]}, TypeError, "knobs must be a list"),
+        ({"knobs": [hdet.LearningRate(0.1), hdet.LearningRate(0.2, groups=[0])]}, ValueError, "share one parameter group"),
+        ({"replicas": "x"}, TypeError, "replicas must be"),
+        ({"log": 3}, TypeError, "log must be callable"),
+        ({"scheduler": "x"}, TypeError, "scheduler must have step"),
+        ({"controller": hdet.SoftmaxController}, TypeError, "controller must be an object"),
+        ({"seed": True}, ValueError, "seed"),
+    ],
+)
+def test_objects_of_another_kind_are_refused_by_name(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        hdet.Ensemble(sgd(), **{"replicas": TwoReplicas(), **settings})
+
+
+def test_a_scheduler_of_another_optimizer_and_a_probe_of_another_model_are_refused() -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(sgd(), 5)
+    with pytest.raises(ValueError, match="another optimizer"):
+        hdet.Ensemble(sgd(), schedule, replicas=TwoReplicas())
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        hdet.Ensemble(sgd(), replicas=TwoReplicas(), controller=probe(model()))
+
+
+@pytest.mark.parametrize("result", [1.0, torch.ones(2), None])
+def test_a_loss_function_that_returns_no_scalar_is_named(result: Any) -> None:
+    net = model()
+    controller = hdet.ProbeController(lambda m, b: result, [0] * 8, model=net)
+    controller.watch(list(net.parameters()))
+    with pytest.raises(ValueError, match="loss_fn must return one number"):
+        controller.measure(0)
