@@ -149,15 +149,18 @@ def _train(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     _need("rich", "matplotlib")
-    from hdet.report import REPORT, find_runs, plot, print_table
+    from hdet.record import REPORT
+    from hdet.report import find_runs, plot, print_table
 
     runs = find_runs(options.runs)
     folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
     path = options.out or (folders.pop() if len(folders) == 1 else Path()) / REPORT
     if not path.resolve().parent.is_dir():
         raise ValueError(f"out is {str(path)!r}: its folder does not exist, create it first")
-    print_table(runs)
+    if path.is_dir():
+        raise ValueError(f"out is {str(path)!r}, which is a folder: pass a file in it, e.g. {path / REPORT}")
     plot(runs, path)
+    print_table(runs)
     print(f"picture: {path}")
     return 0
 

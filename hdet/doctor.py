@@ -85,7 +85,7 @@ def _nvcc() -> str:
 
 def _backends() -> Iterator[Line]:
     for name, state in hdet.kernels.available().items():
-        yield name, "usable" if state == "usable" else f"not usable: {state}"
+        yield name, state if state == hdet.kernels.USABLE else f"not usable: {state}"
 
 
 def _devices() -> Iterator[Line]:

@@ -106,6 +106,11 @@ class Ensemble:
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
+        """The last cycle's record, as `log` gets it; None before the first. Keys: event ("cycle"), cycle (from 0), step (optimizer steps);
+        by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (nats
+        per unit of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended); by replica: losses (mean training
+        loss, None if it must not count), probe (mean probe loss; None without one); left_out (replicas without a vote), converge_ms,
+        probe_ms (milliseconds on this rank), notes (text)."""
         self._fan_out = FanOut(optimizer, self.knobs)
         self._begin_cycle()
 

@@ -10,7 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Recorder", "RunFolderError", "atomic_file", "read_history", "truncate_history"]
+__all__ = [
+    "CHECKPOINT",
+    "CONFIG",
+    "HISTORY",
+    "REPORT",
+    "SAMPLE",
+    "Recorder",
+    "RunFolderError",
+    "atomic_file",
+    "encode",
+    "read_history",
+    "truncate_history",
+]
+
+CONFIG, HISTORY, CHECKPOINT, SAMPLE, REPORT = "config.json", "history.jsonl", "checkpoint.pt", "sample.txt", "report.png"
+"""the files in a run's folder"""
 
 Record = dict[str, Any]
 
@@ -103,9 +118,7 @@ def read_history(path: str | Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         record = _decode(line)
         if record is None:
-            raise RunFolderError(
-                f"history {str(path)!r} is damaged in line {number}: remove that line, or resume the run from its checkpoint"
-            )
+            raise RunFolderError(f"history {str(path)!r} is damaged in line {number}: remove that line")
         records.append(record)
     last = _decode(torn)
     return records if last is None else [*records, last]

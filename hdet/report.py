@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from hdet.record import RunFolderError, atomic_file, read_history
+from hdet.record import CONFIG, HISTORY, RunFolderError, atomic_file, read_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["RunFiles", "find_runs", "plot", "print_table"]
-
-HISTORY, CONFIG, REPORT = "history.jsonl", "config.json", "report.png"
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; what HDET is compared with stays grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -34,14 +33,22 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Raises RunFolderError: no history there, or a damaged file."""
+        """Raises RunFolderError: no history there, or a damaged file, or one without what a report needs."""
         records = read_history(folder / HISTORY)
+        for number, record in enumerate(records, 1):
+            _check(
+                record,
+                RECORDS.get(str(record.get("event")), {"step": _number}),
+                f"line {number} of history {str(folder / HISTORY)!r}",
+                "remove that line",
+            )
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunFolderError(
                 f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`"
             ) from error
+        _check(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
         return cls(folder, folder.name or str(folder), config, records)
 
     def of(self, event: str) -> list[dict[str, Any]]:
@@ -62,6 +69,39 @@ class RunFiles:
         """Loss in nats per byte at the end, or the latest of a run that has not ended."""
         points = self.of("validation")
         return points[-1]["loss"] if points else None
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number_or_null(value: object) -> bool:
+    return value is None or _number(value)
+
+
+def _by_knob(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_number_or_null, value.values()))
+
+
+Kinds = dict[str, Callable[[object], bool]]
+SETTINGS: Kinds = {"mode": lambda value: isinstance(value, str), "steps": _number, "max_lr": _number}
+RECORDS: dict[str, Kinds] = {
+    "train": {"step": _number, "loss": _number_or_null, "lr": _number, "correction": lambda value: _number(value) and value != 0},
+    "validation": {"step": _number, "loss": _number_or_null},
+    "cycle": {"step": _number, "slopes": _by_knob, "errors": _by_knob},
+    "end": {"step": _number, "seconds": _number, "probe_percent": _number, "converge_percent": _number},
+}
+"""what is read below, by event"""
+
+
+def _check(values: object, kinds: Kinds, what: str, remedy: str) -> None:
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{what} holds no settings: {remedy}")
+    for key, fits in kinds.items():
+        if key not in values:
+            raise RunFolderError(f"{what} lacks {key}: {remedy}")
+        if not fits(values[key]):
+            raise RunFolderError(f"{what} has a wrong {key}, {shorten(repr(values[key]), 60)}: {remedy}")
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFiles]:
@@ -233,5 +273,8 @@ def headline(runs: Sequence[RunFiles]) -> str:
 
 
 def _write(figure: Figure, path: Path) -> None:
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")
+    try:
+        with atomic_file(path) as file:
+            figure.savefig(file, format="png")
+    except OSError as error:
+        raise RunFolderError(f"picture {str(path)!r} cannot be written ({error.strerror}): pass hdet report another --out FILE") from error

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hdet.jobs.config import TrainConfig
-from hdet.record import RunFolderError, atomic_file
+from hdet.record import CHECKPOINT, RunFolderError, atomic_file
 
-__all__ = ["CHECKPOINT", "load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
-CHECKPOINT = "checkpoint.pt"
 FORMAT, VERSION = "hdet-train", 1
-KEYS = ("config", "text", "step", "model", "optimizer", "scheduler", "ensemble", "rng", "seconds", "probe_ms", "converge_ms", "validation")
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "config": dict,
+    "text": str,
+    "step": int,
+    "model": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "ensemble": (dict, type(None)),
+    "rng": torch.Tensor,
+    "seconds": (int, float),
+    "probe_ms": (int, float),
+    "converge_ms": (int, float),
+    "validation": (int, float, type(None)),
+}
+"""what a checkpoint holds; whether the dicts and tensors fit a run is seen by restoring it"""
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)`` reads them; atomic."""
-    missing = [key for key in KEYS if key not in state]
+    missing = [key for key in KINDS if key not in state]
     if missing:
         raise KeyError(f"the checkpoint's state lacks {missing}")
     with atomic_file(path) as file:
@@ -30,7 +44,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The state in ``folder``, tensors on the CPU, its settings already checked.
 
     Raises:
-        RunFolderError: no checkpoint there, or a truncated one, another version's, or one that lacks keys.
+        RunFolderError: no checkpoint there, or a truncated one, another version's, or one with missing keys or wrong kinds of values.
     """
     path = folder / CHECKPOINT
     if not path.is_file():
@@ -48,11 +62,31 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"{str(path)!r} has version {state.get('version')!r}, this hdet reads {VERSION}: continue it with the hdet that wrote it"
         )
-    missing = [key for key in KEYS if key not in state]
+    missing = [key for key in KINDS if key not in state]
     if missing:
         raise RunFolderError(f"{str(path)!r} lacks {', '.join(missing)}: it is damaged, start the run again")
     try:
-        TrainConfig.from_dict(state["config"])
+        config = TrainConfig.from_dict(state["config"])
     except (ValueError, TypeError) as error:
         raise RunFolderError(f"{str(path)!r} holds settings this hdet refuses: {error}") from error
+    wrong = next((key for key in KINDS if not _plausible(key, state[key], config)), None)
+    if wrong is not None:
+        raise RunFolderError(f"{str(path)!r} has a wrong {wrong} ({_short(state[wrong])}): it is damaged, start the run again")
     return state
+
+
+def _plausible(key: str, value: Any, config: TrainConfig) -> bool:
+    """Of the right kind, and of a size it can have."""
+    if not isinstance(value, KINDS[key]) or isinstance(value, bool):
+        return False
+    if key == "step":
+        return bool(0 <= value <= config.steps)
+    if key == "ensemble":
+        return (value is None) == (config.mode == "fixed")
+    if key in ("seconds", "probe_ms", "converge_ms"):
+        return math.isfinite(value) and value >= 0
+    return True
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40] if value is None or isinstance(value, (int, float, str)) else type(value).__name__

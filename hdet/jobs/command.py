@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from hdet.jobs.checkpoint import CHECKPOINT, load_checkpoint
+from hdet.jobs.checkpoint import load_checkpoint
 from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import load_corpus
 from hdet.jobs.display import open_display
 from hdet.jobs.launch import WorkerError, Workers
 from hdet.jobs.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
-from hdet.jobs.train import HISTORY, SAMPLE, RunSpec, train_all
-from hdet.record import RunFolderError, atomic_file
-from hdet.report import CONFIG, REPORT, RunFiles, find_runs, plot, print_table
+from hdet.jobs.train import RunSpec, check_resume, train_all
+from hdet.record import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError, atomic_file
+from hdet.report import RunFiles, find_runs, plot, print_table
 
 __all__ = ["train"]
 
@@ -36,7 +36,7 @@ def train(options: argparse.Namespace) -> int:
             print(f"{options.resume}: already at its last step, {config.steps}")
             _summarise(specs)
         return 0
-    _check_text(config, options.resume)
+    _check_text(specs[0])
     place = _torchrun_place(config) if launched_by_torchrun() else None
     device = choose_device(config.device, config.replicas) if place is None else place.device
     if place is None or place.is_first:
@@ -104,13 +104,17 @@ def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -
     return [RunSpec(config, folder, resume=True)]
 
 
-def _check_text(config: TrainConfig, resumed: Path | None) -> None:
-    """There is enough text, and for a resumed run it is the same as before."""
-    corpus = load_corpus(config.data)
-    if resumed is not None and load_checkpoint(resumed)["text"] != corpus.digest:
+def _check_text(spec: RunSpec) -> None:
+    """There is enough text, and for a resumed run it is the same as before, and the checkpoint fits."""
+    corpus = load_corpus(spec.config.data)
+    if not spec.resume:
+        return
+    if load_checkpoint(spec.folder)["text"] != corpus.digest:
         raise ValueError(
-            f"data is {config.data!r}, whose text is not what the run in {str(resumed)!r} began with: restore it (or that Python) to resume"
+            f"data is {spec.config.data!r}, whose text is not what the run in {str(spec.folder)!r} began with: "
+            "restore it (or that Python) to resume"
         )
+    check_resume(spec, corpus)
 
 
 def _torchrun_place(config: TrainConfig) -> Place:
@@ -123,13 +127,11 @@ def _torchrun_place(config: TrainConfig) -> Place:
 
 
 def _prepare(spec: RunSpec, overwrite: bool) -> None:
-    """Make the folder, and make sure that nobody's run is in it."""
+    """Make the folder, make sure that nobody else's run is in it, and write its first file: a full or read-only disk shows here."""
     folder = spec.folder
-    if spec.resume:
-        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        old = [folder / name for name in (HISTORY, CHECKPOINT, CONFIG, REPORT, SAMPLE) if (folder / name).exists()]
+        old = [folder / name for name in (HISTORY, CHECKPOINT, CONFIG, REPORT, SAMPLE) if (folder / name).exists() and not spec.resume]
         if old and not overwrite:
             raise RunFolderError(
                 f"out is {str(folder)!r}, which holds {old[0].name} of another run: pass another --out, or --overwrite, or --resume {folder}"
@@ -139,7 +141,8 @@ def _prepare(spec: RunSpec, overwrite: bool) -> None:
         with atomic_file(folder / CONFIG) as file:
             file.write((json.dumps(spec.config.to_dict(), indent=2) + "\n").encode())
     except OSError as error:
-        raise RunFolderError(f"out is {str(folder)!r}, which cannot be written ({error.strerror}): pass another --out") from error
+        name, remedy = ("resume", "make it writable, or resume a copy of it") if spec.resume else ("out", "pass another --out")
+        raise RunFolderError(f"{name} is {str(folder)!r}, which cannot be written ({error.strerror}): {remedy}") from error
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------------

@@ -48,12 +48,11 @@ def choose_device(device: str, processes: int) -> str:
     """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     native = hdet.kernels.available()["cpu"]
-    if native != "usable":
+    if native != hdet.kernels.USABLE:
         raise ValueError(f"the kernels cannot be used: {native}")
     if device == "cuda" and gpus < processes:
-        raise ValueError(
-            f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass --replicas {max(gpus, 1)} or --device cpu"
-        )
+        fewer = f"--replicas {gpus} or " if gpus >= 2 else ""  # one replica has nothing to be compared with
+        raise ValueError(f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass {fewer}--device cpu")
     return "cuda" if gpus >= processes and device != "cpu" else "cpu"
 
 

@@ -28,8 +28,8 @@ def simulate(start: float, *, cycles: int = 40, replicas: int = 4, spread: float
     Raises:
         ValueError: an argument out of its range.
     """
-    if not (math.isfinite(start) and start > 0):
-        raise ValueError(f"start is {start!r}: it must be a positive factor, e.g. 0.03 for a rate 30 times too low")
+    if not 1e-6 <= start <= 1e6:  # also refuses NaN
+        raise ValueError(f"start is {start!r}: it must be a factor from 1e-6 to 1e6, e.g. 0.03 for a rate 30 times too low")
     for name, value, least in (("cycles", cycles, 2), ("replicas", replicas, 2)):
         if value < least:
             raise ValueError(f"{name} is {value!r}: it must be at least {least}")

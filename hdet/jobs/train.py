@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -16,16 +17,15 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from hdet.core.controllers import Controller
-from hdet.jobs.checkpoint import CHECKPOINT, load_checkpoint, save_checkpoint
+from hdet.jobs.checkpoint import load_checkpoint, save_checkpoint
 from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import Batch, Corpus, load_corpus, sample_batch
 from hdet.jobs.model import GPT, GPTConfig, cross_entropy
 from hdet.jobs.place import Place
-from hdet.record import Recorder, atomic_file, truncate_history
+from hdet.record import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, atomic_file, truncate_history
 
-__all__ = ["HISTORY", "SAMPLE", "RunSpec", "train_all"]
+__all__ = ["RunSpec", "check_resume", "train_all"]
 
-HISTORY, SAMPLE = "history.jsonl", "sample.txt"
 PROMPT = b"import "
 VALIDATION_WINDOWS = 32
 SHORT_VALIDATION = 16
@@ -58,6 +58,15 @@ def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
         Run(spec, corpora[data], place, emit).train()
 
 
+def check_resume(spec: RunSpec, corpus: Corpus) -> None:
+    """Restore the run once in this process alone, without touching its files: a checkpoint that does not fit is found before others start.
+
+    Raises:
+        RunFolderError: it does not fit.
+    """
+    Run(spec, corpus, Place(), lambda event: None)
+
+
 class Run:
     """Model, optimizer, schedule and (for HDET) the ensemble of one run, on one rank."""
 
@@ -78,8 +87,8 @@ class Run:
         )
         self.ensemble = self._make_ensemble() if config.mode == "hdet" else None
         if spec.resume:
-            self._restore(load_checkpoint(spec.folder))
-        self.history = self._open_history() if place.is_first else None
+            self._resume()
+        self.history: Recorder | None = None
 
     def _make_controller(self) -> Controller | None:
         config = self.config
@@ -111,6 +120,8 @@ class Run:
     def train(self) -> None:
         """From the step of the checkpoint, or 0, to the end."""
         config = self.config
+        if self.place.is_first:
+            self.history = self._open_history()
         self._emit(
             {"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device}
         )
@@ -247,6 +258,16 @@ class Run:
             "validation": self.validation,
         }
 
+    def _resume(self) -> None:
+        try:
+            self._restore(load_checkpoint(self.folder))
+        except RunFolderError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # what torch raises for foreign contents
+            reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+            path = str(self.folder / CHECKPOINT)
+            raise RunFolderError(f"{path!r} does not fit this run ({reason}): it is damaged, start the run again") from error
+
     def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -256,6 +277,13 @@ class Run:
         torch.set_rng_state(state["rng"])
         self.step, self.validation = state["step"], state["validation"]
         self.seconds, self.probe_ms, self.converge_ms = state["seconds"], state["probe_ms"], state["converge_ms"]
+        # Torch loads these without a look at them, and the run would go on, but not as it was.
+        if self.schedule.last_epoch != self.step:
+            raise ValueError(f"the schedule is at step {self.schedule.last_epoch}, the run at {self.step}")
+        for name, parameter in self.model.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if self.optimizer.state[parameter][moment].shape != parameter.shape:
+                    raise ValueError(f"{moment} of {name} has another shape")
 
 
 def _batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
