@@ -77,7 +77,8 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
 
 def _plausible(key: str, value: Any, config: TrainConfig) -> bool:
     """Of the right kind, and of a size it can have."""
-    if not isinstance(value, KINDS[key]) or isinstance(value, bool):
+    fits = isinstance(value, KINDS[key]) and not isinstance(value, bool)
+    if not fits:
         return False
     if key == "step":
         return bool(0 <= value <= config.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ def check_resume(spec: RunSpec, corpus: Corpus) -> None:
     Raises:
         RunFolderError: it does not fit.
     """
-    Run(spec, corpus, Place(), lambda event: None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
+        Run(spec, corpus, Place(), lambda event: None)
 
 
 class Run:
@@ -259,10 +262,9 @@ class Run:
         }
 
     def _resume(self) -> None:
+        state = load_checkpoint(self.folder)
         try:
-            self._restore(load_checkpoint(self.folder))
-        except RunFolderError:
-            raise
+            self._restore(state)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # what torch raises for foreign contents
             reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
             path = str(self.folder / CHECKPOINT)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hdet.jobs.launch import Workers
+
 from .harness import Finished, run_cli, tiny
 
 
@@ -28,3 +30,15 @@ def compared(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     out = tmp_path_factory.mktemp("runs") / "both"
     finished = run_cli("train", "--compare", *tiny(text_folder), "--out", str(out))
     return out, finished
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is said before a process is started."""
+
+    def refuse(self: Workers) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr(Workers, "__enter__", refuse)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)

@@ -9,6 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from hdet.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 CLI_WITH_FAULTS = "import sys; from hdet.jobs import launch; launch.WORKER = (sys.executable, '-m', 'tests.jobs.faulty_worker'); "
 CLI_WITH_FAULTS += "from hdet.cli import main; raise SystemExit(main())"
@@ -44,6 +48,16 @@ def run_cli(
         [*command, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, start_new_session=True, check=False
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that must be refused."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("hdet")
+    assert "Traceback" not in err and out == ""
+    return err
 
 
 def alive(pid: int) -> bool:

@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import hdet
 from hdet.cli import main
-from hdet.jobs.checkpoint import CHECKPOINT, KEYS, save_checkpoint
 from hdet.jobs.command import printable
-from hdet.jobs.config import TrainConfig
-from hdet.jobs.data import load_corpus
-from hdet.jobs.launch import Workers
-from hdet.record import Recorder
 
-from .harness import Finished, tiny
+from .harness import Finished, one_line, tiny
 
-
-@pytest.fixture(autouse=True)
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about what is said before a process is started."""
-
-    def refuse(self: Workers) -> None:
-        raise AssertionError("a process would have been started")
-
-    monkeypatch.setattr(Workers, "__enter__", refuse)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Runs a command that must be refused."""
-    code = main(list(arguments))
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert err.count("\n") == 1 and err.startswith("hdet")
-    assert "Traceback" not in err and out == ""
-    return err
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +53,16 @@ def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "device is 'cuda'" in message and "999" in message
 
 
+@pytest.mark.parametrize(("gpus", "remedy"), [(0, "pass --device cpu"), (1, "pass --device cpu"), (3, "pass --replicas 3 or --device cpu")])
+def test_remedy_for_too_few_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path, gpus: int, remedy: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    message = one_line(capsys, "train", *tiny(text_folder, replicas=4), "--device", "cuda", "--out", str(tmp_path / "run"))
+    assert message.endswith(f"{gpus} can be used; {remedy}\n")
+
+
 def test_stale_native_module(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path
 ) -> None:
@@ -98,34 +83,6 @@ def test_out_that_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "--out" in one_line(capsys, "train", *tiny(text_folder), "--out", str(tmp_path / "file" / "run"))
 
 
-def test_resuming_with_other_settings(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:
-    folder = str(compared[0] / "hdet")
-    assert "spread is 0.2" in one_line(capsys, "train", "--resume", folder, "--spread", "0.2")
-    assert "'nowhere' has no checkpoint.pt" in one_line(capsys, "train", "--resume", "nowhere")
-    assert f"{compared[0]}/fixed" in one_line(capsys, "train", "--resume", str(compared[0]))
-
-
-def test_resuming_on_another_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path) -> None:
-    data, run = tmp_path / "data", tmp_path / "run"
-    shutil.copytree(text_folder, data)
-    run.mkdir()
-    begun = {**dict.fromkeys(KEYS, 0), "config": TrainConfig(data=str(data)).to_dict(), "text": load_corpus(data).digest}
-    save_checkpoint(run / CHECKPOINT, begun)
-    Recorder(run / "history.jsonl").close()
-    (run / "config.json").write_text("{}")
-    for file in data.iterdir():
-        file.write_text(file.read_text() + "# changed")
-    assert "not what the run" in one_line(capsys, "train", "--resume", str(run))
-
-
-def test_resuming_a_finished_run_starts_nothing(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:
-    folder = compared[0] / "hdet"
-    before = (folder / "history.jsonl").read_bytes()
-    assert main(["train", "--resume", str(folder)]) == 0
-    assert "already at its last step, 24" in capsys.readouterr().out
-    assert (folder / "history.jsonl").read_bytes() == before
-
-
 def test_torchrun_with_another_number_of_replicas(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path
 ) -> None:
@@ -142,18 +99,6 @@ def test_missing_extra_names_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     message = one_line(capsys, *command)
     assert "matplotlib" in message and "pip install hdet[job]" in message
-
-
-def test_report_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "history.jsonl" in one_line(capsys, "report", str(tmp_path))
-    assert "not a folder" in one_line(capsys, "report", str(tmp_path / "absent"))
-
-
-def test_report_draws_and_prints(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished], tmp_path: Path) -> None:
-    assert main(["report", str(compared[0]), "--out", str(tmp_path / "picture.png")]) == 0
-    out, _ = capsys.readouterr()
-    assert "fixed" in out and "hdet" in out and "validation loss" in out
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_command_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,13 +135,11 @@ def test_generated_text_cannot_steer_the_terminal() -> None:
 def test_doctor_names_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    import torch
-
     assert torch.__version__ in out and hdet.__version__ in out
     backends = out[out.index("\nbackends\n") : out.index("\ndevices\n")].splitlines()[2:]
     assert [line.split()[0] for line in backends] == list(hdet.kernels.available())
     for line, state in zip(backends, hdet.kernels.available().values(), strict=True):
-        assert line.endswith("usable" if state == "usable" else f"not usable: {state}")
+        assert line.endswith(state if state == hdet.kernels.USABLE else f"not usable: {state}")
     assert "gloo" in out and "compiler" in out and "matplotlib" in out
 
 
@@ -218,19 +161,21 @@ def test_simulation_finds_the_way_up(capsys: pytest.CaptureFixture[str]) -> None
     assert best <= controlled < fixed
 
 
-@pytest.mark.parametrize("arguments", [["--start", "0"], ["--start", "nan"], ["--cycles", "1"], ["--replicas", "1"], ["--spread", "1"]])
-def test_simulation_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert arguments[0].strip("-") in one_line(capsys, "simulate", *arguments)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("start", value) for value in ("0", "nan", "inf", "-1", "1e-320", "9e-7", "1.1e6")),
+        *((name, value) for name in ("cycles", "replicas") for value in ("0", "1", "-1")),
+        ("spread", "1"),
+        ("spread", "nan"),
+    ],
+)
+def test_simulation_refuses(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    message = one_line(capsys, "simulate", f"--{name}={value}")
+    assert message.startswith(f"hdet simulate: {name} is ") and ": it must " in message
 
 
-def test_unfinished_run_is_reported_as_such(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text('{"mode": "hdet", "steps": 10, "max_lr": 0.1}')
-    recorder = Recorder(run / "history.jsonl")
-    recorder.write({"event": "train", "step": 1, "loss": float("nan"), "lr": 0.1, "correction": 1.0})
-    recorder.write({"event": "validation", "step": 1, "loss": 2.0, "batches": 1})
-    recorder.close()
-    assert main(["report", str(run)]) == 0
-    assert "not ended" in capsys.readouterr().out
-    assert (run / "report.png").is_file()
+@pytest.mark.parametrize("start", ["1e-6", "1e6"])
+def test_simulation_ends_well_at_both_ends(capsys: pytest.CaptureFixture[str], start: str) -> None:
+    assert main(["simulate", "--start", start, "--cycles", "2", "--replicas", "2"]) == 0
+    assert "loss at the end" in capsys.readouterr().out

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet.jobs.checkpoint import CHECKPOINT, KEYS, load_checkpoint, save_checkpoint
+from hdet.jobs.checkpoint import load_checkpoint, save_checkpoint
 from hdet.jobs.config import TrainConfig
-from hdet.record import Recorder, RunFolderError, atomic_file, read_history, truncate_history
+from hdet.record import CHECKPOINT, Recorder, RunFolderError, atomic_file, read_history, truncate_history
 
 
 def history(path: Path, *records: dict) -> Path:
@@ -82,7 +82,10 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
 
 
 def state() -> dict:
-    return {**dict.fromkeys(KEYS, 0), "config": TrainConfig().to_dict(), "model": {"weight": torch.randn(3)}}
+    """Right in kind; no run would restore it."""
+    dicts: dict = {"model": {"weight": torch.randn(3)}, "optimizer": {}, "scheduler": {}, "ensemble": {}}
+    costs = {"seconds": 1.5, "probe_ms": 0.0, "converge_ms": 0.0, "validation": None}
+    return {"config": TrainConfig().to_dict(), "text": "digest", "step": 8, "rng": torch.get_rng_state(), **dicts, **costs}
 
 
 def test_checkpoint_returns_what_was_saved(tmp_path: Path) -> None:
@@ -132,3 +135,26 @@ def test_bad_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None
         load_checkpoint(tmp_path)
     assert mention in str(caught.value) and str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "x"),
+        ("step", True),
+        ("step", -1),
+        ("step", TrainConfig().steps + 1),
+        ("model", []),
+        ("optimizer", None),
+        ("ensemble", None),  # the saved run is an HDET run
+        ("rng", "x"),
+        ("text", 3),
+        ("seconds", float("nan")),
+        ("probe_ms", -1.0),
+        ("validation", "2.5"),
+    ],
+)
+def test_wrong_value_in_a_checkpoint_is_named(tmp_path: Path, key: str, value: object) -> None:
+    save_checkpoint(tmp_path / CHECKPOINT, {**state(), key: value})
+    with pytest.raises(RunFolderError, match=f"has a wrong {key} .*damaged, start the run again$"):
+        load_checkpoint(tmp_path)
