@@ -26,10 +26,19 @@ class Finished:
 
 
 def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
-    """Settings under which a step takes about a millisecond and a cycle four steps."""
+    """Settings under which a step takes about a millisecond and a cycle four steps; the second ends near the schedule's peak, with a move."""
     model = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch-size": 2, "probe-batches": 3}
     intervals = {"sync-interval": 4, "checkpoint-interval": 8, "validation-interval": 8, "log-interval": 3}
-    settings = {**model, **intervals, "replicas": replicas, "steps": steps, "validation-batches": 3, "device": "cpu", "data": data}
+    settings = {
+        **model,
+        **intervals,
+        "pct-start": 0.3,
+        "replicas": replicas,
+        "steps": steps,
+        "validation-batches": 3,
+        "device": "cpu",
+        "data": data,
+    }
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 

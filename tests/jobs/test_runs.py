@@ -68,16 +68,19 @@ def test_history_holds_every_cycle_and_the_rates_in_force(compared: tuple[Path, 
     cycles = events(out / "hdet", "cycle")
     assert [record["step"] for record in cycles] == [4, 8, 12, 16, 20, 24]
     assert not events(out / "fixed", "cycle")
-    for record in cycles:
-        assert sorted(record["multipliers"]["lr"]) == pytest.approx([0.7, 1.3])
-        assert record["slopes"]["lr"] is not None and record["errors"]["lr"] > 0
+    explored = [record["probe"] is not None for record in cycles]
+    assert explored[:2] == [True, True] and explored == sorted(explored, reverse=True), "the spread rests once, when it is past use"
+    for record, differ in zip(cycles, explored, strict=True):
+        assert sorted(record["multipliers"]["lr"]) == pytest.approx([0.7, 1.3] if differ else [1.0, 1.0])
+        assert (record["slopes"]["lr"] is not None and record["errors"]["lr"] > 0) == differ
         assert f"{record['values']['lr']:9.2e}" in finished.out
     train = events(out / "hdet", "train")
     assert {3, 4, 6, 8, 9, 24} <= {record["step"] for record in train}  # every third step, and where cycles end
     assert all(record["correction"] == 1.0 for record in events(out / "fixed", "train"))
     moved = [record["corrections"]["lr"] for record in cycles]
-    # Steps 5 and 6 of the run train with the correction that the first cycle decided on.
-    assert next(r["correction"] for r in train if r["step"] == 6) == moved[0]
+    # Steps 9 to 12 of the run train with the correction that the second cycle decided on.
+    assert moved[0] == 1.0 < moved[1]
+    assert [r["correction"] for r in train if r["step"] in (8, 9, 12)] == [moved[0], moved[1], moved[1]]
 
 
 def test_costs_are_parts_of_the_training_time(compared: tuple[Path, Finished]) -> None:
