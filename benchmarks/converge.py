@@ -22,22 +22,25 @@ CASES = {"24 x 2^20": [1 << 20] * 24, "3000 x 1000": [1000] * 3000}
 
 
 def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[str, dict[str, float]]:
-    parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)  # torch's averager takes only parameters that have one
+    def parameters() -> list[torch.nn.Parameter]:
+        # A set for each candidate: torch's averager moves the parameters it is given to new memory in every call.
+        return [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+
     flat = torch.randn(sum(sizes))
-    ours = BucketedAverage(parameters, Replicas.from_group())
-    torchs = PeriodicModelAverager(period=1, warmup_steps=0)
+    ours = BucketedAverage(parameters(), Replicas.from_group())
+    torchs, torchs_own, loops_own = PeriodicModelAverager(period=1, warmup_steps=0), parameters(), parameters()
+    for parameter in torchs_own:
+        parameter.grad = torch.zeros_like(parameter)  # it takes only parameters that have one
 
     def loop() -> None:
-        for parameter in parameters:
+        for parameter in loops_own:
             dist.all_reduce(parameter.data)
             parameter.data.div_(world_size)
 
     candidates = {
         "flat all_reduce (floor)": lambda: dist.all_reduce(flat),
         "ours": ours,
-        "torch PeriodicModelAverager": lambda: torchs.average_parameters(iter(parameters)),
+        "torch PeriodicModelAverager": lambda: torchs.average_parameters(iter(torchs_own)),
     }
     result = summary(alternate(candidates, repeats, barrier=True), "flat all_reduce (floor)")
     # The loop is slow enough to disturb the others, and a few rounds of it suffice.

@@ -36,11 +36,15 @@ class _Filling:
         backend = "auto" if plain and self.flat.device.type in ("cpu", "cuda") else "torch"
         self.pack = kernels.copy_plan(self.sources, self.views, backend)
         self.unpack = kernels.copy_plan(self.views, self.sources, backend)
+        self.versioned = [t for t in self.sources if not t.is_inference()]
         return self
 
     def average(self, weight: float, group: dist.ProcessGroup) -> None:
         self.pack.copy(weight)
-        dist.all_reduce(self.flat, group=group)
+        work = dist.all_reduce(self.flat, group=group, async_op=True)
+        # While it travels: native copies write behind autograd's back, and what a backward pass has saved of these is no longer valid.
+        torch.autograd.graph.increment_version(self.versioned)
+        work.wait()
         self.unpack.copy(1.0)
 
 
@@ -69,7 +73,6 @@ class BucketedAverage:
         self._addresses: list[int] = []
         self._direct: list[torch.Tensor] = []
         self._fillings: list[_Filling] = []
-        self._versioned: list[torch.Tensor] = []
         self._memories: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -91,8 +94,6 @@ class BucketedAverage:
             filling.average(weight, group)
         for work in pending:
             work.wait()  # on CUDA this orders streams; the host goes on
-        # Native copies write behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
-        torch.autograd.graph.increment_version(self._versioned)
 
     @property
     def extra_bytes(self) -> int:
@@ -101,11 +102,10 @@ class BucketedAverage:
 
     def _plan(self) -> None:
         """Who goes directly and what fills the bucket; rebuilt only if a tensor has moved."""
-        addresses = [t.data_ptr() for t in self.tensors]
+        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         if addresses == self._addresses:
             return
         self._addresses, self._direct, self._fillings, self._memories = addresses, [], [], []
-        self._versioned = [t for t in self.tensors if not t.is_inference()]
         data = [t.detach() for t in self.tensors if t.numel()]
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in data:
@@ -127,7 +127,7 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fill(tensors: list[torch.Tensor], memory: torch.Tensor) -> Iterator[_Filling]:
-    """Lay the tensors out over the bucket, again and again; a tensor may be cut between two fillings."""
+    """Lay the tensors out over the bucket, as often as needed; a tensor may be cut between two fillings."""
     used = 0
     filling = _Filling(memory)
     for tensor in tensors:
