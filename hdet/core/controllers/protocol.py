@@ -44,11 +44,6 @@ class Evidence:
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
 
-    @property
-    def progress(self) -> float | None:
-        """Part of the run that is done, in [0, 1]; None for an open-ended run."""
-        return None if self.total_steps is None else min(1.0, self.step / self.total_steps)
-
 
 @dataclass(frozen=True)
 class Decision:

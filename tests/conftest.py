@@ -1,3 +1,5 @@
+"""What every test gets."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
