@@ -81,7 +81,9 @@ def _key(config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((name, value) for name, value in config.items() if name not in ignored))
 
 
-def _value(text: str) -> int | float | str:
+def _value(text: str) -> bool | int | float | str:
+    if text in ("true", "false"):
+        return text == "true"
     for kind in (int, float):
         try:
             return kind(text)

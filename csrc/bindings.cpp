@@ -2,14 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "core/plan.h"
+#include "core/rank_one.h"
 #include "cpu/kernels.h"
 #ifdef HDET_CUDA
 #include "cuda/kernels.h"
@@ -20,45 +20,138 @@ namespace py = pybind11;
 namespace {
 
 using Address = std::uintptr_t;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-hdet::AdamWPlan adamw_plan(Address chunks, int64_t num_chunks, Address rows, Address gradients, Address params, Address exp_avgs,
-                           Address exp_avg_sqs) {
-  return {at<const hdet::Chunk>(chunks), num_chunks,           at<const hdet::HyperRow>(rows), at<const float* const>(gradients),
-          at<float* const>(params),      at<float* const>(exp_avgs), at<float* const>(exp_avg_sqs)};
-}
-
-hdet::AveragePlan average_plan(Address chunks, int64_t num_chunks, Address addresses, int64_t num_tensors, int32_t num_replicas,
-                               Address weights) {
-  return {at<const hdet::Chunk>(chunks), num_chunks, at<float* const>(addresses), num_tensors, num_replicas, at<const float>(weights)};
-}
-
-hdet::CopyPlan copy_plan(Address chunks, int64_t num_chunks, Address sources, Address destinations, float scale) {
-  return {at<const hdet::Chunk>(chunks), num_chunks, at<const float* const>(sources), at<float* const>(destinations), scale};
-}
-
-void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows) {
-  if (elements.size() != rows.size()) throw std::invalid_argument("elements and rows differ in length");
-  hdet::write_chunks(at<hdet::Chunk>(out), elements, rows);
-}
-
-// One tuple for each row, in the order of AdamWSettings.
-void write_adamw_rows(Address out, const std::vector<std::array<double, 8>>& settings) {
-  static_assert(sizeof(hdet::AdamWSettings) == 8 * sizeof(double));
-  for (size_t i = 0; i < settings.size(); ++i) {
-    hdet::AdamWSettings row;
-    std::memcpy(&row, settings[i].data(), sizeof row);
-    at<hdet::HyperRow>(out)[i] = hdet::adamw_row(row);
+// A plan as Python sees it: fields named as in plan.h; pointers and enumerations are integers.
+template <class Plan, class... Base>
+struct PlanClass : py::class_<Plan, Base...> {
+  PlanClass(py::module_& m, const char* name) : py::class_<Plan, Base...>(m, name) {
+    this->def(py::init([] { return Plan{}; }));
   }
+
+  template <class Field>
+  PlanClass& field(const char* name, Field Plan::*member) {
+    using Number = std::conditional_t<std::is_pointer_v<Field>, Address, std::conditional_t<std::is_enum_v<Field>, int, Field>>;
+    this->def_property(
+        name, [member](const Plan& plan) { return (Number)(plan.*member); },
+        [member](Plan& plan, Number value) { plan.*member = (Field)value; });
+    return *this;
+  }
+};
+#define HDET_FIELD(name) .field(#name, &Plan::name)
+
+void define_step_plan(py::module_& m) {
+  using Plan = hdet::StepPlan;
+  PlanClass<Plan>(m, "StepPlan")
+      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_rows)
+      HDET_FIELD(rule) HDET_FIELD(finish) HDET_FIELD(zero_gradients) HDET_FIELD(all_float) HDET_FIELD(seed) HDET_FIELD(first_replica)
+      HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs) HDET_FIELD(averages)
+      HDET_FIELD(buckets) HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(leaders) HDET_FIELD(rates)
+      HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(weights) HDET_FIELD(control) HDET_FIELD(partials)
+      HDET_FIELD(grad_scale) HDET_FIELD(found_inf);
+}
+
+void define_rank_one_plan(py::module_& m) {
+  using Plan = hdet::RankOnePlan;
+  PlanClass<Plan, hdet::StepPlan>(m, "RankOnePlan")
+      HDET_FIELD(bases) HDET_FIELD(displacements) HDET_FIELD(states) HDET_FIELD(lines);
+}
+
+void define_average_plan(py::module_& m) {
+  using Plan = hdet::AveragePlan;
+  PlanClass<Plan>(m, "AveragePlan")
+      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(all_float)
+      HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(weights);
+}
+
+void define_pair_plan(py::module_& m) {
+  using Plan = hdet::PairPlan;
+  PlanClass<Plan>(m, "PairPlan")
+      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(all_float) HDET_FIELD(pairing) HDET_FIELD(sources) HDET_FIELD(source_lowers)
+      HDET_FIELD(destinations) HDET_FIELD(masters) HDET_FIELD(scale);
+}
+
+void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows,
+                  const std::vector<int32_t>& formats) {
+  hdet::write_chunks(at<hdet::Chunk>(out), elements, rows, formats);
 }
 
 void write_addresses(Address out, const std::vector<Address>& addresses) {
   if (!addresses.empty()) std::memcpy(at<Address>(out), addresses.data(), addresses.size() * sizeof(Address));
 }
+
+void write_numbers(Address out, const std::vector<double>& numbers) {
+  if (!numbers.empty()) std::memcpy(at<double>(out), numbers.data(), numbers.size() * sizeof(double));
+}
+
+// The same objects in the same places.
+bool same(const py::list& a, const py::list& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (PyList_GET_ITEM(a.ptr(), i) != PyList_GET_ITEM(b.ptr(), i)) return false;
+  }
+  return true;
+}
+
+// [p.grad for p in params]
+py::list gradients(const py::list& params) {
+  static PyObject* const name = PyUnicode_InternFromString("grad");
+  py::list result(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    PyObject* const gradient = PyObject_GetAttr(PyList_GET_ITEM(params.ptr(), i), name);
+    if (gradient == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(result.ptr(), i, gradient);
+  }
+  return result;
+}
+
+// Whether dicts[i].get(key) is items[i], for all i.
+bool same_items(const py::list& dicts, const py::str& key, const py::list& items) {
+  if (dicts.size() != items.size()) return false;
+  for (size_t i = 0; i < dicts.size(); ++i) {
+    PyObject* const found = PyDict_GetItemWithError(PyList_GET_ITEM(dicts.ptr(), i), key.ptr());
+    if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if ((found == nullptr ? Py_None : found) != PyList_GET_ITEM(items.ptr(), i)) return false;
+  }
+  return true;
+}
+
+void define_cpu(py::module_& m) {
+  m.def("cpu_step", &hdet::cpu::step, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_rank_one", &hdet::cpu::rank_one, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_converge", &hdet::cpu::converge, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_average", &hdet::cpu::average, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
+  m.def("cpu_pair", &hdet::cpu::pair, py::arg("plan"), py::arg("threads"), py::arg("isa") = "", ReleaseGil());
+  m.def(
+      "cpu_norm",
+      [](Address chunks, int64_t num_chunks, Address tensors, Address partials, Address result, int threads, const std::string& isa) {
+        hdet::cpu::norm(at<const hdet::Chunk>(chunks), num_chunks, at<void* const>(tensors), at<double>(partials), at<float>(result),
+                        threads, isa);
+      },
+      py::arg("chunks"), py::arg("num_chunks"), py::arg("tensors"), py::arg("partials"), py::arg("result"), py::arg("threads"),
+      py::arg("isa") = "", ReleaseGil());
+}
+
+#ifdef HDET_CUDA
+void define_cuda(py::module_& m) {
+  m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_pair", &hdet::cuda::pair, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def(
+      "cuda_norm",
+      [](Address chunks, int64_t num_chunks, Address tensors, Address partials, Address result, int device, Address stream) {
+        hdet::cuda::norm(at<const hdet::Chunk>(chunks), num_chunks, at<void* const>(tensors), at<double>(partials), at<float>(result),
+                         device, stream);
+      },
+      py::arg("chunks"), py::arg("num_chunks"), py::arg("tensors"), py::arg("partials"), py::arg("result"), py::arg("device"),
+      py::arg("stream"), ReleaseGil());
+}
+#endif
 
 py::dict build_info() {
   py::dict info;
@@ -86,64 +179,30 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 2;  // see hdet/kernels/native.py
+  m.attr("INTERFACE") = 3;  // see hdet/kernels/native.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
+  m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
+  m.attr("CONTROL_BYTES") = sizeof(hdet::Control);
+  m.attr("STATE_BYTES") = sizeof(hdet::RankOneState);
+  m.attr("LINE_BYTES") = sizeof(hdet::RankOneRow);
+
+  define_step_plan(m);
+  define_rank_one_plan(m);
+  define_average_plan(m);
+  define_pair_plan(m);
 
   m.def("count_chunks", &hdet::count_chunks, py::arg("elements"));
-  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("rows"));
-  m.def("write_adamw_rows", &write_adamw_rows, py::arg("out"), py::arg("settings"));
+  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("rows"), py::arg("formats"));
   m.def("write_addresses", &write_addresses, py::arg("out"), py::arg("addresses"));
-  m.def("add_to_steps", &hdet::add_to_steps, py::arg("steps"), py::arg("count"), py::arg("amount"));
+  m.def("write_numbers", &write_numbers, py::arg("out"), py::arg("numbers"));
+  m.def("same", &same, py::arg("a"), py::arg("b"));
+  m.def("gradients", &gradients, py::arg("params"));
+  m.def("same_items", &same_items, py::arg("dicts"), py::arg("key"), py::arg("items"));
 
-  m.def(
-      "cpu_adamw",
-      [](Address chunks, int64_t num_chunks, Address rows, Address gradients, Address params, Address exp_avgs, Address exp_avg_sqs,
-         int threads, const std::string& isa) {
-        hdet::cpu::adamw(adamw_plan(chunks, num_chunks, rows, gradients, params, exp_avgs, exp_avg_sqs), threads, isa);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("rows"), py::arg("gradients"), py::arg("params"), py::arg("exp_avgs"),
-      py::arg("exp_avg_sqs"), py::arg("threads"), py::arg("isa") = "", py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "cpu_average",
-      [](Address chunks, int64_t num_chunks, Address addresses, int64_t num_tensors, int32_t num_replicas, Address weights, int threads,
-         const std::string& isa) {
-        hdet::cpu::average(average_plan(chunks, num_chunks, addresses, num_tensors, num_replicas, weights), threads, isa);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("addresses"), py::arg("num_tensors"), py::arg("num_replicas"), py::arg("weights"),
-      py::arg("threads"), py::arg("isa") = "", py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "cpu_copy",
-      [](Address chunks, int64_t num_chunks, Address sources, Address destinations, float scale, int threads, const std::string& isa) {
-        hdet::cpu::copy(copy_plan(chunks, num_chunks, sources, destinations, scale), threads, isa);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("sources"), py::arg("destinations"), py::arg("scale"), py::arg("threads"),
-      py::arg("isa") = "", py::call_guard<py::gil_scoped_release>());
-
+  define_cpu(m);
 #ifdef HDET_CUDA
-  m.def(
-      "cuda_copy",
-      [](Address chunks, int64_t num_chunks, Address sources, Address destinations, float scale, int device, Address stream) {
-        hdet::cuda::copy(copy_plan(chunks, num_chunks, sources, destinations, scale), device, stream);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("sources"), py::arg("destinations"), py::arg("scale"), py::arg("device"),
-      py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "cuda_adamw",
-      [](Address chunks, int64_t num_chunks, Address rows, Address gradients, Address params, Address exp_avgs, Address exp_avg_sqs,
-         int device, Address stream) {
-        hdet::cuda::adamw(adamw_plan(chunks, num_chunks, rows, gradients, params, exp_avgs, exp_avg_sqs), device, stream);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("rows"), py::arg("gradients"), py::arg("params"), py::arg("exp_avgs"),
-      py::arg("exp_avg_sqs"), py::arg("device"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "cuda_average",
-      [](Address chunks, int64_t num_chunks, Address addresses, int64_t num_tensors, int32_t num_replicas, Address weights, int device,
-         Address stream) {
-        hdet::cuda::average(average_plan(chunks, num_chunks, addresses, num_tensors, num_replicas, weights), device, stream);
-      },
-      py::arg("chunks"), py::arg("num_chunks"), py::arg("addresses"), py::arg("num_tensors"), py::arg("num_replicas"), py::arg("weights"),
-      py::arg("device"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+  define_cuda(m);
 #endif
 }

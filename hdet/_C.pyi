@@ -2,7 +2,7 @@
 """hdet's native module. Addresses, sizes (elements) and streams are plain integers; nothing is checked here: use hdet.kernels."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 class BuildInfo(TypedDict):
     version: str
@@ -27,76 +27,94 @@ INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
 ROW_BYTES: int
+REPLICA_ROW_BYTES: int
+CONTROL_BYTES: int
+STATE_BYTES: int
+LINE_BYTES: int
 
 def build_info() -> BuildInfo: ...
-def count_chunks(elements: Sequence[int]) -> int: ...
-def write_chunks(out: int, elements: Sequence[int], rows: Sequence[int]) -> None: ...
 
-# (lr, multiplier, beta1, beta2, eps, weight_decay, maximize, step) of each row; step counts from 1
-def write_adamw_rows(out: int, settings: Sequence[Sequence[float]]) -> None: ...
+# The structures of csrc/core/plan.h and rank_one.h: addresses and enumerations are integers, everything starts as 0.
+class StepPlan:
+    chunks: int
+    num_chunks: int
+    num_tensors: int
+    num_replicas: int
+    num_rows: int
+    rule: int
+    finish: int
+    zero_gradients: int
+    all_float: int
+    seed: int
+    first_replica: int
+    gradients: int
+    params: int
+    masters: int
+    exp_avgs: int
+    exp_avg_sqs: int
+    averages: int
+    buckets: int
+    counters: int
+    ids: int
+    leaders: int
+    rates: int
+    settings: int
+    rows: int
+    replica_rows: int
+    weights: int
+    control: int
+    partials: int
+    grad_scale: int
+    found_inf: int
+
+class RankOnePlan(StepPlan):
+    bases: int
+    displacements: int
+    states: int
+    lines: int
+
+class AveragePlan:
+    chunks: int
+    num_chunks: int
+    num_tensors: int
+    num_replicas: int
+    all_float: int
+    params: int
+    masters: int
+    weights: int
+
+class PairPlan:
+    chunks: int
+    num_chunks: int
+    all_float: int
+    pairing: int
+    sources: int
+    source_lowers: int
+    destinations: int
+    masters: int
+    scale: float
+
+# tables of a plan
+def count_chunks(elements: Sequence[int]) -> int: ...
+def write_chunks(out: int, elements: Sequence[int], rows: Sequence[int], formats: Sequence[int]) -> None: ...
 def write_addresses(out: int, addresses: Sequence[int]) -> None: ...
-def add_to_steps(steps: int, count: int, amount: float) -> None: ...
+def write_numbers(out: int, numbers: Sequence[object]) -> None: ...
+
+# lists: the same objects at the same places; [p.grad for p in params]; whether dicts[i].get(key) is items[i] for all i
+def same(a: list[Any], b: list[Any]) -> bool: ...
+def gradients(params: list[Any]) -> list[Any]: ...
+def same_items(dicts: list[Any], key: str, items: list[Any]) -> bool: ...
 
 # isa: one of build_info()["isa"]; "" takes the environment's HDET_ISA, else the best
-def cpu_adamw(
-    chunks: int,
-    num_chunks: int,
-    rows: int,
-    gradients: int,
-    params: int,
-    exp_avgs: int,
-    exp_avg_sqs: int,
-    threads: int,
-    isa: str = "",
-) -> None: ...
-def cpu_average(
-    chunks: int,
-    num_chunks: int,
-    addresses: int,
-    num_tensors: int,
-    num_replicas: int,
-    weights: int,
-    threads: int,
-    isa: str = "",
-) -> None: ...
-def cpu_copy(
-    chunks: int,
-    num_chunks: int,
-    sources: int,
-    destinations: int,
-    scale: float,
-    threads: int,
-    isa: str = "",
-) -> None: ...
+def cpu_step(plan: StepPlan, threads: int, isa: str = "") -> None: ...
+def cpu_rank_one(plan: RankOnePlan, threads: int, isa: str = "") -> None: ...
+def cpu_converge(plan: RankOnePlan, threads: int, isa: str = "") -> None: ...
+def cpu_average(plan: AveragePlan, threads: int, isa: str = "") -> None: ...
+def cpu_pair(plan: PairPlan, threads: int, isa: str = "") -> None: ...
+def cpu_norm(chunks: int, num_chunks: int, tensors: int, partials: int, result: int, threads: int, isa: str = "") -> None: ...
 
 # only where `cuda` is true
-def cuda_copy(
-    chunks: int,
-    num_chunks: int,
-    sources: int,
-    destinations: int,
-    scale: float,
-    device: int,
-    stream: int,
-) -> None: ...
-def cuda_adamw(
-    chunks: int,
-    num_chunks: int,
-    rows: int,
-    gradients: int,
-    params: int,
-    exp_avgs: int,
-    exp_avg_sqs: int,
-    device: int,
-    stream: int,
-) -> None: ...
-def cuda_average(
-    chunks: int,
-    num_chunks: int,
-    addresses: int,
-    num_tensors: int,
-    num_replicas: int,
-    weights: int,
-    device: int,
-    stream: int,
-) -> None: ...
+def cuda_step(plan: StepPlan, device: int, stream: int) -> None: ...
+def cuda_average(plan: AveragePlan, device: int, stream: int) -> None: ...
+def cuda_pair(plan: PairPlan, device: int, stream: int) -> None: ...
+def cuda_norm(chunks: int, num_chunks: int, tensors: int, partials: int, result: int, device: int, stream: int) -> None: ...

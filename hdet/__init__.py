@@ -13,8 +13,12 @@ __version__ = "0.1.0"
 
 # Names are loaded on first use, so that the command line answers --help without importing torch.
 _HOMES = {
+    "CoresidentReplicas": "coresident",
     "Ensemble": "ensemble",
+    "FusedAdam": "optim",
     "FusedAdamW": "optim",
+    "FusedLion": "optim",
+    "FusedSGD": "optim",
     "LearningRate": "knobs",
     "OneCycleAutoLR": "schedulers",
     "ProbeController": "probe",
@@ -32,11 +36,15 @@ if TYPE_CHECKING:
     from . import kernels as kernels
     from .core.controllers import ProbeRule as ProbeRule
     from .core.controllers import SoftmaxController as SoftmaxController
+    from .coresident import CoresidentReplicas as CoresidentReplicas
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
     from .knobs import LearningRate as LearningRate
     from .noise import warm_noise_ as warm_noise_
+    from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW
+    from .optim import FusedLion as FusedLion
+    from .optim import FusedSGD as FusedSGD
     from .probe import ProbeController as ProbeController
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas

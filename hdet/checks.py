@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .converge.average import check_averageable
 from .core.controllers import Controller
+from .core.controllers.protocol import require_keys
 from .core.engine import STATE_VERSION, Engine
+from .coresident import CoresidentReplicas
+from .knobs import GroupKnob
 from .replicas import Replicas
 
-__all__ = ["agreement", "averaged_tensors", "check_arguments", "check_controller", "check_gradients"]
+__all__ = ["agreement", "averaged_tensors", "check_arguments", "check_controller", "check_gradients", "scheduled_values"]
 
 
 def check_arguments(
@@ -36,7 +39,11 @@ def check_arguments(
     if isinstance(knobs, (str, bytes)) or not isinstance(knobs, Sequence) or not all(hasattr(knob, "bind") for knob in knobs):
         raise TypeError(f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}")
     if replicas is not None and not isinstance(replicas, Replicas):
-        raise TypeError(f"replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), got {type(replicas).__name__}")
+        raise TypeError(
+            f"replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an hdet.CoresidentReplicas, got {type(replicas).__name__}"
+        )
+    if isinstance(replicas, CoresidentReplicas):
+        replicas.check_optimizer(optimizer)
     if isinstance(controller, type) or (controller is not None and not isinstance(controller, Controller)):
         raise TypeError(
             f"controller must be an object with name, needs_probe, update, state_dict and load_state_dict, got {controller!r}: "
@@ -119,6 +126,32 @@ def agreement(engine: Engine, parameters: Sequence[torch.Tensor], average: str, 
         "the controller and its settings (digest)": _digest(None if controller is None else (controller.name, _settings(controller))),
         "the state (digest)": _digest(engine.state_dict()),
     }
+
+
+def scheduled_values(state: Mapping[str, Any], knobs: Sequence[GroupKnob], scheduler: Any) -> dict[str, list[float]]:
+    """The schedule's own values by knob, out of an ensemble's state. Raises ValueError for a state of another run, or a damaged one."""
+    require_keys(state, ("scheduled", "scheduler"), "ensemble's")
+    if (state["scheduler"] is None) != (scheduler is None):
+        raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+    if scheduler is not None and not isinstance(state["scheduler"], Mapping):
+        raise ValueError(
+            f"the ensemble's state has a {type(state['scheduler']).__name__} where the scheduler's state should be: it is damaged"
+        )
+    total = (state["scheduler"] or {}).get("total_steps")
+    if total is not None and total != getattr(scheduler, "total_steps", total):
+        raise ValueError(
+            f"the saved run has total_steps {total!r}, this one {getattr(scheduler, 'total_steps', None)!r}: build the scheduler as the saved run did"
+        )
+    try:
+        scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in knobs}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
+    for knob in knobs:
+        if len(scheduled[knob.name]) != len(knob.indices):
+            raise ValueError(
+                f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.indices)} groups"
+            )
+    return scheduled
 
 
 def _settings(controller: Any) -> list[tuple[str, Any]]:

@@ -122,10 +122,12 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     for name, field in TrainConfig.__dataclass_fields__.items():
         if name == "mode":
             continue
-        kind = {"i": int, "f": float, "s": str}[str(field.type)[0]]
-        default = "" if field.default is None else f" (default: {field.default})"
+        kind = {"b": bool, "i": int, "f": float, "s": str}[str(field.type)[0]]
+        default = "" if field.default is None or kind is bool else f" (default: {field.default})"
         extra: dict[str, Any] = {"choices": choices.get(name)}
-        if name not in choices:
+        if kind is bool:
+            extra = {"action": "store_true"}
+        elif name not in choices:
             extra = {"type": kind, "metavar": "FOLDER" if kind is str else kind.__name__.upper()}
         # No default here: what was not typed stays away, so that --resume can tell.
         settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)

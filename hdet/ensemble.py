@@ -11,19 +11,19 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from .checks import agreement, averaged_tensors, check_arguments, check_controller
+from .checks import agreement, averaged_tensors, check_arguments, check_controller, scheduled_values
 from .converge import BucketedAverage
 from .converge.average import DEFAULT_BUCKET_BYTES
 from .core.clock import Clock
 from .core.controllers import Controller
-from .core.controllers.protocol import require_keys
 from .core.controllers.softmax import softmax_weights
 from .core.engine import CycleOutcome, Engine, KnobSpec
+from .coresident import CoresidentAverage, CoresidentReplicas
 from .fan_out import FanOut
 from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
 from .replicas import Replicas
-from .slots import Slot, gather_slots
+from .slots import LocalReplica, Slot, gather_slots
 from .window import LossWindow
 
 __all__ = ["Ensemble", "ReplicasDiverged", "Scheduler", "plain"]
@@ -42,13 +42,17 @@ class Scheduler(Protocol):
 
 
 class Ensemble:
-    """Drives one replica of N: call ``ensemble.step(loss)`` where ``scheduler.step()`` was, after ``optimizer.step()``.
+    """Drives the replicas: call ``ensemble.step(loss)`` where ``scheduler.step()`` was, after ``optimizer.step()``.
+
+    Each process holds one of N, or one process all of them (`CoresidentReplicas`): then every replica's loss is observed inside
+    its ``with replicas.use(k)``, and ``ensemble.step()`` follows the one optimizer step.
 
     Args:
         optimizer: any torch optimizer; its parameters are what is averaged. Gradients must be all-reduced over the replicas (DDP).
+            Co-resident replicas need one of hdet's fused optimizers.
         scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values.
         knobs: what to explore; default ``[LearningRate(spread=1/9)]``.
-        replicas: who takes part; default the world if torch.distributed is initialised, else a single replica.
+        replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         sync_interval: T, optimizer steps between averages, >= 1.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
         controller: None, `SoftmaxController`, `ProbeController`, or anything with the protocol of hdet.core.controllers.
@@ -58,7 +62,7 @@ class Ensemble:
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm).
+        buffers: further floating-point tensors to average (running statistics of BatchNorm); co-resident replicas share theirs.
 
     Guarantees: at rest param_groups hold base values, the same on all ranks. Only the end of a cycle communicates (one
     collective of a few numbers per replica, then the average) and waits for the device. Replicas that cannot differ
@@ -96,12 +100,14 @@ class Ensemble:
         self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
         check_controller(controller, self.engine, [knob.bounds()[1] for knob in self.knobs])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
-        self._average = BucketedAverage(self.parameters, self.replicas, bucket_bytes)
+        coresident = self.replicas if isinstance(self.replicas, CoresidentReplicas) else None
+        self._bucket_bytes = bucket_bytes
+        self._average = CoresidentAverage(optimizer) if coresident else BucketedAverage(self.parameters, self.replicas, bucket_bytes)
         self._probe = controller if isinstance(controller, ProbeController) else None
         if self._probe is not None:
-            self._probe.watch([p for group in optimizer.param_groups for p in group["params"]])
+            self._probe.watch(*self.replicas.sets([p for group in optimizer.param_groups for p in group["params"]]))
 
-        self._window = LossWindow(self.parameters[0].device)
+        self._members = [LocalReplica(own, LossWindow(own[0].device)) for own in self.replicas.sets(self.parameters)]
         self._agreed = False
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
@@ -111,18 +117,22 @@ class Ensemble:
         per unit of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended); by replica: losses (mean training
         loss, None if it must not count), probe (mean probe loss; None without one); left_out (replicas without a vote), converge_ms,
         probe_ms (milliseconds on this rank), notes (text)."""
+        if coresident is not None:
+            coresident.attach(optimizer)
         self._fan_out = FanOut(optimizer, self.knobs)
         self._begin_cycle()
 
     # -- the loop --------------------------------------------------------------------------------------------------------
 
-    def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
+    def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0, replica: int | None = None) -> None:
         """Add a loss of this replica to the running cycle (per micro-batch, with its weight, e.g. its tokens). Never synchronises.
 
+        Among co-resident replicas it is the one in ``use``, or ``replica``.
+
         Raises:
-            ValueError: not a scalar, or a negative weight.
+            ValueError: not a scalar, or a negative weight; or nothing says which replica's it is.
         """
-        self._window.add(loss, weight)
+        self._members[self.replicas.place(replica)].window.add(loss, weight)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
@@ -134,11 +144,15 @@ class Ensemble:
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters.
         """
+        if getattr(self.replicas, "in_use", False):
+            raise ValueError(
+                "ensemble.step() was called inside `with replicas.use(k):`; call it once per optimizer step, after all of them"
+            )
         if loss is not None:
             self.observe(loss)
         if not self._agreed:
             # Once: ranks that are not in the same run would average nonsense.
-            settings = agreement(self.engine, self.parameters, self.average, self._average.bucket_bytes)
+            settings = agreement(self.engine, self.parameters, self.average, self._bucket_bytes)
             self.replicas.require_agreement(settings, self.parameters[0].device)
             self._agreed = True
         try:
@@ -160,7 +174,7 @@ class Ensemble:
         """
         if self.replicas.count == 1:
             return
-        slots = gather_slots(self.replicas, self.parameters, self._window, None, compare=True)
+        slots = gather_slots(self.replicas, self._members, None, compare=True)
         notes = self._average_replicas(slots, compared=True)
         for note in notes:
             warnings.warn(f"converge: {note}", stacklevel=2)
@@ -185,8 +199,9 @@ class Ensemble:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """rho of this replica in the running cycle, by knob."""
-        return {knob.name: rho for knob, rho in zip(self.knobs, self._fan_out.multipliers, strict=True)}
+        """rho of this replica (of co-resident ones the one in ``use``) in the running cycle, by knob."""
+        own = self._fan_out.multipliers[self.replicas.local.index(self.replicas.index)]
+        return {knob.name: rho for knob, rho in zip(self.knobs, own, strict=True)}
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
@@ -196,10 +211,12 @@ class Ensemble:
 
     def _begin_cycle(self) -> None:
         self._forget_window()
-        self._fan_out.assign([row[self.replicas.index] for row in self.engine.multipliers()])
+        table = self.engine.multipliers()
+        self._fan_out.assign(*([row[r] for row in table] for r in self.replicas.local))
 
     def _forget_window(self) -> None:
-        self._window.reset()
+        for member in self._members:
+            member.window.reset()
         if self._probe is not None:
             self._probe.forget()
 
@@ -233,10 +250,10 @@ class Ensemble:
     def _end_cycle(self) -> None:
         started = self._now()
         compare = not self.engine.explores
-        probe = self._probe.measure(self.engine.cycle) if self._probe is not None and self._will_probe(self.engine.step) else None
+        rows = self._measure() if self._will_probe(self.engine.step) else None
         probed = self._now()
-        slots = gather_slots(self.replicas, self.parameters, self._window, probe, compare=compare)
-        scores = None if probe is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
+        slots = gather_slots(self.replicas, self._members, rows, compare=compare)
+        scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
         self._notes += self._average_replicas(slots, compared=compare)
         averaged = self._now()
         peaks, floors = zip(*(knob.bounds() for knob in self.knobs), strict=True)
@@ -255,6 +272,15 @@ class Ensemble:
         if self.log is not None and self.history is not None:
             self.log(self.history, self.engine.step)
 
+    def _measure(self) -> list[torch.Tensor]:
+        """The probe's row of each local replica, at its own cycle average."""
+        assert self._probe is not None
+        rows = []
+        for place, r in enumerate(self.replicas.local):
+            with self.replicas.use(r):
+                rows.append(self._probe.measure(self.engine.cycle, place))
+        return rows
+
     def _average_replicas(self, slots: Sequence[Slot], *, compared: bool) -> list[str]:
         """Eq. 3 over the healthy replicas. Returns notes for the record."""
         healthy = [r for r, slot in enumerate(slots) if slot.finite]
@@ -265,7 +291,7 @@ class Ensemble:
             )
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
         if not (compared and len({slot.digest for slot in slots}) == 1):
-            self._average(self._weights(slots, healthy)[self.replicas.index])
+            self._average(self._weights(slots, healthy))
         self._lockstep = not self.engine.explores
         self._fan_out.moved = False
         return [f"replica {r} left out of the average: parameters not finite" for r in range(len(slots)) if r not in healthy]
@@ -337,7 +363,7 @@ class Ensemble:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
         """
         self.engine.check_state(state)
-        scheduled = self._check_scheduled(state)
+        scheduled = scheduled_values(state, self.knobs, self.scheduler)
         self.engine.load_state_dict(state)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -347,30 +373,6 @@ class Ensemble:
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._begin_cycle()
-
-    def _check_scheduled(self, state: Mapping[str, Any]) -> dict[str, list[float]]:
-        require_keys(state, ("scheduled", "scheduler"), "ensemble's")
-        if (state["scheduler"] is None) != (self.scheduler is None):
-            raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
-        if self.scheduler is not None and not isinstance(state["scheduler"], Mapping):
-            raise ValueError(
-                f"the ensemble's state has a {type(state['scheduler']).__name__} where the scheduler's state should be: it is damaged"
-            )
-        total = (state["scheduler"] or {}).get("total_steps")
-        if total is not None and total != getattr(self.scheduler, "total_steps", total):
-            raise ValueError(
-                f"the saved run has total_steps {total!r}, this one {getattr(self.scheduler, 'total_steps', None)!r}: build the scheduler as the saved run did"
-            )
-        try:
-            scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in self.knobs}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
-        for knob in self.knobs:
-            if len(scheduled[knob.name]) != len(knob.indices):
-                raise ValueError(
-                    f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.indices)} groups"
-                )
-        return scheduled
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""

@@ -20,7 +20,7 @@ class FanOut:
     """Wraps ``optimizer.step`` of one instance.
 
     A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
-    stay behind. An optimizer with a ``multipliers`` list (hdet's fused ones) takes the multiplier through it instead.
+    stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones), takes the multipliers through it instead.
 
     ``moved`` tells whether a step has been done since the last average.
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
@@ -31,7 +31,7 @@ class FanOut:
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
             raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
         self.optimizer, self.knobs = optimizer, knobs
-        self.multipliers = [1.0] * len(knobs)
+        self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True
         self.active = True
         self.stepped = False
@@ -53,7 +53,7 @@ class FanOut:
             with ExitStack() as stack:
                 self.moved = True
                 if not self.fused:
-                    for knob, multiplier in zip(self.knobs, self.multipliers, strict=True):
+                    for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
                         stack.enter_context(knob.fanned_out(multiplier))
                 result = inner(*args, **kwargs)
             self.stepped = True
@@ -62,16 +62,19 @@ class FanOut:
         # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
 
-    def assign(self, multipliers: Sequence[float]) -> None:
-        """rho of this replica for the cycle that begins, one per knob."""
-        self.multipliers = list(multipliers)
+    def assign(self, *replicas: Sequence[float]) -> None:
+        """rho for the cycle that begins, one per knob, of each replica that this optimizer steps (a stock one has one)."""
+        self.multipliers = [list(multipliers) for multipliers in replicas]
         self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
         if self.fused:
-            rows = self.optimizer.multipliers  # type: ignore[attr-defined]
-            rows[:] = [1.0] * len(self.optimizer.param_groups)
-            for knob, multiplier in zip(self.knobs, multipliers, strict=True):
-                for index in knob.indices:
-                    rows[index] = float(multiplier)
+            self.optimizer.multipliers[:] = [self._by_group(multipliers) for multipliers in replicas]  # type: ignore[attr-defined]
+
+    def _by_group(self, multipliers: Sequence[float]) -> list[float]:
+        row = [1.0] * len(self.optimizer.param_groups)
+        for knob, multiplier in zip(self.knobs, multipliers, strict=True):
+            for index in knob.indices:
+                row[index] = float(multiplier)
+        return row
 
     def take_stepped(self) -> bool:
         stepped, self.stepped = self.stepped, False
@@ -79,6 +82,6 @@ class FanOut:
 
     def close(self) -> None:
         """Multipliers are 1 from now on; the wrapper stays in the call chain but does nothing."""
-        self.assign([1.0] * len(self.knobs))
+        self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         self.active = False
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]

@@ -141,7 +141,7 @@ class ProbeController:
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.rule = ProbeRule() if rule is None else rule
         self.average_every, self.average_from = average_every, average_from
-        self._average: CycleAverage | None = None
+        self._averages: list[CycleAverage] = []
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
@@ -155,40 +155,43 @@ class ProbeController:
         """Numbers per replica in the slots: one loss per chunk, and two that identify the mini-batches."""
         return self.chunks + 2
 
-    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The parameters to average over the cycle: those the optimizer trains.
+    def watch(self, *replicas: Sequence[torch.Tensor]) -> None:
+        """The parameters to average over the cycle: those the optimizer trains, of each replica in this process.
 
         Raises:
             ValueError: none of them is the model's, so the probe would score the same weights for ever.
         """
         own = {id(p) for p in self.model.parameters()}
-        if not any(id(p) in own for p in parameters):
+        if not any(id(p) in own for p in replicas[0]):
             raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
-        self._average = CycleAverage(parameters)
+        self._averages = [CycleAverage(parameters) for parameters in replicas]
 
     def sample(self, position: int, length: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps; its last step is always a sample."""
-        assert self._average is not None
         if position > self.average_from * length and (length - position) % self.average_every == 0:
-            self._average.add()
+            for average in self._averages:
+                average.add()
 
     def forget(self) -> None:
         """The window begins anew (a cycle has begun, or replicas were averaged ahead of time)."""
-        if self._average is not None:
-            self._average.reset()
+        for average in self._averages:
+            average.reset()
 
-    def measure(self, cycle: int) -> torch.Tensor:
-        """(row_width,) float64 on the model's device: the chunk losses at the cycle-averaged weights, then the mini-batches' digest."""
-        assert self._average is not None
-        if not self._average.samples:
-            self._average.add()  # a cycle cut too short for a sample: the weights as they are
+    def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
+        """(row_width,) float64 on the model's device: the chunk losses at the cycle-averaged weights, then the mini-batches' digest.
+
+        ``place``: which of the watched replicas; the model must have its weights now.
+        """
+        average = self._averages[place]
+        if not average.samples:
+            average.add()  # a cycle cut too short for a sample: the weights as they are
         with undisturbed(self.model):
             chosen = self._choose(cycle)
-            self._average.exchange()
+            average.exchange()
             try:
                 losses = [_scalar(self.loss_fn(self.model, batch)) for batch in chosen]
             finally:
-                self._average.exchange()
+                average.exchange()
         row = torch.stack(losses)
         return torch.cat([row, digest(list(_tensors_in(chosen))).to(row.device)])
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controllers import Controller, SoftmaxController
 from .core.spread import check_spread
+from .coresident import CoresidentReplicas
 from .ensemble import Ensemble, plain
 from .knobs import LearningRate
 from .replicas import Replicas
@@ -30,11 +31,12 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_warmup_steps: S_warm, steps before the controller may act.
         ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bit for bit.
         model_sync_interval: T, optimizer steps between averages of the replicas.
-        rank, world_size: accepted for compatibility; must agree with the process group or with ``replicas``.
+        rank, world_size: accepted for compatibility; must agree with the process group or with ``replicas`` (co-resident: 0 and 1).
         enable_auto_lr: use the paper's softmax controller on one knob per parameter group. Off: spread and averages still run.
             Then ``auto_lr_warmup_steps`` must be below the run's length.
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
-        replicas: who takes part; default the world if torch.distributed is initialised.
+        replicas: who takes part; default the world if torch.distributed is initialised; or a `CoresidentReplicas`, whose losses
+            are given by ``observe`` inside of ``use``, before ``step()``.
         controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under a `ProbeController` all
             parameter groups are one knob.
         gradients: ``"shared"``.
@@ -99,9 +101,9 @@ class OneCycleAutoLR(OneCycleLR):
                 seed=seed,
             )
 
-    def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
+    def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0, replica: int | None = None) -> None:
         """See `Ensemble.observe`: per micro-batch; then call `step` without a loss."""
-        self.ensemble.observe(loss, weight)
+        self.ensemble.observe(loss, weight, replica)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """After optimizer.step(). Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
@@ -208,7 +210,8 @@ def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: i
     if replicas is None:
         replicas = Replicas.default()
     initialised = dist.is_available() and dist.is_initialized()
-    for name, given, actual in (("rank", rank, replicas.index), ("world_size", world_size, replicas.count)):
+    here = (0, 1) if isinstance(replicas, CoresidentReplicas) else (replicas.index, replicas.count)
+    for name, given, actual in (("rank", rank, here[0]), ("world_size", world_size, here[1])):
         if given is not None and given != actual:
             raise ValueError(
                 f"{name} is {given}, but {'the process group' if initialised else 'without a process group it'} has {actual}: "

@@ -12,7 +12,15 @@ from .converge import all_finite, digest
 from .replicas import Replicas
 from .window import LossWindow
 
-__all__ = ["Slot", "gather_slots"]
+__all__ = ["LocalReplica", "Slot", "gather_slots"]
+
+
+@dataclass(frozen=True)
+class LocalReplica:
+    """A replica of this process in the running cycle."""
+
+    parameters: Sequence[torch.Tensor]
+    window: LossWindow
 
 
 @dataclass(frozen=True)
@@ -40,14 +48,20 @@ class Slot:
 
 
 def gather_slots(
-    replicas: Replicas, parameters: Sequence[torch.Tensor], window: LossWindow, probe: torch.Tensor | None, *, compare: bool
+    replicas: Replicas, members: Sequence[LocalReplica], probes: Sequence[torch.Tensor] | None, *, compare: bool
 ) -> list[Slot]:
     """One small all_reduce, then one read by the host: the only place where a cycle waits for the device.
 
-    ``compare`` adds a digest of the parameters, by which replicas that should be equal are recognised.
+    ``members``: this process's replicas; ``probes``: the probe's row of each. ``compare`` adds a digest of the parameters, by
+    which replicas that should be equal are recognised.
     """
-    finite = all_finite(parameters)
-    marks = digest(parameters) if compare else finite.new_zeros(2)
-    pieces = [finite.reshape(1), window.slots(), marks, *([] if probe is None else [probe])]
-    rows = replicas.gather_rows(torch.cat([piece.to(parameters[0].device) for piece in pieces])).tolist()
-    return [Slot(row[0] == 1, row[1], row[2], (row[3], row[4]), row[5:]) for row in rows]
+    local = [_row(member, None if probes is None else probes[k], compare) for k, member in enumerate(members)]
+    return [Slot(row[0] == 1, row[1], row[2], (row[3], row[4]), row[5:]) for row in replicas.gather_rows(*local).tolist()]
+
+
+def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool) -> torch.Tensor:
+    """(5 + the probe's width,) float64 on the parameters' device."""
+    finite = all_finite(member.parameters)
+    marks = digest(member.parameters) if compare else finite.new_zeros(2)
+    pieces = [finite.reshape(1), member.window.slots(), marks, *([] if probe is None else [probe])]
+    return torch.cat([piece.to(member.parameters[0].device) for piece in pieces])

@@ -1,55 +1,121 @@
-// The hyperparameter table: one row of fp32 scalars per (parameter group, step). A kernel reads its row from memory, so changing
-// a rate, a multiplier or a beta never changes a kernel's arguments.
+// Hyperparameters: what the host writes (doubles), and what the kernels read (fp32 rows), derived on the device that runs the step.
+//
+// A kernel reads its row from memory, so changing a rate, a multiplier or a beta never changes a kernel's arguments: one small
+// copy into the settings, and the next step (or the next replay of a captured one) acts on it.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
+#include "portable.h"
 
 namespace hdet {
 
-// What the optimizer knows, in double. `multiplier` is this replica's rho (Eq. 1); `step` counts from 1.
-struct AdamWSettings {
-  double lr;
-  double multiplier;
-  double beta1;
+enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
+
+// One array of doubles, in this order: StepSettings, RowSettings[rows], rho[rows][replicas] (Eq. 1), weights[replicas].
+struct StepSettings {
+  double max_norm;        // clip gradients to this global norm; infinity only measures it; 0: no norm at all
+  double average_weight;  // the cycle average moves this far towards the new parameters: 1 starts it, 0 leaves it
+};
+
+// A row: one parameter group at one count of steps.
+struct RowSettings {
+  double lr;  // where the row has no address of a rate in device memory
+  double beta1;  // SGD: momentum
   double beta2;
   double eps;
   double weight_decay;
-  double maximize;  // 0 or 1
-  double step;
+  double dampening;      // SGD
+  double nesterov;       // SGD: 0 or 1
+  double maximize;       // 0 or 1
+  double decay_at_base;  // decoupled decay: 1 acts at lr, 0 at the replica's lr * rho
 };
+constexpr int kStepSettings = sizeof(StepSettings) / sizeof(double);
+constexpr int kRowSettings = sizeof(RowSettings) / sizeof(double);
 
-// What the kernels read. 48 bytes: three 16-byte loads.
+// What all replicas share. 48 bytes: three 16-byte loads.
 struct alignas(16) HyperRow {
-  float step_size;             // lr * multiplier / (1 - beta1^step)
-  float decay;                 // 1 - lr * multiplier * weight_decay
+  float gradient_scale;  // sign, unscaling and clipping in one factor
   float beta1;
-  float lerp1;                 // 1 - beta1, rounded once from double
+  float lerp1;  // 1 - beta1; SGD: 1 - dampening, and 1 in the first step
   float beta2;
   float lerp2;                 // 1 - beta2
   float inv_sqrt_correction2;  // 1 / sqrt(1 - beta2^step)
   float eps;
-  float sign;                  // -1 to maximize, else 1
-  float unused[3];
+  float coupled_decay;  // Adam and SGD: what of the parameter is added to the gradient
+  float nesterov;
+  uint32_t step;  // from 1; part of the key of random numbers
+  float unused[2];
 };
-static_assert(sizeof(HyperRow) == 48, "the Python side allocates rows of 48 bytes");
+static_assert(sizeof(HyperRow) == 48);
 
-// Everything derived is derived here, in double, and rounded once.
-inline HyperRow adamw_row(const AdamWSettings& s) {
-  const double lr = s.lr * s.multiplier;  // Eq. 2: the replica's own rate, in the step and in the decay (as stock AdamW)
-  const double correction1 = 1.0 - std::pow(s.beta1, s.step);
-  const double correction2 = 1.0 - std::pow(s.beta2, s.step);
+// What each replica has for itself: [row][replica].
+struct alignas(8) ReplicaRow {
+  float step_size;  // lr * rho / (1 - beta1^step); SGD and Lion: lr * rho
+  float decay;      // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
+};
+
+// What the whole step shares, left in device memory for the host to read if it wants to.
+struct alignas(16) Control {
+  float skip;            // 1: gradients are not finite; parameters, moments and step counters stay as they are
+  float norm;            // global norm of the unscaled gradients, 0 where none was asked for
+  float gradient_scale;  // unscaling times clipping
+  float average_weight;
+};
+static_assert(sizeof(Control) == 16);
+
+// base^exponent by squaring: multiplications alone, so that host and device give the same bits.
+HDET_HD double power(double base, uint32_t exponent) {
+  double result = 1.0;
+  for (; exponent != 0; exponent >>= 1) {
+    if (exponent & 1u) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+// `scale` is the gradient scaler's factor (the gradients are that many times too large), 1 without one; `found_inf` is its verdict;
+// `sum_of_squares` is of the gradients as they are in memory, and is read where a norm is asked for.
+HDET_HD Control derive_control(const StepSettings& settings, float scale, float found_inf, double sum_of_squares) {
+  const double inverse = 1.0 / static_cast<double>(scale);
+  double norm = 0.0, clip = 1.0;
+  bool skip = found_inf != 0.0f;
+  if (settings.max_norm != 0.0) {
+    norm = square_root(sum_of_squares) * inverse;
+    skip = skip || !(norm - norm == 0.0);  // NaN or infinite
+    clip = settings.max_norm / (norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
+    if (!(clip < 1.0)) clip = 1.0;
+  }
+  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), static_cast<float>(settings.average_weight)};
+}
+
+// Everything derived is derived here, in double, and rounded once. `step` counts from 1.
+HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, float gradient_scale) {
   HyperRow row{};
-  row.step_size = static_cast<float>(lr / correction1);
-  row.decay = static_cast<float>(1.0 - lr * s.weight_decay);
+  row.gradient_scale = s.maximize != 0.0 ? -gradient_scale : gradient_scale;
   row.beta1 = static_cast<float>(s.beta1);
   row.lerp1 = static_cast<float>(1.0 - s.beta1);
   row.beta2 = static_cast<float>(s.beta2);
   row.lerp2 = static_cast<float>(1.0 - s.beta2);
-  row.inv_sqrt_correction2 = static_cast<float>(1.0 / std::sqrt(correction2));
+  row.inv_sqrt_correction2 = 1.0f;
   row.eps = static_cast<float>(s.eps);
-  row.sign = s.maximize != 0.0 ? -1.0f : 1.0f;
+  row.nesterov = s.nesterov != 0.0 ? 1.0f : 0.0f;
+  row.step = step;
+  if (rule == Rule::adamw || rule == Rule::adam) row.inv_sqrt_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(s.beta2, step)));
+  if (rule == Rule::adam || rule == Rule::sgd) row.coupled_decay = static_cast<float>(s.weight_decay);
+  // torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
+  if (rule == Rule::sgd) row.lerp1 = step <= 1 || s.beta1 == 0.0 ? 1.0f : static_cast<float>(1.0 - s.dampening);
   return row;
+}
+
+// 1 - rate * weight_decay for decoupled rules; 1 for coupled ones.
+HDET_HD double derive_decay(Rule rule, const RowSettings& s, double rate) {
+  return rule == Rule::adamw || rule == Rule::lion ? 1.0 - rate * s.weight_decay : 1.0;
+}
+
+HDET_HD ReplicaRow derive_replica(Rule rule, const RowSettings& s, double lr, double rho, uint32_t step) {
+  const bool adam = rule == Rule::adamw || rule == Rule::adam;
+  const double rate = lr * rho;  // Eq. 2
+  return {static_cast<float>(adam ? rate / (1.0 - power(s.beta1, step)) : rate),
+          static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate))};
 }
 
 }  // namespace hdet

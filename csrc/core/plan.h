@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "hyper.h"
+#include "numbers.h"
 
 namespace hdet {
 
@@ -16,12 +18,12 @@ namespace hdet {
 constexpr int64_t kChunkElements = 16384;
 
 struct alignas(16) Chunk {
-  int64_t offset;  // elements from the start of its tensor
-  int64_t begin;   // elements in all chunks before this one: where the threads of a CPU cut the list
-  int32_t tensor;  // column of the address tables
-  int32_t length;  // elements, 1..kChunkElements
-  int32_t row;     // row of the hyperparameter table
-  int32_t unused;
+  int64_t offset;   // elements from the start of its tensor
+  int64_t begin;    // elements in all chunks before this one: where the threads of a CPU cut the list
+  int32_t tensor;   // column of the address tables
+  int32_t length;   // elements, 1..kChunkElements
+  int32_t row;      // row of the hyperparameter table
+  int32_t formats;  // how the tensor's streams are stored: numbers.h
 };
 static_assert(sizeof(Chunk) == 32, "the Python side allocates chunks of 32 bytes");
 
@@ -33,51 +35,97 @@ inline int64_t count_chunks(const std::vector<int64_t>& elements) {
   return count;
 }
 
-// Cuts tensor i of elements[i] floats, whose hyperparameters are in row rows[i], into chunks. `out` has room for count_chunks().
-inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows) {
+// Cuts tensor i of elements[i] numbers into chunks. `out` has room for count_chunks().
+inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows,
+                         const std::vector<int32_t>& formats) {
+  if (elements.size() != rows.size() || elements.size() != formats.size()) throw std::invalid_argument("tables differ in length");
   int64_t begin = 0;
   for (size_t tensor = 0; tensor < elements.size(); ++tensor) {
     for (int64_t offset = 0; offset < elements[tensor]; offset += kChunkElements) {
       const auto length = static_cast<int32_t>(std::min(kChunkElements, elements[tensor] - offset));
-      *out++ = Chunk{offset, begin, static_cast<int32_t>(tensor), length, rows[tensor], 0};
+      *out++ = Chunk{offset, begin, static_cast<int32_t>(tensor), length, rows[tensor], formats[tensor]};
       begin += length;
     }
   }
 }
 
-// torch keeps a step counter for each parameter: a 0-d float32 tensor on the host. `steps` is an array of their addresses.
-inline void add_to_steps(std::uintptr_t steps, int64_t count, float amount) {
-  float* const* const counters = reinterpret_cast<float* const*>(steps);
-  for (int64_t i = 0; i < count; ++i) *counters[i] += amount;
-}
-
-// All pointers are addresses on the device that runs the plan; tables are indexed by Chunk::tensor.
-struct AdamWPlan {
-  const Chunk* chunks;
-  int64_t num_chunks;
-  const HyperRow* rows;
-  const float* const* gradients;
-  float* const* params;
-  float* const* exp_avgs;
-  float* const* exp_avg_sqs;
+// What becomes of the new parameters.
+enum class Finish : int32_t {
+  store = 0,  // each replica keeps its own
+  mean = 1,   // every replica gets their weighted mean (Eq. 3): the last step before a converge, at no extra traffic
+  pack = 2,   // one replica's, times its weight, go to a bucket instead, on their way into an all-reduce; its set keeps the old ones
 };
 
+// An optimizer step. All pointers are addresses on the device that runs it; tables are indexed by Chunk::tensor, those of the
+// replicas by [replica][tensor]. Three phases: norm (where partials is set), derive, update.
+struct StepPlan {
+  const Chunk* chunks;
+  int64_t num_chunks;
+  int64_t num_tensors;
+  int32_t num_replicas;
+  int32_t num_rows;
+  Rule rule;
+  Finish finish;
+  int32_t zero_gradients;  // 1: the gradients are zeros afterwards, also where the step was skipped
+  int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master or an average: the loops need not ask
+  uint64_t seed;           // of stochastic rounding
+  int32_t first_replica;   // number of the plan's first replica, for random numbers
+
+  // addresses
+  void* const* gradients;      // [tensor]
+  void* const* params;         // [replica][tensor]
+  void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
+  void* const* exp_avgs;       // [tensor], where Formats::exp_avg is not none; or null
+  void* const* exp_avg_sqs;    // the same
+  void* const* averages;       // [replica][tensor], where Formats::average is not none; or null
+  float* const* buckets;       // [tensor] float32, for Finish::pack; or null
+  float* const* counters;      // [tensor] torch's step counters, float32
+  const int32_t* ids;          // [tensor] for random numbers
+  const int32_t* leaders;      // [row] the first tensor of each row: its counter speaks for the row
+  const float* const* rates;   // [row] a learning rate in device memory, or null: RowSettings::lr
+
+  // from the host, and derived from it
+  const double* settings;      // hyper.h
+  HyperRow* rows;              // [row]
+  ReplicaRow* replica_rows;    // [row][replica]
+  float* weights;              // [replica], for Finish::mean and Finish::pack
+  Control* control;
+  double* partials;            // [chunk] sums of squares; null: no norm
+  const float* grad_scale;     // torch's GradScaler, or null
+  const float* found_inf;      // or null
+};
+
+// The weighted mean of K co-resident replicas, in place (Eq. 3).
 struct AveragePlan {
   const Chunk* chunks;
   int64_t num_chunks;
-  float* const* addresses;  // [replica][tensor]
   int64_t num_tensors;
   int32_t num_replicas;
+  int32_t all_float;
+  void* const* params;   // [replica][tensor]
+  void* const* masters;  // [replica][tensor] or null; where there is a master, the mean is of the masters
   const float* weights;  // [replica], summing to 1; a replica of weight 0 does not enter the mean but receives it
 };
 
-// Packing into a communication bucket and unpacking from it: destination = scale * source, tensor by tensor. No overlap.
-struct CopyPlan {
+enum class Pairing : int32_t {
+  copy = 0,  // destination = scale * source; scale 0 writes zeros without reading: NaN times zero would be NaN
+  lerp = 1,  // destination moves by `scale` of the way towards the source (running_average)
+  swap = 2,  // contents change places; both have one type
+};
+
+// Two sets of tensors: into a communication bucket and out of it, a running average, an exchange. No overlap.
+// Formats::gradient is the type of the source, Formats::param and Formats::master are those of the destination. From a set that
+// has masters one copies those; to a set that has masters both are written.
+struct PairPlan {
   const Chunk* chunks;
   int64_t num_chunks;
-  const float* const* sources;
-  float* const* destinations;
-  float scale;  // 0 writes zeros without reading: NaN times zero would be NaN
+  int32_t all_float;
+  Pairing pairing;
+  void* const* sources;
+  void* const* source_lowers;  // the lower halves of sources in the split form; an entry, or the table, may be null
+  void* const* destinations;
+  void* const* masters;  // of the destinations; an entry, or the table, may be null
+  float scale;
 };
 
 }  // namespace hdet

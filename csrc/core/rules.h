@@ -1,43 +1,73 @@
 // The update rules: fp32 arithmetic on one element, written once and used by the CPU loops, the CUDA kernels and their tests.
 //
-// Every backend compiles these functions without contraction into fused multiply-adds (-ffp-contract=off, -fmad=false), so that
-// the CPU variants and the CUDA kernels give the same bits. The kernels wait for memory, so the few extra instructions are free.
+// A rule turns the gradient into new moments and a direction u, which all replicas share; each replica then takes its own step
+// along u (Eq. 2). Every backend compiles these functions without contraction into fused multiply-adds (-ffp-contract=off,
+// -fmad=false), so that the CPU variants and the CUDA kernels give the same bits. The kernels wait for memory, so the few extra
+// instructions are free.
 #pragma once
 
 #include "hyper.h"
 
-// `static` on purpose: the CPU loops are compiled several times with different instruction sets, and a shared (comdat) copy of
-// one of these functions could be taken from a translation unit that needs AVX-512.
-#if defined(__CUDACC__)
-#define HDET_HD static __forceinline__ __host__ __device__
-#else
-#define HDET_HD static inline __attribute__((always_inline))
-#endif
-
 namespace hdet {
-
-HDET_HD float square_root(float x) {
-#if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(x);
-#else
-  return __builtin_sqrtf(x);
-#endif
-}
 
 // a + weight * (b - a) from the end that is nearer, as torch.lerp does: exact at weight 0 and at weight 1.
 HDET_HD float lerp(float a, float b, float weight, float rest) {
   return weight < 0.5f ? a + weight * (b - a) : b - rest * (b - a);
 }
 
-// One AdamW update of one element, in the order of torch.optim.AdamW: decay, first moment, second moment, step.
-HDET_HD void adamw(const HyperRow& row, float gradient, float& param, float& exp_avg, float& exp_avg_sq) {
-  const float g = row.sign * gradient;
-  const float m = lerp(exp_avg, g, row.lerp1, row.beta1);
-  const float v = row.beta2 * exp_avg_sq + row.lerp2 * g * g;
-  const float denominator = square_root(v) * row.inv_sqrt_correction2 + row.eps;
-  param = param * row.decay - row.step_size * m / denominator;
-  exp_avg = m;
-  exp_avg_sq = v;
+// Each rule says which moments it keeps, and whether its decay is coupled: part of the gradient, so that the direction depends on
+// the parameter and replicas cannot share it. `gradient` is scaled (HyperRow::gradient_scale); `param` is read by coupled rules.
+
+// AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the order of torch.optim.AdamW.
+struct AdamWRule {
+  static constexpr bool kFirst = true, kSecond = true, kCoupled = false;
+
+  HDET_HD float direction(const HyperRow& row, float gradient, float /*param*/, float& exp_avg, float& exp_avg_sq) {
+    exp_avg = lerp(exp_avg, gradient, row.lerp1, row.beta1);
+    exp_avg_sq = row.beta2 * exp_avg_sq + row.lerp2 * gradient * gradient;
+    return exp_avg / (square_root(exp_avg_sq) * row.inv_sqrt_correction2 + row.eps);
+  }
+};
+
+// Adam (Kingma and Ba 2015) with L2 regularisation added to the gradient, as torch.optim.Adam.
+struct AdamRule {
+  static constexpr bool kFirst = true, kSecond = true, kCoupled = true;
+
+  HDET_HD float direction(const HyperRow& row, float gradient, float param, float& exp_avg, float& exp_avg_sq) {
+    return AdamWRule::direction(row, gradient + row.coupled_decay * param, param, exp_avg, exp_avg_sq);
+  }
+};
+
+// SGD with momentum, dampening, Nesterov and coupled decay, as torch.optim.SGD. lerp1 is 1 - dampening, and 1 in the first step.
+struct SgdRule {
+  static constexpr bool kFirst = true, kSecond = false, kCoupled = true;
+
+  HDET_HD float direction(const HyperRow& row, float gradient, float param, float& momentum_buffer, float& /*unused*/) {
+    const float g = gradient + row.coupled_decay * param;
+    momentum_buffer = row.beta1 * momentum_buffer + row.lerp1 * g;
+    return row.nesterov != 0.0f ? g + row.beta1 * momentum_buffer : momentum_buffer;
+  }
+};
+
+// Lion (Chen et al. 2023, Algorithm 2).
+struct LionRule {
+  static constexpr bool kFirst = true, kSecond = false, kCoupled = false;
+
+  HDET_HD float direction(const HyperRow& row, float gradient, float /*param*/, float& exp_avg, float& /*unused*/) {
+    const float c = lerp(exp_avg, gradient, row.lerp1, row.beta1);
+    exp_avg = lerp(exp_avg, gradient, row.lerp2, row.beta2);
+    return static_cast<float>(c > 0.0f) - static_cast<float>(c < 0.0f);
+  }
+};
+
+// Eq. 2 with decoupled decay: theta_r <- theta_r - eta rho_r (u + decay).
+HDET_HD float take_step(const ReplicaRow& replica, float param, float direction) {
+  return param * replica.decay - replica.step_size * direction;
+}
+
+// The running average over a cycle. Weight 1 starts it, whatever stood there before; weight 0 leaves it.
+HDET_HD float running_average(float average, float param, float weight) {
+  return weight == 1.0f ? param : lerp(average, param, weight, 1.0f - weight);
 }
 
 // Where a weighted sum starts. Minus zero is the neutral element of addition for every float, plus zero is not (-0 + +0 = +0).
@@ -45,5 +75,8 @@ constexpr float kEmptySum = -0.0f;
 
 // One term of a weighted mean. A replica of weight 0 is left out even where it holds NaN or infinity.
 HDET_HD float add_weighted(float sum, float weight, float x) { return weight == 0.0f ? sum : sum + weight * x; }
+
+// A number on its way into a weighted sum, or out of it. Factor 0 gives 0, also where x is NaN or infinite.
+HDET_HD float scaled(float factor, float x) { return factor == 0.0f ? 0.0f : factor * x; }
 
 }  // namespace hdet

@@ -1,14 +1,25 @@
-// The weighted mean of K co-resident replicas on a CPU, in place. Compiled once per instruction set; see step.cpp.
-#include "../core/rules.h"
+// The weighted mean of K co-resident replicas on a CPU, in place. Compiled once per instruction set.
 #include "kernels.h"
+
+#include "blocks.h"
 
 namespace {
 
-// 8 KiB of sums stay in the first-level cache while K rows stream through it: each element is fetched once and written once.
-constexpr int kBlock = 2048;
-
-void add_row(float* __restrict sums, float weight, const float* __restrict row, int length) {
-  for (int i = 0; i < length; ++i) sums[i] = hdet::add_weighted(sums[i], weight, row[i]);
+// The sums stay in the first-level cache while K sets stream through it: each element is fetched once and written once.
+void average_block(const hdet::AveragePlan& plan, const hdet::Chunk& c, int64_t element, int length) {
+  Staging sums, buffer;
+  const hdet::Formats formats = hdet::unpack_formats(c.formats);
+  const Master kind = plan.masters == nullptr ? Master::none : formats.master;
+  const auto param = [&](int32_t k) {
+    const int64_t place = k * plan.num_tensors + c.tensor;
+    return Param{formats.param, kind, plan.params[place], entry(plan.masters, place)};
+  };
+  start_sums(sums.values, length);
+  for (int32_t k = 0; k < plan.num_replicas; ++k) {
+    if (plan.weights[k] == 0.0f) continue;
+    add_weighted_block(sums.values, plan.weights[k], open(param(k), element, length, buffer), length);
+  }
+  for (int32_t k = 0; k < plan.num_replicas; ++k) put(param(k), element, length, sums.values);
 }
 
 }  // namespace
@@ -16,21 +27,8 @@ void add_row(float* __restrict sums, float weight, const float* __restrict row, 
 namespace hdet::cpu {
 
 void HDET_VARIANT(average_)(const AveragePlan& plan, int64_t first, int64_t last) {
-  alignas(64) float sums[kBlock];
   for (int64_t i = first; i < last; ++i) {
-    const Chunk& c = plan.chunks[i];
-    for (int start = 0; start < c.length; start += kBlock) {
-      const int length = c.length - start < kBlock ? c.length - start : kBlock;
-      const int64_t offset = c.offset + start;
-      for (int j = 0; j < length; ++j) sums[j] = kEmptySum;
-      for (int32_t k = 0; k < plan.num_replicas; ++k) {
-        if (plan.weights[k] == 0.0f) continue;
-        add_row(sums, plan.weights[k], plan.addresses[k * plan.num_tensors + c.tensor] + offset, length);
-      }
-      for (int32_t k = 0; k < plan.num_replicas; ++k) {
-        __builtin_memcpy(plan.addresses[k * plan.num_tensors + c.tensor] + offset, sums, static_cast<unsigned long>(length) * sizeof(float));
-      }
-    }
+    over_blocks(plan.chunks[i], [&](int64_t element, int length) { average_block(plan, plan.chunks[i], element, length); });
   }
 }
 

@@ -16,14 +16,18 @@
 #include <omp.h>
 #endif
 
+#include "../core/prepare.h"
 #include "kernels.h"
 
 namespace hdet::cpu {
 
-#define HDET_DECLARE(isa)                                   \
-  void adamw_##isa(const AdamWPlan&, int64_t, int64_t);     \
-  void average_##isa(const AveragePlan&, int64_t, int64_t); \
-  void copy_##isa(const CopyPlan&, int64_t, int64_t);
+#define HDET_DECLARE(isa)                                     \
+  void step_##isa(const StepPlan&, int64_t, int64_t);         \
+  void average_##isa(const AveragePlan&, int64_t, int64_t);   \
+  void pair_##isa(const PairPlan&, int64_t, int64_t);         \
+  void rank_one_##isa(const RankOnePlan&, int64_t, int64_t);  \
+  void converge_##isa(const RankOnePlan&, int64_t, int64_t);  \
+  void norm_##isa(const Chunk*, void* const*, double*, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
 HDET_DECLARE(x86_64_v2)
@@ -33,12 +37,17 @@ HDET_DECLARE(x86_64_v4)
 
 namespace {
 
+// All work on the chunks first <= i < last of a plan.
 struct Variant {
   const char* name;
-  AdamWLoop adamw;
-  AverageLoop average;
-  CopyLoop copy;
+  void (*step)(const StepPlan& plan, int64_t first, int64_t last);
+  void (*average)(const AveragePlan& plan, int64_t first, int64_t last);
+  void (*pair)(const PairPlan& plan, int64_t first, int64_t last);
+  void (*rank_one)(const RankOnePlan& plan, int64_t first, int64_t last);
+  void (*converge)(const RankOnePlan& plan, int64_t first, int64_t last);
+  void (*norm)(const Chunk* chunks, void* const* tensors, double* partials, int64_t first, int64_t last);
 };
+#define HDET_LOOPS(isa) step_##isa, average_##isa, pair_##isa, rank_one_##isa, converge_##isa, norm_##isa
 
 // Below this many elements a region costs more than a second thread saves.
 constexpr int64_t kParallelElements = 65536;
@@ -48,11 +57,11 @@ const std::vector<Variant>& supported() {
     std::vector<Variant> found;
 #ifdef HDET_X86_64
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"x86-64-v4", adamw_x86_64_v4, average_x86_64_v4, copy_x86_64_v4});
-    if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"x86-64-v3", adamw_x86_64_v3, average_x86_64_v3, copy_x86_64_v3});
-    if (__builtin_cpu_supports("x86-64-v2")) found.push_back({"x86-64-v2", adamw_x86_64_v2, average_x86_64_v2, copy_x86_64_v2});
+    if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"x86-64-v4", HDET_LOOPS(x86_64_v4)});
+    if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"x86-64-v3", HDET_LOOPS(x86_64_v3)});
+    if (__builtin_cpu_supports("x86-64-v2")) found.push_back({"x86-64-v2", HDET_LOOPS(x86_64_v2)});
 #endif
-    found.push_back({"baseline", adamw_baseline, average_baseline, copy_baseline});
+    found.push_back({"baseline", HDET_LOOPS(baseline)});
     return found;
   }();
   return list;
@@ -95,6 +104,31 @@ void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& lo
   loop(0, count);
 }
 
+void sum_squares(const Variant& loops, const Chunk* chunks, int64_t count, void* const* tensors, double* partials, int threads) {
+  over_chunks(chunks, count, threads, [&](int64_t first, int64_t last) { loops.norm(chunks, tensors, partials, first, last); });
+}
+
+double sum_in_order(const double* partials, int64_t count) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; ++i) sum += partials[i];
+  return sum;
+}
+
+// The derive phase, but for the step counters, which count when all rows have read them.
+void prepare(const StepPlan& plan) {
+  *plan.control = prepare_control(plan, plan.partials != nullptr ? sum_in_order(plan.partials, plan.num_chunks) : 0.0);
+  for (int32_t row = 0; row < plan.num_rows; ++row) {
+    prepare_row(plan, *plan.control, row);
+    for (int32_t k = 0; k < plan.num_replicas; ++k) prepare_replica(plan, row, k);
+  }
+  for (int32_t k = 0; k < plan.num_replicas; ++k) prepare_weight(plan, k);
+}
+
+void count_steps(const StepPlan& plan) {
+  if (plan.control->skip != 0.0f) return;
+  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) count_step(plan, tensor);
+}
+
 }  // namespace
 
 std::vector<std::string> variants() {
@@ -111,19 +145,45 @@ bool has_openmp() {
 #endif
 }
 
-void adamw(const AdamWPlan& plan, int threads, const std::string& isa) {
-  const AdamWLoop loop = choose(isa).adamw;
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
+void step(const StepPlan& plan, int threads, const std::string& isa) {
+  const Variant& loops = choose(isa);
+  if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
+  prepare(plan);
+  count_steps(plan);
+  const bool nothing = plan.control->skip != 0.0f && plan.finish == Finish::store && plan.zero_gradients == 0;
+  if (nothing) return;
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
+}
+
+void rank_one(const RankOnePlan& plan, int threads, const std::string& isa) {
+  const Variant& loops = choose(isa);
+  if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
+  prepare(plan);
+  for (int32_t row = 0; row < plan.num_rows; ++row) prepare_rank_one(plan, *plan.control, row);
+  count_steps(plan);
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.rank_one(plan, first, last); });
+}
+
+void converge(const RankOnePlan& plan, int threads, const std::string& isa) {
+  const Variant& loops = choose(isa);
+  for (int32_t row = 0; row < plan.num_rows; ++row) prepare_converge(plan, row);
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.converge(plan, first, last); });
 }
 
 void average(const AveragePlan& plan, int threads, const std::string& isa) {
-  const AverageLoop loop = choose(isa).average;
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
+  const Variant& loops = choose(isa);
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.average(plan, first, last); });
 }
 
-void copy(const CopyPlan& plan, int threads, const std::string& isa) {
-  const CopyLoop loop = choose(isa).copy;
-  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loop(plan, first, last); });
+void pair(const PairPlan& plan, int threads, const std::string& isa) {
+  const Variant& loops = choose(isa);
+  over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.pair(plan, first, last); });
+}
+
+void norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, float* result, int threads,
+          const std::string& isa) {
+  sum_squares(choose(isa), chunks, num_chunks, tensors, partials, threads);
+  *result = static_cast<float>(square_root(sum_in_order(partials, num_chunks)));
 }
 
 }  // namespace hdet::cpu

@@ -1,5 +1,7 @@
-// The weighted mean of K co-resident replicas on a GPU, in place: each element is read once and written once, 8K bytes an element.
+// The weighted mean of K co-resident replicas on a GPU, in place: each element is read once and written once, 8K bytes an element in
+// float32.
 #include "../core/rules.h"
+#include "block.cuh"
 #include "kernels.h"
 #include "launch.cuh"
 #include "vec.cuh"
@@ -7,102 +9,98 @@
 namespace hdet::cuda {
 namespace {
 
-constexpr int kAverageThreads = 256;
+constexpr int kAverageThreads = 128;
+constexpr int kBatch = 4;  // sets whose loads are issued together
 
-__device__ __forceinline__ void add(float4& sum, float weight, const float4& x) {
-  sum.x = add_weighted(sum.x, weight, x.x);
-  sum.y = add_weighted(sum.y, weight, x.y);
-  sum.z = add_weighted(sum.z, weight, x.z);
-  sum.w = add_weighted(sum.w, weight, x.w);
-}
+struct Member {
+  Param param;
+  float weight;
+  bool in_step;
+};
 
-// Adds kBatch rows to the sum: all loads are issued before the first result is needed. A weight of 0 leaves a row out.
-template <int kBatch>
-__device__ __forceinline__ void add_rows(float4& sum, float* const (&rows)[kBatch], const float (&weights)[kBatch], int i) {
-  float4 loaded[kBatch];
-#pragma unroll
-  for (int k = 0; k < kBatch; ++k) loaded[k] = *reinterpret_cast<const float4*>(rows[k] + i);
-#pragma unroll
-  for (int k = 0; k < kBatch; ++k) add(sum, weights[k], loaded[k]);
-}
+template <bool kFloat>
+struct Average {
+  const AveragePlan& plan;
+  const Chunk chunk;
+  const Formats formats;
+  Member* const members;
 
-__device__ __forceinline__ float4 empty_sum() { return make_float4(kEmptySum, kEmptySum, kEmptySum, kEmptySum); }
+  __device__ __forceinline__ explicit Average(const AveragePlan& p)
+      : plan(p), chunk(p.chunks[blockIdx.x]), formats(unpack_formats(chunk.formats)), members(dynamic_shared<Member>()) {}
 
-// A number of replicas known to the compiler: their addresses and weights stay in registers.
-template <int kReplicas>
-__global__ void __launch_bounds__(kAverageThreads) average_kernel(const AveragePlan plan) {
-  const Chunk c = plan.chunks[blockIdx.x];
-  float* const* const table = plan.addresses + c.tensor;
-  float* rows[kReplicas];
-  float weights[kReplicas];
-#pragma unroll
-  for (int k = 0; k < kReplicas; ++k) {
-    rows[k] = global(table[k * plan.num_tensors]) + c.offset;
-    weights[k] = plan.weights[k];
+  __device__ __forceinline__ DType type() const { return kFloat ? DType::f32 : formats.param; }
+  __device__ __forceinline__ Master kind() const { return kFloat || plan.masters == nullptr ? Master::none : formats.master; }
+  __device__ __forceinline__ bool wide() const { return type() != DType::f32 && kind() != Master::f32; }
+
+  __device__ __forceinline__ Param param(int k) const {
+    Param p = members[k].param;
+    p.type = type();
+    p.kind = kind();
+    return p;
   }
-  const auto scalar = [&](int i) {
-    float sum = kEmptySum;
-#pragma unroll
-    for (int k = 0; k < kReplicas; ++k) sum = add_weighted(sum, weights[k], rows[k][i]);
-#pragma unroll
-    for (int k = 0; k < kReplicas; ++k) rows[k][i] = sum;
-  };
-  const auto vector = [&](int i) {
-    float4 sum = empty_sum();
-    add_rows(sum, rows, weights, i);
-#pragma unroll
-    for (int k = 0; k < kReplicas; ++k) *reinterpret_cast<float4*>(rows[k] + i) = sum;
-  };
-  over_elements(c.length, floats_before_boundary(table, plan.num_tensors, kReplicas, c.offset, c.length), scalar, vector);
-}
 
-// Any number of replicas: addresses and weights are read again for each vector, from the cache.
-__global__ void __launch_bounds__(kAverageThreads) average_any_kernel(const AveragePlan plan) {
-  constexpr int kBatch = 4;
-  const Chunk c = plan.chunks[blockIdx.x];
-  const int count = plan.num_replicas;
-  float* const* const table = plan.addresses + c.tensor;
-  const auto row = [&](int k) { return global(table[k * plan.num_tensors]) + c.offset; };
+  // Fills shared memory; then how the chunk is cut.
+  __device__ __forceinline__ Cut prepare() const {
+    const int head = head_of(advance(plan.params[chunk.tensor], type(), chunk.offset), type(), wide());
+    phase([&](int thread) {
+      for (int k = thread; k < plan.num_replicas; k += kAverageThreads) {
+        const int64_t place = k * plan.num_tensors + chunk.tensor;
+        void* const master = kind() == Master::none ? nullptr : plan.masters[place];
+        const Param p = param_at(type(), kind(), plan.params[place], master, chunk.offset);
+        members[k] = {p, plan.weights[k], hdet::cuda::in_step(p, head, wide())};
+      }
+    });
+    bool vectors = true;
+    for (int k = 0; k < plan.num_replicas; ++k) vectors = vectors && members[k].in_step;
+    return cut(chunk.length, head, wide(), vectors);
+  }
 
-  const auto scalar = [&](int i) {
-    float sum = kEmptySum;
-    for (int k = 0; k < count; ++k) sum = add_weighted(sum, plan.weights[k], row(k)[i]);
-    for (int k = 0; k < count; ++k) row(k)[i] = sum;
-  };
-  const auto vector = [&](int i) {
-    float4 sum = empty_sum();
-    for (int first = 0; first < count; first += kBatch) {
-      float* rows[kBatch];
+  template <int kWidth>
+  __device__ __forceinline__ void turn(const Place& at) const {
+    float sums[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sums[i] = kEmptySum;
+#pragma unroll 1
+    for (int first = 0; first < plan.num_replicas; first += kBatch) {
+      Raw<kWidth> raw[kBatch];
       float weights[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {  // the last batch is filled up with its last row, at weight 0
-        rows[k] = row(min(first + k, count - 1));
-        weights[k] = first + k < count ? plan.weights[first + k] : 0.0f;
+      for (int b = 0; b < kBatch; ++b) {  // a set of weight 0 is not read
+        weights[b] = first + b < plan.num_replicas ? members[first + b].weight : 0.0f;
+        if (weights[b] != 0.0f) load(param(first + b), at, raw[b]);
       }
-      add_rows(sum, rows, weights, i);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (weights[b] == 0.0f) continue;
+        float x[kWidth];
+        unpack(param(first + b), raw[b], x);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sums[i] = add_weighted(sums[i], weights[b], x[i]);
+      }
     }
 #pragma unroll 1
-    for (int k = 0; k < count; ++k) *reinterpret_cast<float4*>(row(k) + i) = sum;
-  };
-  over_elements(c.length, floats_before_boundary(table, plan.num_tensors, count, c.offset, c.length), scalar, vector);
-}
-
-using Kernel = void (*)(AveragePlan);
-
-Kernel kernel_for(int num_replicas) {
-  switch (num_replicas) {
-    case 1: return average_kernel<1>;
-    case 2: return average_kernel<2>;
-    case 4: return average_kernel<4>;
-    case 8: return average_kernel<8>;
-    default: return average_any_kernel;
+    for (int k = 0; k < plan.num_replicas; ++k) store(param(k), at, sums);
   }
+};
+
+template <bool kFloat>
+__global__ void __launch_bounds__(kAverageThreads, 6) average_kernel(const __grid_constant__ AveragePlan plan) {
+  const Average<kFloat> average(plan);
+  const Cut parts = average.prepare();
+  threads([&](int thread) {
+    over_elements<kAverageThreads>(
+        parts, average.chunk.length, thread, [&](const Place& at) { average.template turn<kEight>(at); },
+        [&](const Place& at) { average.template turn<1>(at); });
+  });
 }
 
 }  // namespace
 
 void average(const AveragePlan& plan, int device, std::uintptr_t stream) {
-  launch_over_chunks("cudaLaunchKernelEx(average)", kernel_for(plan.num_replicas), plan, kAverageThreads, device, stream);
+  const DeviceScope scope(device);
+  const auto kernel = plan.all_float != 0 ? average_kernel<true> : average_kernel<false>;
+  const auto shared = static_cast<int64_t>(plan.num_replicas * sizeof(Member));
+  launch("cudaLaunchKernelEx(average)", kernel, {plan.num_chunks, kAverageThreads, shared}, stream, plan);
 }
 
 }  // namespace hdet::cuda

@@ -38,17 +38,26 @@ class DeviceScope {
   bool changed_ = false;
 };
 
-// One block for each chunk of the plan. A plan without chunks launches nothing: a grid of 0 blocks is an error to CUDA.
-template <class Plan>
-void launch_over_chunks(const char* name, void (*kernel)(Plan), const Plan& plan, int threads, int device, std::uintptr_t stream) {
-  if (plan.num_chunks == 0) return;
-  if (plan.num_chunks > std::numeric_limits<std::int32_t>::max()) throw std::runtime_error(std::string("hdet: too many chunks for ") + name);
-  const DeviceScope scope(device);
+struct Grid {
+  int64_t blocks;
+  int threads;
+  int64_t shared_bytes = 0;
+};
+
+constexpr int64_t kSharedBytes = 48 * 1024;  // what a block gets without asking for more
+
+// A grid without blocks launches nothing: it would be an error to CUDA.
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, std::uintptr_t stream, const Arguments&... arguments) {
+  if (grid.blocks == 0) return;
+  if (grid.blocks > std::numeric_limits<int32_t>::max()) throw std::runtime_error(std::string("hdet: too many chunks for ") + name);
+  if (grid.shared_bytes > kSharedBytes) throw std::runtime_error(std::string("hdet: too many replicas for ") + name);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.num_chunks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
-  check(cudaLaunchKernelEx(&config, kernel, plan), name);
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
 }  // namespace hdet::cuda

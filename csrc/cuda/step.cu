@@ -1,50 +1,42 @@
-// The AdamW step on a GPU: one launch over the chunks of all tensors, 28 bytes a parameter.
-#include "../core/rules.h"
+// An optimizer step on a GPU: norm (where one is asked for), derive, update.
+#include "../core/prepare.h"
 #include "kernels.h"
 #include "launch.cuh"
-#include "vec.cuh"
+#include "phases.cuh"
+#include "step.cuh"
 
 namespace hdet::cuda {
 namespace {
 
-constexpr int kStepThreads = 512;
+using Kernel = void (*)(StepPlan);
 
-__global__ void __launch_bounds__(kStepThreads) adamw_kernel(const AdamWPlan plan) {
-  const Chunk c = plan.chunks[blockIdx.x];
-  const HyperRow row = plan.rows[c.row];
-  const float* const g = global(plan.gradients[c.tensor]) + c.offset;
-  float* const p = global(plan.params[c.tensor]) + c.offset;
-  float* const m = global(plan.exp_avgs[c.tensor]) + c.offset;
-  float* const v = global(plan.exp_avg_sqs[c.tensor]) + c.offset;
+template <class Rule>
+Kernel kernel_for(bool many, bool all_float) {
+  if (many) return all_float ? step_kernel<Rule, true, true> : step_kernel<Rule, true, false>;
+  return all_float ? step_kernel<Rule, false, true> : step_kernel<Rule, false, false>;
+}
 
-  const auto scalar = [&](int i) {
-    float param = p[i], exp_avg = load_once(m + i), exp_avg_sq = load_once(v + i);
-    hdet::adamw(row, load_once(g + i), param, exp_avg, exp_avg_sq);
-    p[i] = param;
-    store_once(m + i, exp_avg);
-    store_once(v + i, exp_avg_sq);
-  };
-  const auto vector = [&](int i) {
-    // All four loads are issued before the first result is needed.
-    const float4 gradient = load_once(reinterpret_cast<const float4*>(g + i));
-    float4 param = *reinterpret_cast<const float4*>(p + i);
-    float4 exp_avg = load_once(reinterpret_cast<const float4*>(m + i));
-    float4 exp_avg_sq = load_once(reinterpret_cast<const float4*>(v + i));
-    hdet::adamw(row, gradient.x, param.x, exp_avg.x, exp_avg_sq.x);
-    hdet::adamw(row, gradient.y, param.y, exp_avg.y, exp_avg_sq.y);
-    hdet::adamw(row, gradient.z, param.z, exp_avg.z, exp_avg_sq.z);
-    hdet::adamw(row, gradient.w, param.w, exp_avg.w, exp_avg_sq.w);
-    *reinterpret_cast<float4*>(p + i) = param;
-    store_once(reinterpret_cast<float4*>(m + i), exp_avg);
-    store_once(reinterpret_cast<float4*>(v + i), exp_avg_sq);
-  };
-  over_elements(c.length, floats_before_boundary(g, c.length, p, m, v), scalar, vector);
+Kernel kernel_for(Rule rule, bool many, bool all_float) {
+  switch (rule) {
+    case Rule::adam: return kernel_for<AdamRule>(many, all_float);
+    case Rule::sgd: return kernel_for<SgdRule>(many, all_float);
+    case Rule::lion: return kernel_for<LionRule>(many, all_float);
+    case Rule::adamw: break;
+  }
+  return kernel_for<AdamWRule>(many, all_float);
 }
 
 }  // namespace
 
-void adamw(const AdamWPlan& plan, int device, std::uintptr_t stream) {
-  launch_over_chunks("cudaLaunchKernelEx(adamw)", adamw_kernel, plan, kStepThreads, device, stream);
+void step(const StepPlan& plan, int device, std::uintptr_t stream) {
+  const DeviceScope scope(device);
+  if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
+  launch_derive(plan, stream);
+  const bool many = plan.num_replicas > 1;
+  const int64_t counting = (plan.num_tensors + kStepThreads - 1) / kStepThreads;
+  const auto shared = static_cast<int64_t>(many ? plan.num_replicas * sizeof(Replica) : 0);
+  launch("cudaLaunchKernelEx(step)", kernel_for(plan.rule, many, plan.all_float != 0), {plan.num_chunks + counting, kStepThreads, shared},
+         stream, plan);
 }
 
 }  // namespace hdet::cuda

@@ -1,14 +1,22 @@
-// Accesses of 16 bytes: four floats at a time where the addresses allow it.
+// How a thread reads and writes streams of numbers: in the main loop eight elements a turn, with accesses of 16 bytes, and at the
+// ends of a chunk one by one. A stream's type is a value, not a template argument: the branch on it is the same for a whole block,
+// and one launch serves a model of many types. Where the type is a constant to the compiler the branches are gone.
+//
+// The eight elements are two groups of four. Neighbouring threads hold neighbouring groups, so that float32 streams are read and
+// written in whole 32-byte sectors; eight floats in a row for each thread would touch every sector twice, and stores are not
+// merged. A 16-bit stream is then accessed in 8 bytes, twice. Where all streams of a chunk have 16 bits ("wide") the groups of a
+// thread follow each other, and an access is 16 bytes again.
 #pragma once
 
 #include <cstdint>
 
 #include <cuda_runtime.h>
 
+#include "../core/numbers.h"
+
 namespace hdet::cuda {
 
-constexpr int kWidth = 4;  // floats in 16 bytes
-constexpr int kVectorBytes = kWidth * static_cast<int>(sizeof(float));
+constexpr int kEight = 8;
 
 // A pointer read from a table is generic to the compiler: it may be shared memory. Saying that it is global makes the accesses
 // ld.global/st.global, which are also the ones that can be vectorised without a check.
@@ -18,53 +26,260 @@ __device__ __forceinline__ T* global(T* address) {
   return address;
 }
 
-// Gradients and moments are used once per step: they pass the caches first-in first-out and leave them to the parameters, which
-// the next forward pass reads.
-template <class T>
-__device__ __forceinline__ T load_once(const T* address) {
-  return __ldcs(address);
+// An entry of a table of addresses; the table may be missing.
+__device__ __forceinline__ void* entry(void* const* table, int64_t place) { return table == nullptr ? nullptr : table[place]; }
+
+__device__ __forceinline__ int size_of(DType type) { return type == DType::f32 ? 4 : 2; }
+
+// The stream from a chunk's first element on. Null stays null.
+__device__ __forceinline__ void* advance(void* stream, DType type, int64_t elements) {
+  return stream == nullptr ? nullptr : static_cast<char*>(stream) + elements * size_of(type);
 }
 
-template <class T>
-__device__ __forceinline__ void store_once(T* address, T value) {
-  __stcs(address, value);
+// Gradients, moments, masters and averages are used once a step: they pass the caches first in, first out and leave them to the
+// parameters, which the next forward pass reads.
+enum class Use { once, again };
+
+template <Use kUse, class T>
+__device__ __forceinline__ T read(const void* stream, int element) {
+  const T* const address = global(static_cast<const T*>(stream) + element);
+  return kUse == Use::once ? __ldcs(address) : *address;
 }
 
-// How many floats precede the first 16-byte boundary, when all the given arrays reach one at the same index. Otherwise `length`:
-// no part of the chunk can be accessed in vectors.
-__device__ __forceinline__ int floats_before_boundary(const float* array, int length) {
-  const auto past = static_cast<int>(reinterpret_cast<std::uintptr_t>(array) % kVectorBytes / sizeof(float));
-  return min((kWidth - past) % kWidth, length);
+template <Use kUse, class T>
+__device__ __forceinline__ void write(void* stream, int element, T value) {
+  T* const address = global(static_cast<T*>(stream) + element);
+  if (kUse == Use::once) __stcs(address, value);
+  else *address = value;
 }
 
-template <class... Arrays>
-__device__ __forceinline__ int floats_before_boundary(const float* array, int length, const Arrays*... others) {
-  const int head = floats_before_boundary(array, length);
-  const bool alike = ((floats_before_boundary(others, length) == head) && ...);
-  return alike ? head : length;
+// Where a thread's elements are in the chunk: first .. first + 3 and second .. second + 3; or `first` alone.
+struct Place {
+  int first, second;
+  bool wide;  // second == first + 4, and 16-bit streams are aligned to 16 bytes
+};
+
+// What a thread has of one stream, as it lies in memory. Nothing waits for a load until it is unpacked. Streams of 16 bits are in
+// `low` alone; in the split form the upper halves are in `low`, the lower ones in `high`.
+template <int kWidth>
+struct Raw;
+template <>
+struct Raw<kEight> {
+  uint4 low, high;
+};
+template <>
+struct Raw<1> {
+  uint32_t low, high;
+};
+
+template <Use kUse>
+__device__ __forceinline__ uint4 read_halves(const void* stream, const Place& at) {
+  if (at.wide) return read<kUse, uint4>(static_cast<const uint16_t*>(stream) + at.first, 0);
+  const uint2 first = read<kUse, uint2>(static_cast<const uint16_t*>(stream) + at.first, 0);
+  const uint2 second = read<kUse, uint2>(static_cast<const uint16_t*>(stream) + at.second, 0);
+  return make_uint4(first.x, first.y, second.x, second.y);
 }
 
-// The same for num_rows arrays whose addresses are in a table, at distance `stride`, each advanced by `offset` elements.
-__device__ __forceinline__ int floats_before_boundary(float* const* table, int64_t stride, int num_rows, int64_t offset, int length) {
-  const int head = floats_before_boundary(table[0] + offset, length);
-  for (int k = 1; k < num_rows; ++k) {
-    if (floats_before_boundary(table[k * stride] + offset, length) != head) return length;
+template <Use kUse>
+__device__ __forceinline__ void write_halves(void* stream, const Place& at, const uint4& words) {
+  if (at.wide) return write<kUse>(static_cast<uint16_t*>(stream) + at.first, 0, words);
+  write<kUse>(static_cast<uint16_t*>(stream) + at.first, 0, make_uint2(words.x, words.y));
+  write<kUse>(static_cast<uint16_t*>(stream) + at.second, 0, make_uint2(words.z, words.w));
+}
+
+template <Use kUse>
+__device__ __forceinline__ void load(DType type, const void* stream, const Place& at, Raw<kEight>& raw) {
+  if (type == DType::f32) {
+    raw.low = read<kUse, uint4>(static_cast<const float*>(stream) + at.first, 0);
+    raw.high = read<kUse, uint4>(static_cast<const float*>(stream) + at.second, 0);
+  } else {
+    raw.low = read_halves<kUse>(stream, at);
   }
-  return head;
 }
 
-// Shares a chunk among the threads of its block: scalar(i) for each element of the head and the tail, vector(i) for each group of
-// four elements starting at i.
-template <class Scalar, class Vector>
-__device__ __forceinline__ void over_elements(int length, int head, const Scalar& scalar, const Vector& vector) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int threads = static_cast<int>(blockDim.x);
-  const int tail = head + (length - head) / kWidth * kWidth;
-#pragma unroll 1  // short loops: copies of them would only fill the instruction cache
-  for (int i = thread; i < head; i += threads) scalar(i);
-  for (int i = head + thread * kWidth; i < tail; i += threads * kWidth) vector(i);
+template <Use kUse>
+__device__ __forceinline__ void load(DType type, const void* stream, const Place& at, Raw<1>& raw) {
+  raw.low = type == DType::f32 ? read<kUse, uint32_t>(stream, at.first) : read<kUse, uint16_t>(stream, at.first);
+}
+
+template <Use kUse>
+__device__ __forceinline__ void load_lower(const void* stream, const Place& at, Raw<kEight>& raw) {
+  raw.high = read_halves<kUse>(stream, at);
+}
+
+template <Use kUse>
+__device__ __forceinline__ void load_lower(const void* stream, const Place& at, Raw<1>& raw) {
+  raw.high = read<kUse, uint16_t>(stream, at.first);
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+__device__ __forceinline__ uint16_t half_of(const uint4& words, int i) {
+  return static_cast<uint16_t>(i % 2 == 0 ? word(words, i / 2) : word(words, i / 2) >> 16);
+}
+
+__device__ __forceinline__ void unpack(DType type, const Raw<kEight>& raw, float (&out)[kEight]) {
+  if (type == DType::f32) {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) out[i] = float_of(i < 4 ? word(raw.low, i) : word(raw.high, i - 4));
+  } else if (type == DType::bf16) {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) out[i] = from_bf16(half_of(raw.low, i));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) out[i] = from_f16(half_of(raw.low, i));
+  }
+}
+
+__device__ __forceinline__ void unpack(DType type, const Raw<1>& raw, float (&out)[1]) {
+  out[0] = type == DType::f32 ? float_of(raw.low) : from_16(type, static_cast<uint16_t>(raw.low));
+}
+
+__device__ __forceinline__ void unpack_split(const Raw<kEight>& raw, float (&out)[kEight]) {
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) out[i] = join(half_of(raw.low, i), half_of(raw.high, i));
+}
+
+__device__ __forceinline__ void unpack_split(const Raw<1>& raw, float (&out)[1]) {
+  out[0] = join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(raw.high));
+}
+
+// 16-bit numbers made by half(i).
+template <Use kUse, int kWidth, class Half>
+__device__ __forceinline__ void store_halves(void* stream, const Place& at, const Half& half) {
+  if constexpr (kWidth == 1) {
+    write<kUse, uint16_t>(stream, at.first, half(0));
+  } else {
+    const auto two = [&](int i) { return static_cast<uint32_t>(half(i)) | static_cast<uint32_t>(half(i + 1)) << 16; };
+    write_halves<kUse>(stream, at, make_uint4(two(0), two(2), two(4), two(6)));
+  }
+}
+
+template <Use kUse>
+__device__ __forceinline__ void store_floats(void* stream, const Place& at, const float (&x)[kEight]) {
+  write<kUse>(static_cast<float*>(stream) + at.first, 0, make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])));
+  write<kUse>(static_cast<float*>(stream) + at.second, 0, make_uint4(bits_of(x[4]), bits_of(x[5]), bits_of(x[6]), bits_of(x[7])));
+}
+
+template <Use kUse>
+__device__ __forceinline__ void store_floats(void* stream, const Place& at, const float (&x)[1]) {
+  write<kUse>(stream, at.first, x[0]);
+}
+
+// To nearest.
+template <Use kUse, int kWidth>
+__device__ __forceinline__ void store(DType type, void* stream, const Place& at, const float (&x)[kWidth]) {
+  if (type == DType::f32) store_floats<kUse>(stream, at, x);
+  else if (type == DType::bf16) store_halves<kUse, kWidth>(stream, at, [&](int i) { return to_bf16(x[i]); });
+  else store_halves<kUse, kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
+}
+
+// A parameter and what stands beside it, from a chunk's first element on. Its value is that of the master where it has one.
+struct Param {
+  DType type;
+  Master kind;
+  void* param;
+  void* master;
+};
+
+__device__ __forceinline__ Param param_at(DType type, Master kind, void* param, void* master, int64_t offset) {
+  return {type, kind, advance(param, type, offset), kind == Master::none ? nullptr : advance(master, kind == Master::f32 ? DType::f32 : type, offset)};
+}
+
+template <int kWidth>
+__device__ __forceinline__ void load(const Param& p, const Place& at, Raw<kWidth>& raw) {
+  if (p.kind == Master::f32) {
+    load<Use::once>(DType::f32, p.master, at, raw);
+  } else {
+    load<Use::again>(p.type, p.param, at, raw);
+    if (p.kind == Master::split) load_lower<Use::once>(p.master, at, raw);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ void unpack(const Param& p, const Raw<kWidth>& raw, float (&out)[kWidth]) {
+  if (p.kind == Master::split) unpack_split(raw, out);
+  else unpack(p.kind == Master::f32 ? DType::f32 : p.type, raw, out);
+}
+
+template <int kWidth>
+__device__ __forceinline__ void store(const Param& p, const Place& at, const float (&x)[kWidth]) {
+  if (p.kind == Master::split) {
+    store_halves<Use::again, kWidth>(p.param, at, [&](int i) { return upper_half(x[i]); });
+    store_halves<Use::once, kWidth>(p.master, at, [&](int i) { return lower_half(x[i]); });
+  } else {
+    if (p.kind == Master::f32) store_floats<Use::once>(p.master, at, x);
+    store<Use::again>(p.type, p.param, at, x);
+  }
+}
+
+// A stream's bits as they are.
+template <Use kUse>
+__device__ __forceinline__ void store_raw(DType type, void* stream, const Place& at, const Raw<kEight>& raw) {
+  if (type == DType::f32) {
+    write<kUse>(static_cast<float*>(stream) + at.first, 0, raw.low);
+    write<kUse>(static_cast<float*>(stream) + at.second, 0, raw.high);
+  } else {
+    write_halves<kUse>(stream, at, raw.low);
+  }
+}
+
+template <Use kUse>
+__device__ __forceinline__ void store_raw(DType type, void* stream, const Place& at, const Raw<1>& raw) {
+  if (type == DType::f32) write<kUse, uint32_t>(stream, at.first, raw.low);
+  else write<kUse, uint16_t>(stream, at.first, static_cast<uint16_t>(raw.low));
+}
+
+// How a chunk is cut: `head` elements one by one, `turns` turns of eight, and the rest one by one.
+struct Cut {
+  int head, turns, tail, gap;
+  bool wide;
+};
+
+// Elements up to the first boundary that a stream of 16 bits, or else of 32, needs for its widest access.
+__device__ __forceinline__ int head_of(const void* stream, DType type, bool wide) {
+  const int unit = wide ? kEight : 4;
+  const int past = static_cast<int>(reinterpret_cast<std::uintptr_t>(stream) / size_of(type) % unit);
+  return (unit - past) % unit;
+}
+
+// Whether a stream that starts here can be accessed in vectors after `head` elements. Null is no stream.
+__device__ __forceinline__ bool in_step(const void* stream, DType type, int head, bool wide) {
+  const int unit = wide && type != DType::f32 ? kEight : 4;
+  return stream == nullptr || (static_cast<int>(reinterpret_cast<std::uintptr_t>(stream) / size_of(type) % unit) + head) % unit == 0;
+}
+
+__device__ __forceinline__ bool in_step(const Param& p, int head, bool wide) {
+  return in_step(p.param, p.type, head, wide) &&
+         (p.kind == Master::none || in_step(p.master, p.kind == Master::f32 ? DType::f32 : p.type, head, wide));
+}
+
+// `vectors`: whether all streams are in step. Otherwise the chunk is done one by one.
+__device__ __forceinline__ Cut cut(int length, int head, bool wide, bool vectors) {
+  if (!vectors || head >= length) return {length, 0, length, 0, wide};
+  const int unit = wide ? kEight : 4;
+  const int units = (length - head) / unit;
+  const int turns = wide ? units : (units + 1) / 2;
+  return {head, turns, head + units * unit, wide ? 4 : 4 * turns, wide};
+}
+
+// Shares a chunk among the threads of its block: eight(place) for each turn and one(place) for what is left. Where the number of
+// groups is odd, the last turn has one group twice: it is read twice and then written twice, with the same values.
+template <int kThreads, class Eight, class One>
+__device__ __forceinline__ void over_elements(const Cut& c, int length, int thread, const Eight& eight, const One& one) {
+  const int stride = c.wide ? kEight : 4;
 #pragma unroll 1
-  for (int i = tail + thread; i < length; i += threads) scalar(i);
+  for (int turn = thread; turn < c.turns; turn += kThreads) {
+    const int first = c.head + turn * stride;
+    const int second = first + c.gap;
+    eight(Place{first, second < c.tail ? second : first, c.wide});
+  }
+  // The head and the tail in one loop: two copies would only fill the instruction cache.
+  const int ends = c.head + (length - c.tail);
+#pragma unroll 1
+  for (int i = thread; i < ends; i += kThreads) one(Place{i < c.head ? i : i - c.head + c.tail, 0, false});
 }
 
 }  // namespace hdet::cuda

@@ -34,8 +34,8 @@ class _Filling:
         self.flat = self.flat[:used]
         plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in self.sources) and self.flat.dtype == torch.float32
         backend = "auto" if plain and self.flat.device.type in ("cpu", "cuda") else "torch"
-        self.pack = kernels.copy_plan(self.sources, self.views, backend)
-        self.unpack = kernels.copy_plan(self.views, self.sources, backend)
+        self.pack = kernels.pair_plan(self.sources, self.views, backend=backend)
+        self.unpack = kernels.pair_plan(self.views, self.sources, backend=backend)
         self.versioned = [t for t in self.sources if not t.is_inference()]
         return self
 
@@ -76,15 +76,15 @@ class BucketedAverage:
         self._memories: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def __call__(self, weight: float | None = None) -> None:
-        """Replace every tensor by sum_r w_r theta_r. ``weight`` is this replica's w_r (default 1/N); they must sum to 1.
+    def __call__(self, weights: Sequence[float] | None = None) -> None:
+        """Replace every tensor by sum_r w_r theta_r. ``weights``: w_r of all N replicas (default 1/N each); they must sum to 1.
 
         A replica of weight 0 contributes exactly zero, even where it holds NaN or inf, and takes the average like the others.
         """
         group = self.replicas.peer_group
         if group is None:
             return
-        weight = 1 / self.replicas.count if weight is None else float(weight)
+        weight = 1 / self.replicas.count if weights is None else float(weights[self.replicas.index])
         self._plan()
         pending = []
         for tensor in self._direct:

@@ -38,7 +38,7 @@ def train(options: argparse.Namespace) -> int:
         return 0
     _check_text(specs[0])
     place = _torchrun_place(config) if launched_by_torchrun() else None
-    device = choose_device(config.device, config.replicas) if place is None else place.device
+    device = choose_device(config.device, config.processes) if place is None else place.device
     if place is None or place.is_first:
         for spec in specs:
             _prepare(spec, options.overwrite)
@@ -74,20 +74,20 @@ def _run(specs: Sequence[RunSpec], device: str, place: Place | None) -> int:
 
 
 def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
-    config = TrainConfig(
-        **{"replicas": _default_replicas(typed.get("device", "auto")), **typed}, mode="fixed" if options.schedule_only else "hdet"
-    )
+    config = TrainConfig(**{"replicas": _default_replicas(typed), **typed}, mode="fixed" if options.schedule_only else "hdet")
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.compare:
         return [RunSpec(config.with_(mode=mode), out / mode) for mode in ("fixed", "hdet")]
     return [RunSpec(config, out)]
 
 
-def _default_replicas(device: str) -> int:
+def _default_replicas(typed: dict[str, Any]) -> int:
     """One per GPU where there are several, else the main job's four."""
+    if typed.get("coresident"):
+        return TrainConfig().replicas
     if launched_by_torchrun():
         return int(os.environ["WORLD_SIZE"])
-    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if typed.get("device") != "cpu" and torch.cuda.is_available() else 0
     return gpus if gpus > 1 else TrainConfig().replicas
 
 
@@ -119,7 +119,9 @@ def _check_text(spec: RunSpec) -> None:
 
 def _torchrun_place(config: TrainConfig) -> Place:
     place = torchrun_place(config.device)
-    if place.world_size != config.replicas:
+    if config.coresident and place.world_size > 1:
+        raise ValueError(f"coresident is one process, but {place.world_size} were started: start it without torchrun")
+    if place.world_size != config.processes:
         raise ValueError(
             f"replicas is {config.replicas}, but {place.world_size} processes were started: leave --replicas out under torchrun"
         )

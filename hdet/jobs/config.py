@@ -35,7 +35,9 @@ class TrainConfig:
     pct_start: float = 0.1
     """part of the run in which the schedule rises"""
     replicas: int = 4
-    """replicas, one process each"""
+    """replicas, one process each unless they are co-resident"""
+    coresident: bool = False
+    """all replicas in one process on one device, which share gradient and moments, instead of one process each"""
     batch_size: int = 8
     """windows of text per replica and step"""
     sync_interval: int = 50
@@ -63,7 +65,7 @@ class TrainConfig:
     data: str | None = None
     """folder of *.py, *.txt or *.md files to train on; default: the running Python's own library"""
     device: str = "auto"
-    """auto (GPUs when there is one per replica, else CPU), cpu, or cuda"""
+    """auto (GPUs when there is one per process, else CPU), cpu, or cuda"""
     log_interval: int = 10
     """steps between two records of the training loss"""
     validation_interval: int | None = None
@@ -117,6 +119,8 @@ class TrainConfig:
                 self,
                 f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle",
             )
+        if self.coresident:
+            _require(self.replicas >= 2, "replicas", self, "must be at least 2 to be co-resident")
         if self.mode == "hdet" and self.controller == "probe":
             _require(self.probe_batches >= 2, "probe_batches", self, "must be at least 2: the slope's error comes from their differences")
         if self.mode == "hdet" and self.controller != "none":
@@ -124,6 +128,10 @@ class TrainConfig:
             _require(self.spread > 0, "spread", self, "must be positive for a controller to compare replicas; or pass controller none")
 
     # -- what follows from the settings ----------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.coresident else self.replicas
 
     @property
     def cycles(self) -> int:
@@ -181,6 +189,8 @@ def _check_types(config: TrainConfig) -> None:
             raise ValueError(f"{field.name} is {value!r}: it must be a whole number")
         if kind == "float" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
             raise ValueError(f"{field.name} is {value!r}: it must be a finite number")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{field.name} is {value!r}: it must be true or false")
         if kind.startswith("str") and not isinstance(value, str):
             raise ValueError(f"{field.name} is {value!r}: it must be text")
 

@@ -83,10 +83,11 @@ class _Base(ABC):
 def banner(config: TrainConfig, event: Event) -> Iterator[str]:
     """The run in a line or two. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
     what = f"HDET, controller {config.controller}" if config.mode == "hdet" else "fixed schedule"
-    place = "GPUs" if str(event["device"]).startswith("cuda") else "CPU"
+    place = "GPU" if str(event["device"]).startswith("cuda") else "CPU"
+    where = f"all in one process on the {place}" if config.coresident else f"one process each on the {place}{'s' * (place == 'GPU')}"
     since = f", from step {event['step']}" if event["step"] else ""
     yield f"{event['folder']}: {what}, max_lr {config.max_lr:g}, {config.steps} steps{since}"
-    yield f"  {config.replicas} replicas x {config.batch_size} windows of {config.context} bytes, one process each on the {place}"
+    yield f"  {config.replicas} replicas x {config.batch_size} windows of {config.context} bytes, {where}"
     if config.mode == "hdet":
         yield f"  replicas' rates differ by design: {1 - config.spread:.2f} to {1 + config.spread:.2f} times the base rate"
 

@@ -1,4 +1,4 @@
-"""Start one process per replica, pass on what rank 0 reports, and leave no process behind whatever happens."""
+"""Start one process per replica (or one for all), pass on what rank 0 reports, and leave no process behind whatever happens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GRACE_SECONDS = 0.5
 
 
 class WorkerError(RuntimeError):
-    """A replica's process failed; the message is its error in full."""
+    """A process failed; the message is its error in full."""
 
 
 class Workers:
     """The processes of one job, as a context: inside it iterate over `events`, outside of it none is alive.
 
     Args:
-        specs: runs, trained one after the other by the same processes; all with the same number of replicas.
+        specs: runs, trained one after the other by the same processes; all with the same number of processes.
         device: ``cpu`` or ``cuda``, as `choose_device` found.
         command: what to start, for tests.
     """
@@ -47,7 +47,7 @@ class Workers:
     def __enter__(self) -> Workers:  # noqa: PYI034 - Self needs Python 3.11
         self._scratch = tempfile.TemporaryDirectory(prefix="hdet-", ignore_cleanup_errors=True)
         try:
-            count = self._specs[0].config.replicas
+            count = self._specs[0].config.processes
             for rank in range(count):
                 self._processes.append(self._start(rank, count))
         except BaseException:
@@ -61,7 +61,9 @@ class Workers:
         self._end()
 
     def _start(self, rank: int, count: int) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if count > 1:
+            environment["OMP_NUM_THREADS"] = "1"  # they share the cores
         if self._device == "cpu" and os.path.exists("/sys/class/net/lo"):
             # One machine only: a host name that does not resolve, a VPN or a firewall must not matter.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -134,9 +136,12 @@ class Workers:
             if code and rank not in reports:  # no time to say anything: killed, or it could not even start
                 why = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 log = self._log(rank).read_text(encoding="utf-8", errors="replace").strip()
-                return f"the process of replica {rank} {why}\n{log}".rstrip()
+                return f"{self._process_of(rank)} {why}\n{log}".rstrip()
         first = min(reports, key=lambda rank: reports[rank]["time"])
-        return f"the process of replica {first} failed:\n{reports[first]['text'].rstrip()}"
+        return f"{self._process_of(first)} failed:\n{reports[first]['text'].rstrip()}"
+
+    def _process_of(self, rank: int) -> str:
+        return f"the process of replica {rank}" if len(self._processes) > 1 else "the process of all replicas"
 
     def _end(self) -> None:
         """No process survives this. Their files are whole or absent, so there is nothing to wait for."""

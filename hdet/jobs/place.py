@@ -52,7 +52,9 @@ def choose_device(device: str, processes: int) -> str:
         raise ValueError(f"the kernels cannot be used: {native}")
     if device == "cuda" and gpus < processes:
         fewer = f"--replicas {gpus} or " if gpus >= 2 else ""  # one replica has nothing to be compared with
-        raise ValueError(f"device is 'cuda': {processes} replicas need {processes} GPUs and {gpus} can be used; pass {fewer}--device cpu")
+        what = f"{processes} replicas need {processes} GPUs" if processes > 1 else "one GPU is needed"
+        alone = "--coresident or " if gpus and processes > 1 else ""
+        raise ValueError(f"device is 'cuda': {what} and {gpus} can be used; pass {fewer}{alone}--device cpu")
     return "cuda" if gpus >= processes and device != "cpu" else "cpu"
 
 
@@ -71,10 +73,10 @@ def torchrun_place(device: str) -> Place:
 @contextmanager
 def join(place: Place, init_method: str = "env://") -> Iterator[None]:
     """Be a member of the default process group: gloo on CPUs, NCCL on GPUs. One process alone needs no group."""
-    if place.device == "cpu":
-        torch.set_num_threads(1)  # the processes share the cores; more threads than cores only wait for each other
-    else:
+    if place.device != "cpu":
         torch.cuda.set_device(place.device)
+    elif place.world_size > 1:
+        torch.set_num_threads(1)  # the processes share the cores; more threads than cores only wait for each other
     if place.world_size == 1:
         yield
         return

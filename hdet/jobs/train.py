@@ -71,7 +71,7 @@ def check_resume(spec: RunSpec, corpus: Corpus) -> None:
 
 
 class Run:
-    """Model, optimizer, schedule and (for HDET) the ensemble of one run, on one rank."""
+    """Model, optimizer, schedule and (for HDET) the ensemble of one run, on one rank: with one replica, or with all if co-resident."""
 
     def __init__(self, spec: RunSpec, corpus: Corpus, place: Place, emit: Emit) -> None:
         self.config, self.folder, self.corpus, self.place = spec.config, spec.folder, corpus, place
@@ -88,10 +88,18 @@ class Run:
         self.schedule = OneCycleLR(
             self.optimizer, config.max_lr, total_steps=config.steps, pct_start=config.pct_start, cycle_momentum=False
         )
+        self.local = range(config.replicas) if config.coresident else (place.rank,)
+        """replicas whose batches this process computes; on the fixed schedule co-resident ones are plain gradient accumulation"""
+        self.replicas = self._make_replicas()
         self.ensemble = self._make_ensemble() if config.mode == "hdet" else None
         if spec.resume:
             self._resume()
         self.history: Recorder | None = None
+
+    def _make_replicas(self) -> hdet.Replicas:
+        if self.config.coresident and self.config.mode == "hdet":
+            return hdet.CoresidentReplicas(self.model, self.config.replicas)
+        return hdet.Replicas.default()
 
     def _make_controller(self) -> Controller | None:
         config = self.config
@@ -110,6 +118,7 @@ class Run:
             self.optimizer,
             self.schedule,
             knobs=[hdet.LearningRate(config.spread)],
+            replicas=self.replicas,
             sync_interval=config.sync_interval,
             warmup_steps=config.warmup_steps if config.controller == "softmax" else 0,
             controller=self._make_controller(),
@@ -145,19 +154,22 @@ class Run:
         self._finish()
 
     def _train_step(self) -> torch.Tensor:
-        loss = self._loss_and_gradients()
+        losses = [self._loss_and_gradients(replica) for replica in self.local]
         self.optimizer.step()
         if self.ensemble is not None:
-            self.ensemble.step(loss)
+            for replica, loss in zip(self.local, losses, strict=True):
+                self.ensemble.observe(loss, replica=replica)
+            self.ensemble.step()
         else:
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        return losses[0]
 
-    def _loss_and_gradients(self) -> torch.Tensor:
-        tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
-        loss = cross_entropy(self.forward(tokens), targets)
-        loss.backward()
+    def _loss_and_gradients(self, replica: int) -> torch.Tensor:
+        tokens, targets = self._batch(self.corpus.train, f"train/{replica}", self.step)
+        with self.replicas.use(replica):
+            loss = cross_entropy(self.forward(tokens), targets)
+        (loss / len(self.local)).backward()  # between processes DDP takes the mean
         return loss.detach()
 
     def _fix_bucket_layout(self) -> None:
@@ -165,8 +177,9 @@ class Run:
 
         The layout decides in which order replicas' gradients are added up, so a resumed run would round differently without it.
         """
-        self._loss_and_gradients()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.place.world_size > 1:
+            self._loss_and_gradients(self.place.rank)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _batch(self, text: torch.Tensor, stream: str, index: int, *, size: int | None = None, seed: int | None = None) -> Batch:
         config = self.config

@@ -1,4 +1,4 @@
-"""``python -m hdet.jobs.worker``: one replica's process, started by `hdet.jobs.launch`.
+"""``python -m hdet.jobs.worker``: the process of one replica, or of all, started by `hdet.jobs.launch`.
 
 The first line of its standard input is the job. The rest is silence, and its end says that the parent is gone, however it
 went: the operating system closes the pipe even of a parent that was killed. Then this process leaves too.

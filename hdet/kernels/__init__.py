@@ -1,42 +1,59 @@
-"""One interface to the kernels, three backends: "cpu" and "cuda" (native) and "torch" (the reference).
+"""One interface to the kernels, four backends: "cpu" and "cuda" (native), "triton", and "torch" (the reference).
 
 A backend asked for by name that is missing raises and says why. "auto" takes the native backend of the tensors' device. There is
-one exception: CUDA tensors under an hdet that was built without CUDA run on the torch backend, with one warning that names the
-reason. Tensors on any other kind of device need backend="torch".
+one exception: CUDA tensors under an hdet that was built without CUDA run on Triton, or without that on the torch backend, with one
+warning that names the reason. Tensors on any other kind of device need backend="torch".
+
+Operations are prepared once for a set of tensors and then called: a plan holds addresses and is valid until one changes.
 """
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import checks, native
-from .checks import check_parameters, check_settings
-from .cpu import CpuBackend
-from .cuda import CudaBackend
-from .interface import AdamWPlan, AdamWSettings, AdamWTensors, Backend, CopyPlan
-from .reference import TorchBackend
+from . import checks, native, rank_one
+from .interface import (
+    AveragePlan,
+    Backend,
+    Column,
+    NormPlan,
+    PairPlan,
+    RankOnePlan,
+    RankOneTensors,
+    StepOptions,
+    StepPlan,
+    StepSettings,
+    StepTensors,
+)
 
 __all__ = [
-    "AdamWPlan",
-    "AdamWSettings",
-    "AdamWTensors",
+    "AveragePlan",
     "Backend",
-    "CopyPlan",
-    "adamw_plan",
+    "NormPlan",
+    "PairPlan",
+    "RankOnePlan",
+    "RankOneTensors",
+    "StepOptions",
+    "StepPlan",
+    "StepSettings",
+    "StepTensors",
     "available",
     "average_",
+    "average_plan",
     "check_name",
-    "check_parameters",
-    "check_settings",
-    "copy_plan",
+    "norm_plan",
+    "pair_plan",
+    "rank_one_plan",
     "select",
+    "step_plan",
 ]
 
-_BACKENDS: dict[str, Backend] = {"cpu": CpuBackend(), "cuda": CudaBackend(), "torch": TorchBackend()}
+_BACKENDS = {"cpu": "cpu.CpuBackend", "cuda": "cuda.CudaBackend", "triton": "triton.TritonBackend", "torch": "reference.TorchBackend"}
 USABLE = "usable"
 
 
@@ -57,9 +74,21 @@ def _cuda_state() -> str:
     return USABLE
 
 
+def _triton_state() -> str:
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}. Install it with pip install hdet[triton]"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        return f"Triton {triton.__version__} is too old: install 3.6 or later"
+    if triton.knobs.runtime.interpret or torch.cuda.is_available():
+        return USABLE
+    return "torch finds no usable CUDA device or driver. Without one Triton's interpreter runs (TRITON_INTERPRET=1, on CPU tensors, slowly)"
+
+
 def available() -> dict[str, str]:
     """For each backend "usable", or the reason why it is not."""
-    return {"cpu": native.missing or USABLE, "cuda": _cuda_state(), "torch": USABLE}
+    return {"cpu": native.missing or USABLE, "cuda": _cuda_state(), "triton": _triton_state(), "torch": USABLE}
 
 
 def check_name(backend: str) -> None:
@@ -76,10 +105,11 @@ def _automatic(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f'hdet has no native kernels for the device type {device.type}; backend="torch" works there')
     if device.type == "cuda" and native.missing is None and not native._C.cuda:
+        instead = "triton" if _triton_state() == USABLE else "torch"
         if not _warned:
             _warned = True
-            warnings.warn(f"tensors on CUDA use the torch backend: {_cuda_state()}", RuntimeWarning, stacklevel=4)
-        return "torch"
+            warnings.warn(f"tensors on CUDA use the {instead} backend: {_cuda_state()}", RuntimeWarning, stacklevel=4)
+        return instead
     return device.type
 
 
@@ -90,60 +120,100 @@ def select(backend: str, device: torch.device) -> Backend:
     """
     check_name(backend)
     name = _automatic(device) if backend == "auto" else backend
-    if name != "torch" and name != device.type:
+    if name in ("cpu", "cuda") and name != device.type:
         raise ValueError(f'backend="{name}" does not work on tensors on {device}; use backend="auto"')
     reason = available()[name]
     if reason != USABLE:
         raise RuntimeError(f'backend="{name}" is not usable: {reason}. backend="torch" works without it')
-    return _BACKENDS[name]
+    module, _, member = _BACKENDS[name].partition(".")
+    return getattr(importlib.import_module(f".{module}", __name__), member)()
 
 
-def adamw_plan(tensors: AdamWTensors, backend: str = "auto") -> AdamWPlan:
-    """Prepares an AdamW step that updates all the tensors in one call. The plan holds addresses: it is valid until one changes.
+def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
+    """Prepares an optimizer step that updates all the tensors, in all K replicas, in one call. See StepTensors for what it takes.
 
-    Raises ValueError or TypeError for tensors that are not float32, dense, contiguous, of equal shapes and on one device.
+    Raises ValueError or TypeError for tensors, dtypes or combinations that cannot be stepped, by name.
     """
-    if len(tensors.params) == 0:
+    if len(tensors.params) == 0 or len(tensors.params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
-    chosen = select(backend, checks.device_of(tensors.params[0], "parameter 0"))
-    checks.check_adamw_tensors(tensors)
-    return chosen.adamw_plan(tensors)
+    chosen = select(backend, checks.device_of(tensors.params[0][0], "parameter 0"))
+    checks.check_step_tensors(tensors)
+    return chosen.step_plan(tensors)
 
 
-def copy_plan(sources: Sequence[Tensor], destinations: Sequence[Tensor], backend: str = "auto") -> CopyPlan:
-    """Prepares `plan.copy(scale)`: destinations[i] = scale * sources[i] for all i in one call; a source and a destination may not overlap.
+def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan:
+    """Prepares a step of K replicas that share gradients and moments and are kept as a base and one displacement: see RankOneTensors.
 
-    The plan holds addresses: it is valid until one changes. The native backends take float32, contiguous tensors on one device, the
-    torch backend any floating dtypes and strides. Raises ValueError or TypeError for anything else.
+    A step moves 24 bytes a parameter for all of them together and writes the K outputs; a converge is scalar arithmetic in the next
+    step. Raises ValueError or TypeError, by name, for what cannot be stepped.
+    """
+    if len(tensors.outputs) == 0 or len(tensors.outputs[0]) == 0:
+        raise ValueError("there are no outputs to plan for")
+    chosen = select(backend, checks.device_of(tensors.outputs[0][0], "output 0"))
+    rank_one.check_rank_one_tensors(tensors)
+    return chosen.rank_one_plan(tensors)
+
+
+def average_plan(params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None, backend: str = "auto") -> AveragePlan:
+    """Prepares the weighted mean of K co-resident sets: K lists of tensors of equal shapes and dtypes, contiguous, on one device, apart.
+
+    Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean is of the masters and both are
+    written. Raises ValueError or TypeError for anything else.
+    """
+    if len(params) == 0 or len(params[0]) == 0:
+        raise ValueError("there are no parameters to plan for")
+    chosen = select(backend, checks.device_of(params[0][0], "tensor 0 of replica 0"))
+    checks.check_replicas(params, masters)
+    return chosen.average_plan(params, masters)
+
+
+def pair_plan(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    *,
+    source_lowers: Column | None = None,
+    masters: Column | None = None,
+    backend: str = "auto",
+) -> PairPlan:
+    """Prepares `copy(scale)`, `lerp(weight)` and `swap()` between two sets of tensors; a source and a destination may not overlap.
+
+    float32, bfloat16 and float16 in any combination. `source_lowers`: the int16 lower halves of bfloat16 sources in the split form.
+    `masters`: float32 or int16 (split) masters of the destinations, written with them: the way back from a communication bucket.
+    The native backends take contiguous tensors on one device, the torch backend any floating dtypes and strides. Raises ValueError or
+    TypeError for anything else.
     """
     if len(sources) == 0 or len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} sources for {len(destinations)} destinations: there must be as many, and at least one")
-    device = checks.device_of(sources[0], "source 0")
-    chosen = select(backend, device)
-    for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
-        checks.check_same_shape(destination, source, f"destination {i}", "its source")
-        if not isinstance(chosen, TorchBackend):
-            checks.check_tensor(source, f"source {i}", device)
-            checks.check_tensor(destination, f"destination {i}", device)
-    return chosen.copy_plan(sources, destinations)
+    chosen = select(backend, checks.device_of(sources[0], "source 0"))
+    checks.check_pairs(sources, destinations, source_lowers, masters, any_layout=chosen.name == "torch")
+    return chosen.pair_plan(sources, destinations, source_lowers, masters)
+
+
+def norm_plan(tensors: Sequence[Tensor], backend: str = "auto") -> NormPlan:
+    """Prepares the global norm of float32, bfloat16 or float16 tensors, contiguous, on one device."""
+    if len(tensors) == 0:
+        raise ValueError("there are no tensors to take the norm of")
+    chosen = select(backend, checks.device_of(tensors[0], "tensor 0"))
+    for i, tensor in enumerate(tensors):
+        checks.check_tensor(tensor, f"tensor {i}", tensors[0].device)
+    return chosen.norm_plan(tensors)
 
 
 def average_(replicas: Sequence[Sequence[Tensor]] | Tensor, weights: Sequence[float], backend: str = "auto") -> None:
-    """Replaces K co-resident replicas by their weighted mean, in place (Eq. 3).
+    """Replaces K co-resident replicas by their weighted mean, in place (Eq. 3). Prepares a plan for this one call.
 
-    `replicas` is a list of K lists of tensors with equal shapes, or one tensor of shape (K, n); float32, contiguous, on one device,
+    `replicas` is a list of K lists of tensors with equal shapes, or one tensor of shape (K, n); contiguous, on one device,
     not overlapping. `weights` are K numbers >= 0; they are divided by their sum. Afterwards all rows are bitwise equal. A replica of
     weight 0 is not read, so NaN in it does no harm, but receives the mean. Sums are float32 in the order of the replicas.
     Raises ValueError or TypeError, before anything is written, for anything else.
     """
     rows = _rows(replicas)
     shares = checks.normalised(weights, len(rows))
-    checks.check_replicas(rows)
-    checks.check_apart(rows)
     if len(rows[0]) == 0:
         check_name(backend)
+        checks.check_replicas(rows, None)
         return
-    select(backend, rows[0][0].device).average_(rows, shares)
+    average_plan(rows, None, backend).average(shares)
     # A kernel writes behind autograd's back: what a backward pass has saved of these tensors is no longer valid.
     torch.autograd.graph.increment_version([tensor for row in rows for tensor in row if not tensor.is_inference()])
 

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .interface import AdamWSettings, AdamWTensors
+from .interface import COUPLED, FINISHES, RULES, Column, StepOptions, StepSettings, StepTensors
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MOMENTS = (torch.float32, torch.bfloat16)
+MASTERS = {
+    torch.float32: (),
+    torch.bfloat16: (torch.float32, torch.int16),  # int16: the split form
+    torch.float16: (torch.float32,),
+}
 
 
-def check_tensor(tensor: object, name: str, device: torch.device) -> None:
-    """Accepts a contiguous float32 tensor with memory on `device`."""
+def check_tensor(tensor: object, name: str, device: torch.device, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+    """Accepts a dense, contiguous tensor of one of the dtypes with memory on `device`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; pass its local tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has the layout {tensor.layout}; only dense (strided) tensors are supported: use .to_dense()")
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"{name} has the dtype {tensor.dtype}; only torch.float32 is supported: use .float()")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has the dtype {tensor.dtype}; it must be {_listed(dtypes)}: use .to({dtypes[0]})")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()")
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)")
+
+
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    names = [str(dtype) for dtype in dtypes]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def device_of(tensor: object, name: str) -> torch.device:
@@ -42,70 +55,297 @@ def check_same_shape(tensor: Tensor, like: Tensor, name: str, like_name: str) ->
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, but {like_name} has {tuple(like.shape)}")
 
 
-def check_adamw_tensors(tensors: AdamWTensors) -> None:
-    """Everything a plan relies on for as long as it is used."""
-    count = len(tensors.params)
-    for name in ("exp_avgs", "exp_avg_sqs", "steps", "rows"):
-        if len(getattr(tensors, name)) != count:
-            raise ValueError(f"{name} has {len(getattr(tensors, name))} entries, but there are {count} parameters")
-    if sorted(set(tensors.rows)) != list(range(len(set(tensors.rows)))):
-        raise ValueError(f"rows must number the settings from 0 without a gap, got {sorted(set(tensors.rows))}")
-    for i, param in enumerate(tensors.params):
-        check_tensor(param, f"parameter {i}", tensors.params[0].device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state = getattr(tensors, name + "s")[i]
-            check_tensor(state, f"{name} of parameter {i}", param.device)
-            check_same_shape(state, param, f"{name} of parameter {i}", "the parameter")
-        step = tensors.steps[i]
-        if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device.type != "cpu" or step.dim() != 0:
-            raise TypeError(f"step of parameter {i} must be a 0-d float32 tensor on the CPU")
+def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """No two of the named tensors share memory: what is written to one would be read again as the other."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if t.numel())
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(f"{one} and {other} overlap in memory: give each its own")
 
 
-def check_gradients(gradients: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """The slow, explaining form of what a step checks; see `native.gradient_addresses` for the fast one."""
+def _of(i: int, k: int, num_replicas: int) -> str:
+    return f"parameter {i}" + (f" of replica {k}" if num_replicas > 1 else "")
+
+
+def check_step_tensors(tensors: StepTensors) -> None:
+    """Everything a step relies on for as long as its plan is used."""
+    t = tensors
+    if t.rule not in RULES:
+        raise ValueError(f"rule={t.rule!r} is unknown; choose {', '.join(RULES)}")
+    count, replicas = len(t.params[0]), t.num_replicas
+    if not 0 <= t.first_replica <= 65536 - replicas:
+        raise ValueError(f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to 65535")
+    if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
+        raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
+    if t.buckets is not None and replicas != 1:
+        raise ValueError(f"buckets are for one replica, not {replicas}: average them first")
+    _check_lengths(t, count)
+    named = list(_step_parts(t))
+    device = device_of(t.params[0][0], "parameter 0")
+    for i, name, tensor, dtypes in named:
+        check_tensor(tensor, name, device, dtypes)
+        if not name.startswith("step of"):
+            check_same_shape(tensor, t.params[0][i], name, f"parameter {i}")
+        elif tensor.dim() != 0:
+            raise TypeError(f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}")
+    sets: list[tuple[str, Sequence[Column]]] = [("", t.params), ("master of ", t.masters or []), ("average of ", t.averages or [])]
+    for prefix, columns in sets:
+        for k, column in enumerate(columns):
+            _check_alike(column, columns[0], prefix, k)
+    if t.masters is not None:
+        _check_masters(t.params[0], t.masters[0], 0, replicas)
+    check_apart((name, tensor) for _, name, tensor, _ in named)
+
+
+def _check_lengths(t: StepTensors, count: int) -> None:
+    columns: list[tuple[str, Sequence[object] | None]] = [
+        (name, getattr(t, name)) for name in ("rows", "steps", "exp_avgs", "exp_avg_sqs", "buckets", "ids")
+    ]
+    for name in ("params", "masters", "averages"):
+        sets = getattr(t, name)
+        if sets is not None and len(sets) != t.num_replicas:
+            raise ValueError(f"{name} has {len(sets)} lists for {t.num_replicas} replicas")
+        columns += [(f"{name} of replica {k}", column) for k, column in enumerate(sets or [])]
+    for name, column in columns:
+        if column is not None and len(column) != count:
+            raise ValueError(f"{name} has {len(column)} entries, but there are {count} parameters")
+    if sorted(set(t.rows)) != list(range(len(set(t.rows)))):
+        raise ValueError(f"rows must number the settings from 0 without a gap, got {sorted(set(t.rows))}")
+    needed = {"adamw": ("exp_avgs", "exp_avg_sqs"), "adam": ("exp_avgs", "exp_avg_sqs"), "lion": ("exp_avgs",), "sgd": ()}[t.rule]
+    for name in ("exp_avgs", "exp_avg_sqs"):
+        column = getattr(t, name)
+        absent = [i for i in range(count) if column is None or column[i] is None]
+        if name in needed and absent:
+            raise ValueError(f"{name} of parameter {absent[0]} is missing; {t.rule} needs it")
+        if name == "exp_avg_sqs" and name not in needed and len(absent) < count:
+            raise ValueError(f"{name} given, but {t.rule} keeps no second moment: leave it out")
+
+
+def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[torch.dtype]]]:
+    """(number of its parameter, name, tensor, allowed dtypes) of every tensor a step writes."""
+    sets: list[tuple[str, Sequence[Column], Sequence[torch.dtype]]] = [
+        ("", t.params, FLOATS),
+        ("master of ", t.masters or [], (torch.float32, torch.int16)),
+        ("average of ", t.averages or [], MOMENTS),
+    ]
+    for prefix, columns, dtypes in sets:
+        for k, column in enumerate(columns):
+            for i, tensor in enumerate(column):
+                if tensor is not None or not prefix:
+                    yield i, prefix + _of(i, k, t.num_replicas), tensor, dtypes  # type: ignore[misc]
+    shared: list[tuple[str, Column | None, Sequence[torch.dtype]]] = [
+        ("exp_avg", t.exp_avgs, MOMENTS),
+        ("exp_avg_sq", t.exp_avg_sqs, MOMENTS),
+        ("bucket", t.buckets, (torch.float32,)),
+        ("step", t.steps, (torch.float32,)),
+    ]
+    for name, entries, dtypes in shared:
+        for i, tensor in enumerate(entries or []):
+            if tensor is not None or name == "step":
+                yield i, f"{name} of parameter {i}", tensor, dtypes  # type: ignore[misc]
+
+
+def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
+    """One format speaks for all replicas."""
+    for i, (dtype, like) in enumerate(zip(_dtypes(column), _dtypes(first), strict=True)):
+        if dtype != like:
+            raise TypeError(
+                f"{prefix}tensor {i} of replica {k} has the dtype {dtype}, but that of replica 0 has {like}; replicas are alike"
+            )
+
+
+def _dtypes(column: Column) -> list[torch.dtype | None]:
+    return [None if tensor is None else tensor.dtype for tensor in column]
+
+
+def _check_masters(params: Sequence[Tensor], masters: Column, k: int, num_replicas: int) -> None:
+    for i, (param, master) in enumerate(zip(params, masters, strict=True)):
+        if master is not None and master.dtype not in MASTERS[param.dtype]:
+            remedy = _listed(MASTERS[param.dtype]) if MASTERS[param.dtype] else "None: the parameter is its own master"
+            raise TypeError(f"master of {_of(i, k, num_replicas)} ({param.dtype}) has the dtype {master.dtype}; it must be {remedy}")
+
+
+def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> None:
+    """One gradient for each parameter: float32, bfloat16 or float16 of the parameter's shape, dense, contiguous, on its device."""
     if len(gradients) != len(params):
         raise ValueError(f"{len(gradients)} gradients for {len(params)} parameters")
     for i, (gradient, param) in enumerate(zip(gradients, params, strict=True)):
-        check_tensor(gradient, f"the gradient of parameter {i}", param.device)
-        check_same_shape(gradient, param, f"the gradient of parameter {i}", "the parameter")
+        name = f"the gradient of parameter {i}"
+        if gradient is None:
+            raise TypeError(f"{name} is None; leave parameters without a gradient out of the plan")
+        check_tensor(gradient, name, param.device)
+        check_same_shape(gradient, param, name, "the parameter")  # type: ignore[arg-type]
 
 
-def check_parameters(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """What an optimizer checks before it creates state: the parameters, then their gradients."""
-    for i, param in enumerate(params):
-        check_tensor(param, f"parameter {i}", device_of(params[0], "parameter 0"))
-    check_gradients(gradients, params)
+def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> None:
+    """One entry for each row, with hyperparameters that are finite and in range."""
+    rows = 1 + max(tensors.rows)
+    if len(settings) != rows:
+        raise ValueError(f"{len(settings)} settings for {rows} rows")
+    device = tensors.params[0][0].device
+    for r, s in enumerate(settings):
+        check_row(s, tensors.rule, tensors.num_replicas, device, f"row {r}")
+    if tensors.rule == "sgd" and any(s.beta1 != 0 for s in settings):
+        for i, row in enumerate(tensors.rows):
+            if settings[row].beta1 != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
+                raise ValueError(f"momentum is {settings[row].beta1}, but exp_avg of parameter {i} is missing: plan again with one")
 
 
-def check_settings(settings: Sequence[AdamWSettings], num_rows: int) -> None:
-    """Hyperparameters that are finite and in range; NaN fails every comparison."""
-    if len(settings) != num_rows:
-        raise ValueError(f"{len(settings)} settings for {num_rows} rows")
-    for s in settings:
-        lr, multiplier, beta1, beta2, eps, weight_decay, _ = s
-        if not (0 <= lr < math.inf and 0 <= multiplier < math.inf and 0 <= eps < math.inf and 0 <= weight_decay < math.inf):
-            raise ValueError(f"lr, multiplier, eps and weight_decay must be finite and not negative, got {s}")
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"betas must be in [0, 1), got {s}")
+def check_row(s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str) -> None:
+    """The hyperparameters of one row. NaN fails every comparison."""
+    if isinstance(s.lr, Tensor):
+        check_scalar(s.lr, f"lr of {name}", device)
+    elif not 0 <= s.lr < math.inf:
+        raise ValueError(f"lr of {name} must be finite and not negative, got {s.lr}")
+    if not (0 <= s.eps < math.inf and 0 <= s.weight_decay < math.inf):
+        raise ValueError(f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and {s.weight_decay}")
+    if len(s.multipliers) != num_replicas:
+        raise ValueError(f"multipliers of {name} has {len(s.multipliers)} entries for {num_replicas} replicas")
+    for rho in s.multipliers:
+        if not 0 <= rho < math.inf:
+            raise ValueError(f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}")
+    if rule == "sgd":
+        if not (0 <= s.beta1 < math.inf and -math.inf < s.dampening < math.inf):
+            raise ValueError(
+                f"momentum of {name} must be finite and not negative and dampening finite, got beta1={s.beta1}, dampening={s.dampening}"
+            )
+        if s.nesterov and not (s.beta1 > 0 and s.dampening == 0):
+            raise ValueError(f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, dampening={s.dampening}")
+    elif not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
+        raise ValueError(f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}")
+    if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
+        raise ValueError(
+            f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so {num_replicas} replicas cannot share moments: "
+            "set it to 0 or use adamw or lion"
+        )
 
 
-def check_replicas(replicas: Sequence[Sequence[Tensor]]) -> None:
-    """K equally long lists of tensors, of equal shapes at equal places."""
-    first = replicas[0]
-    for k, row in enumerate(replicas):
+def check_scalar(tensor: object, name: str, device: torch.device) -> None:
+    """Accepts one float32 number on the device."""
+    check_tensor(tensor, name, device, (torch.float32,))
+    if tensor.numel() != 1:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must hold one number, got the shape {tuple(tensor.shape)}")  # type: ignore[attr-defined]
+
+
+def check_options(options: StepOptions, tensors: StepTensors) -> None:
+    """What is folded into a step must fit the plan."""
+    device = tensors.params[0][0].device
+    for name in ("grad_scale", "found_inf"):
+        if (value := getattr(options, name)) is not None:
+            check_scalar(value, name, device)
+    if not options.max_norm >= 0:
+        raise ValueError(f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not clip")
+    if not 0 <= options.average_weight <= 1:
+        raise ValueError(f"average_weight={options.average_weight} must be in [0, 1]; 1 starts an average")
+    if options.average_weight != 0 and tensors.averages is None:
+        raise ValueError(f"average_weight={options.average_weight}, but the plan has no averages: plan with averages, or set it to 0")
+    if options.finish not in FINISHES:
+        raise ValueError(f"finish={options.finish!r} is unknown; choose {', '.join(FINISHES)}")
+    if options.finish == "store":
+        return
+    if options.finish == "pack" and tensors.buckets is None:
+        raise ValueError('finish="pack" needs a plan with buckets')
+    weights = options.weights
+    if weights is None or len(weights) != tensors.num_replicas:
+        raise ValueError(f"finish={options.finish!r} needs {tensors.num_replicas} weights, got {weights}")
+    if not all(0 <= w < math.inf for w in weights):
+        raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
+    if options.finish == "mean":
+        check_shares(weights, tensors.num_replicas)
+
+
+def check_shares(weights: Sequence[float], num_replicas: int) -> None:
+    """Weights of a mean, as `normalised` returns them."""
+    if len(weights) != num_replicas:
+        raise ValueError(f"weights has {len(weights)} entries for {num_replicas} replicas")
+    if not (all(0 <= w < math.inf for w in weights) and abs(math.fsum(weights) - 1) < 1e-6):
+        raise ValueError(f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them by their sum")
+
+
+def check_replicas(params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None) -> None:
+    """K equally long lists of tensors of equal shapes and dtypes at equal places, and their masters, none sharing memory."""
+    first = params[0]
+    if masters is not None and len(masters) != len(params):
+        raise ValueError(f"masters has {len(masters)} lists for {len(params)} replicas")
+    named: list[tuple[str, Tensor]] = []
+    for k, row in enumerate(params):
         if len(row) != len(first):
             raise ValueError(f"replica {k} has {len(row)} tensors, but replica 0 has {len(first)}")
         for i, tensor in enumerate(row):
-            check_tensor(tensor, f"tensor {i} of replica {k}", device_of(first[0], "tensor 0 of replica 0"))
-            check_same_shape(tensor, first[i], f"tensor {i} of replica {k}", "replica 0")
+            name = f"tensor {i} of replica {k}"
+            check_tensor(tensor, name, device_of(first[0], "tensor 0 of replica 0"))
+            check_same_shape(tensor, first[i], name, "replica 0")
+            named.append((name, tensor))
+        _check_alike(row, first, "", k)
+        if masters is not None:
+            named += _check_master_column(row, masters[k], k, len(params))
+            _check_alike(masters[k], masters[0], "master of ", k)
+    check_apart(named)
 
 
-def check_apart(rows: Sequence[Sequence[Tensor]]) -> None:
-    """No two tensors share memory: a mean written to one would be read again as the other."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, k, i) for k, row in enumerate(rows) for i, t in enumerate(row) if t.numel())
-    for (_, end, k, i), (start, _, other_k, other_i) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(f"tensor {i} of replica {k} and tensor {other_i} of replica {other_k} overlap in memory: give each its own")
+def _check_master_column(params: Sequence[Tensor], masters: Column, k: int, num_replicas: int) -> list[tuple[str, Tensor]]:
+    if len(masters) != len(params):
+        raise ValueError(f"masters of replica {k} has {len(masters)} entries, but there are {len(params)} tensors")
+    named = [(i, f"master of {_of(i, k, num_replicas)}", master) for i, master in enumerate(masters) if master is not None]
+    for i, name, master in named:
+        check_tensor(master, name, params[i].device, (torch.float32, torch.int16))
+        check_same_shape(master, params[i], name, "the parameter")
+    _check_masters(params, masters, k, num_replicas)
+    return [(name, master) for _, name, master in named]
+
+
+def check_pairs(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    source_lowers: Column | None,
+    masters: Column | None,
+    any_layout: bool,
+) -> None:
+    """Pairs of equal shapes, no source overlapping a destination. `any_layout`: any floating dtypes and strides."""
+    device = device_of(sources[0], "source 0")
+    for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        for name, tensor in ((f"source {i}", source), (f"destination {i}", destination)):
+            if not any_layout:
+                check_tensor(tensor, name, device)
+            elif not device_of(tensor, name) or tensor.layout != torch.strided or not tensor.is_floating_point():
+                raise TypeError(f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating point: use .to_dense()")
+        check_same_shape(destination, source, f"destination {i}", "its source")
+    written = [(f"destination {i}", tensor) for i, tensor in enumerate(destinations)]
+    if masters is not None:
+        written += _check_master_column(destinations, masters, 0, 1)
+    read = [(f"source {i}", tensor) for i, tensor in enumerate(sources)]
+    if source_lowers is not None:
+        read += _check_master_column(sources, source_lowers, 0, 1)
+        for i, lower in enumerate(source_lowers):
+            if lower is not None and lower.dtype != torch.int16:
+                raise TypeError(
+                    f"lower half of source {i} has the dtype {lower.dtype}; it must be torch.int16: pass a float32 master as the source"
+                )
+    if not any_layout:
+        _check_sides_apart(read, written)
+
+
+def _check_sides_apart(read: Sequence[tuple[str, Tensor]], written: Sequence[tuple[str, Tensor]]) -> None:
+    """Nothing that is read shares memory with something that is written."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, side, name) for side, ts in enumerate((read, written)) for name, t in ts)
+    last = [(0, ""), (0, "")]  # of each side: the furthest end so far, and whose it is
+    for start, end, side, name in spans:
+        other_end, other = last[1 - side]
+        if start < min(end, other_end):
+            raise ValueError(f"{other} and {name} overlap in memory: give each its own")
+        last[side] = max(last[side], (end, name))
+
+
+def check_swap(sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None) -> None:
+    """Contents can change places only where both sides are stored alike."""
+    nothing: Column = [None] * len(sources)
+    lowers = zip(_dtypes(source_lowers or nothing), _dtypes(masters or nothing), strict=True)
+    for i, (source, destination, (lower, master)) in enumerate(zip(sources, destinations, lowers, strict=True)):
+        if source.dtype != destination.dtype or lower != master:
+            raise TypeError(
+                f"source {i} ({source.dtype}, lower half {lower}) and destination {i} ({destination.dtype}, {master}) cannot change places: "
+                "both must be stored alike"
+            )
 
 
 def normalised(weights: Sequence[float], num_replicas: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""The native CPU backend: C++ loops over a chunk table, one parallel region for each call, as many threads as torch uses."""
+"""The native CPU backend: C++ loops over a chunk table, one parallel region for each phase, as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -8,77 +8,60 @@ import torch
 from torch import Tensor
 
 from . import native
-from .checks import check_settings
-from .interface import AdamWSettings, AdamWTensors
+from .interface import Column, RankOneTensors, StepTensors
+from .native_plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
+from .native_rank_one import NativeRankOnePlan
+from .native_step import NativeStepPlan
 
 if native.missing is None:
     from hdet import _C
 
 
-class CpuAdamWPlan:
-    """An AdamW step on tensors in host memory."""
-
-    def __init__(self, tensors: AdamWTensors) -> None:
-        self.tensors = tensors  # keeps alive what the tables point to
-        self.shapes = [param.shape for param in tensors.params]
-        self.leaders = tensors.leaders()
-        self.tables = native.StepTables(tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.rows)
-        self.step_table = native.bytes_for(self.tables.step_bytes)
-        self.step_counters = native.address_table(tensors.steps)
-        rows, addresses, column = self.step_table.data_ptr(), self.tables.addresses.data_ptr(), 8 * self.tables.num_tensors
-        self.arguments = (
-            self.tables.chunks.data_ptr(),
-            self.tables.num_chunks,
-            rows,
-            rows + self.tables.row_bytes,
-            addresses,
-            addresses + column,
-            addresses + 2 * column,
-        )
-
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[AdamWSettings]) -> None:
-        addresses = native.gradient_addresses(gradients, self.tensors.params, self.shapes, -1)
-        check_settings(settings, len(self.leaders))
-        rows = [(*s, counter.item() + 1) for s, counter in zip(settings, self.leaders, strict=True)]
-        self.tables.write_step(self.step_table, rows, addresses)
-        _C.cpu_adamw(*self.arguments, torch.get_num_threads())
-        _C.add_to_steps(self.step_counters.data_ptr(), self.tables.num_tensors, 1.0)
+class CpuStepPlan(NativeStepPlan):
+    def _run(self) -> None:
+        _C.cpu_step(self.plan, torch.get_num_threads())
 
 
-class CpuCopyPlan:
-    """A scaled copy between tensors in host memory."""
+class CpuRankOnePlan(NativeRankOnePlan):
+    def _run(self) -> None:
+        _C.cpu_rank_one(self.plan, torch.get_num_threads())
 
-    def __init__(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        self.tensors = (sources, destinations)  # keeps alive what the table points to
-        self.chunks = native.chunk_table(sources, [0] * len(sources))
-        self.addresses = native.address_table(sources, destinations)
-        table = self.addresses.data_ptr()
-        self.arguments = (self.chunks.data_ptr(), native.num_chunks(self.chunks), table, table + 8 * len(sources))
+    def _run_converge(self) -> None:
+        _C.cpu_converge(self.plan, torch.get_num_threads())
 
-    def copy(self, scale: float) -> None:
-        _C.cpu_copy(*self.arguments, scale, torch.get_num_threads())
+
+class CpuAveragePlan(NativeAveragePlan):
+    def _run(self) -> None:
+        _C.cpu_average(self.plan, torch.get_num_threads())
+
+
+class CpuPairPlan(NativePairPlan):
+    def _run(self) -> None:
+        _C.cpu_pair(self.plan, torch.get_num_threads())
+
+
+class CpuNormPlan(NativeNormPlan):
+    def _run(self, result: Tensor) -> None:
+        chunks, tensors, partials = self.chunks.data_ptr(), self.addresses.data_ptr(), self.partials.data_ptr()
+        _C.cpu_norm(chunks, self.num_chunks, tensors, partials, result.data_ptr(), torch.get_num_threads())
 
 
 class CpuBackend:
     name = "cpu"
 
-    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> CpuCopyPlan:
-        return CpuCopyPlan(sources, destinations)
+    def step_plan(self, tensors: StepTensors) -> CpuStepPlan:
+        return CpuStepPlan(tensors, native.Memory())
 
-    def adamw_plan(self, tensors: AdamWTensors) -> CpuAdamWPlan:
-        return CpuAdamWPlan(tensors)
+    def rank_one_plan(self, tensors: RankOneTensors) -> CpuRankOnePlan:
+        return CpuRankOnePlan(tensors, native.Memory())
 
-    def average_(self, replicas: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
-        first = replicas[0]
-        chunks = native.chunk_table(first, [0] * len(first))
-        addresses = native.address_table(*replicas)
-        table = torch.tensor(weights, dtype=torch.float32)
-        _C.cpu_average(
-            chunks.data_ptr(),
-            native.num_chunks(chunks),
-            addresses.data_ptr(),
-            len(first),
-            len(replicas),
-            table.data_ptr(),
-            torch.get_num_threads(),
-        )
+    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> CpuAveragePlan:
+        return CpuAveragePlan(params, masters, native.Memory())
+
+    def pair_plan(
+        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+    ) -> CpuPairPlan:
+        return CpuPairPlan(sources, destinations, source_lowers, masters, native.Memory())
+
+    def norm_plan(self, tensors: Sequence[Tensor]) -> CpuNormPlan:
+        return CpuNormPlan(tensors, native.Memory())

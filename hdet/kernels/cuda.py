@@ -1,4 +1,11 @@
-"""The native CUDA backend: one launch for each call, on torch's current stream, from tables in device memory."""
+"""The native CUDA backend: a step is two launches, or three with a norm, on torch's current stream, from tables in device memory.
+
+Nothing here reads device memory. What changes between steps is copied from pinned memory without waiting, and only if it changed:
+the settings (one table for all hyperparameters) and the addresses of gradients that have moved.
+
+Under capture a copy would be replayed with what the host had at the time, so there is none: what a captured step reads must be on
+the device already, from a step before it (the warm-up that capturing needs anyway). `upload` then changes rates between replays.
+"""
 
 from __future__ import annotations
 
@@ -7,121 +14,136 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hdet.ranges import ranged
+
 from . import native
-from .checks import check_settings
-from .interface import AdamWSettings, AdamWTensors
+from .interface import Column, StepTensors
+from .native_plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
+from .native_step import NativeStepPlan
 
 if native.missing is None:
     from hdet import _C
 
+_HOW_TO_CAPTURE = (
+    "A CUDA graph replays what it captured, so its step must find everything on the device: before the capture run one step with the "
+    "same parameters as a warm-up, afterwards leave gradients where they are (zero_grad(set_to_none=False), or zero_gradients=True), "
+    "and after the last change of a hyperparameter call optimizer.write_hyperparameters()"
+)
+
 
 # What follows is all that a test replaces to run this file against the kernels' host build (tests/kernels/test_shim.py).
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("hdet's CUDA kernels cannot be captured in a CUDA graph: they copy this step's table from the host")
     return torch.cuda.current_stream(device)
 
 
-def _pinned_bytes(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
-def _to_device(table: Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait. torch keeps pinned memory until the copy is done; the copy belongs to the current stream."""
-    return table.pin_memory().to(device, non_blocking=True)
+def _placed(table: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. This waits, so that every stream may read it."""
+    return table.to(device)
 
 
-def _used_on(stream: torch.cuda.Stream, *tables: Tensor) -> None:
-    """Keeps the memory of tables, once they are dropped, until this stream has passed this point."""
-    for table in tables:
-        table.record_stream(stream)
+def _copy_without_waiting(table: Tensor, placed: Tensor) -> None:
+    """Through pinned memory of torch's, which keeps it until the copy is done: `table` may change right away."""
+    placed.copy_(table.pin_memory(), non_blocking=True)
 
 
-class CudaAdamWPlan:
-    """An AdamW step on tensors in the memory of one CUDA device."""
+def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
+    """Keeps the table's memory, once it is dropped, until this stream has done all it was given before."""
+    table.record_stream(stream)
 
-    def __init__(self, tensors: AdamWTensors) -> None:
-        self.tensors = tensors  # keeps alive what the tables point to
-        self.device = tensors.params[0].device
-        self.device_number = tensors.params[0].get_device()
-        self.shapes = [param.shape for param in tensors.params]
-        self.leaders = tensors.leaders()
-        self.tables = native.StepTables(tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.rows)
-        self.step_counters = native.address_table(tensors.steps)
-        # These copies wait, so that every stream may read them.
-        self.chunks = self.tables.chunks.to(self.device)
-        self.addresses = self.tables.addresses.to(self.device)
 
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[AdamWSettings]) -> None:
-        addresses = native.gradient_addresses(gradients, self.tensors.params, self.shapes, self.device_number)
-        check_settings(settings, len(self.leaders))
+class CudaMemory(native.Memory):
+    """The tables of one plan in the memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables: list[Tensor] = []
+        self._streams: set[int] = set()
+
+    def place(self, table: Tensor) -> Tensor:
+        if _capturing():
+            raise RuntimeError(f"hdet prepares an operation for its tensors at the first call, which cannot be captured. {_HOW_TO_CAPTURE}")
+        placed = _placed(table, self.device)
+        self._tables.append(placed)
+        self._streams.clear()
+        return placed
+
+    @ranged("hdet.upload")
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        if _capturing():
+            raise RuntimeError(f"settings differ from those on the device. {_HOW_TO_CAPTURE}")
+        _copy_without_waiting(table, placed)
+
+    def room(self, count: int) -> Tensor:
+        return self.place(torch.zeros(count, dtype=torch.uint8))
+
+    def stream(self) -> int:
+        """The current stream, to launch on. It may be another one at each call."""
         stream = _current_stream(self.device)
-        rows = [(*s, counter.item() + 1) for s, counter in zip(settings, self.leaders, strict=True)]
-        host = _pinned_bytes(self.tables.step_bytes)
-        self.tables.write_step(host, rows, addresses)
-        # New device memory in each step: it belongs to the current stream, whichever that is, until the kernel has run.
-        table = host.to(self.device, non_blocking=True)
-        _used_on(stream, self.chunks, self.addresses)
-        column = 8 * self.tables.num_tensors
-        params = self.addresses.data_ptr()
-        _C.cuda_adamw(
-            self.chunks.data_ptr(),
-            self.tables.num_chunks,
-            table.data_ptr(),
-            table.data_ptr() + self.tables.row_bytes,
-            params,
-            params + column,
-            params + 2 * column,
-            self.device_number,
-            stream.cuda_stream,
-        )
-        _C.add_to_steps(self.step_counters.data_ptr(), self.tables.num_tensors, 1.0)
+        if stream.cuda_stream not in self._streams:
+            for table in self._tables:
+                _used_on(stream, table)
+            self._streams.add(stream.cuda_stream)
+        return stream.cuda_stream
 
 
-class CudaCopyPlan:
-    """A scaled copy between tensors in the memory of one CUDA device."""
+class CudaStepPlan(NativeStepPlan):
+    """An optimizer step on tensors in the memory of one CUDA device."""
 
-    def __init__(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-        self.tensors = (sources, destinations)  # keeps alive what the table points to
-        self.device, self.device_number = sources[0].device, sources[0].get_device()
-        chunks = native.chunk_table(sources, [0] * len(sources))
-        self.num_chunks = native.num_chunks(chunks)
-        # These copies wait, so that every stream may read them.
-        self.chunks = chunks.to(self.device)
-        self.addresses = native.address_table(sources, destinations).to(self.device)
+    memory: CudaMemory
 
-    def copy(self, scale: float) -> None:
-        stream = _current_stream(self.device)
-        _used_on(stream, self.chunks, self.addresses)
-        table = self.addresses.data_ptr()
-        column = 8 * len(self.tensors[0])
-        _C.cuda_copy(self.chunks.data_ptr(), self.num_chunks, table, table + column, scale, self.device_number, stream.cuda_stream)
+    def _take_gradients(self, gradients: Sequence[Tensor], addresses: list[int]) -> None:
+        if _capturing() and (addresses != self._addresses or [g.dtype for g in gradients] != self.gradient_dtypes):
+            raise RuntimeError(f"gradients are not where they were in the last step. {_HOW_TO_CAPTURE}")
+        super()._take_gradients(gradients, addresses)
+
+    @ranged("hdet.step")
+    def _run(self) -> None:
+        _C.cuda_step(self.plan, self.device_number, self.memory.stream())
+
+
+class CudaAveragePlan(NativeAveragePlan):
+    memory: CudaMemory
+
+    @ranged("hdet.average")
+    def _run(self) -> None:
+        _C.cuda_average(self.plan, self.tensors[0][0][0].get_device(), self.memory.stream())
+
+
+class CudaPairPlan(NativePairPlan):
+    memory: CudaMemory
+
+    @ranged("hdet.pair")
+    def _run(self) -> None:
+        _C.cuda_pair(self.plan, self.tensors[0][0].get_device(), self.memory.stream())
+
+
+class CudaNormPlan(NativeNormPlan):
+    memory: CudaMemory
+
+    @ranged("hdet.norm")
+    def _run(self, result: Tensor) -> None:
+        chunks, tensors, partials = self.chunks.data_ptr(), self.addresses.data_ptr(), self.partials.data_ptr()
+        device, stream = self.tensors[0].get_device(), self.memory.stream()
+        _C.cuda_norm(chunks, self.num_chunks, tensors, partials, result.data_ptr(), device, stream)
 
 
 class CudaBackend:
     name = "cuda"
 
-    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> CudaCopyPlan:
-        return CudaCopyPlan(sources, destinations)
+    def step_plan(self, tensors: StepTensors) -> CudaStepPlan:
+        return CudaStepPlan(tensors, CudaMemory(tensors.params[0][0].device))
 
-    def adamw_plan(self, tensors: AdamWTensors) -> CudaAdamWPlan:
-        return CudaAdamWPlan(tensors)
+    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> CudaAveragePlan:
+        return CudaAveragePlan(params, masters, CudaMemory(params[0][0].device))
 
-    def average_(self, replicas: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
-        first = replicas[0]
-        device = first[0].device
-        stream = _current_stream(device)
-        host_chunks = native.chunk_table(first, [0] * len(first))
-        chunks = _to_device(host_chunks, device)
-        addresses = _to_device(native.address_table(*replicas), device)
-        table = _to_device(torch.tensor(weights, dtype=torch.float32), device)
-        _C.cuda_average(
-            chunks.data_ptr(),
-            native.num_chunks(host_chunks),
-            addresses.data_ptr(),
-            len(first),
-            len(replicas),
-            table.data_ptr(),
-            first[0].get_device(),
-            stream.cuda_stream,
-        )
+    def pair_plan(
+        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+    ) -> CudaPairPlan:
+        return CudaPairPlan(sources, destinations, source_lowers, masters, CudaMemory(sources[0].device))
+
+    def norm_plan(self, tensors: Sequence[Tensor]) -> CudaNormPlan:
+        return CudaNormPlan(tensors, CudaMemory(tensors[0].device))

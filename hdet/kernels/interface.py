@@ -8,65 +8,219 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+RULES = ("adamw", "adam", "sgd", "lion")
+"""in the order of csrc/core/hyper.h: Rule"""
+COUPLED = ("adam", "sgd")
+"""their decay is part of the gradient, so replicas with different parameters could not share moments"""
+FINISHES = ("store", "mean", "pack")
+"""in the order of csrc/core/plan.h: Finish"""
 
-class AdamWSettings(NamedTuple):
-    """Hyperparameters of one group of parameters for one step.
-
-    The rate of the step and of its weight decay is `lr * multiplier` (Eq. 2), as stock AdamW decays at the rate it steps with.
-    """
-
-    lr: float
-    multiplier: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool
+Column = Sequence[Tensor | None]
+"""one entry for each tensor of a plan, None where it has none"""
 
 
 @dataclass(frozen=True)
-class AdamWTensors:
-    """The tensors one AdamW step writes, in one order: float32, contiguous, on one device.
+class StepTensors:
+    """The tensors one optimizer step works on: n tensors in one order, dense, contiguous, all on one device, K sets of parameters.
 
-    `steps` are torch's step counters (0-d float32 tensors on the CPU). `rows[i]` says which entry of the settings tensor i uses;
-    all tensors of one row have the same step count.
+    params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all lists.
+    rows: which entry of the settings tensor i uses; all tensors of one row have the same step count. Numbered from 0 without a gap.
+    steps: torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
+    exp_avgs, exp_avg_sqs: float32 or bfloat16. "sgd" (its momentum_buffer) and "lion" keep the first only; SGD without momentum
+        has None there.
+    masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy; int16: the lower half of a
+        bfloat16 parameter's exact float32 value (the split form, csrc/core/numbers.h).
+    averages: K lists of float32 or bfloat16 tensors, the running average of each replica's parameters.
+    buckets: n float32 tensors for finish="pack".
+    ids: numbers of the tensors for stochastic rounding, default their positions.
+    stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of bfloat16 second moments; None rounds
+        to nearest.
+    first_replica: number of the first of the K replicas, for random numbers.
     """
 
-    params: Sequence[Tensor]
-    exp_avgs: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]
-    steps: Sequence[Tensor]
+    rule: str
+    params: Sequence[Sequence[Tensor]]
     rows: Sequence[int]
+    steps: Sequence[Tensor]
+    exp_avgs: Column | None = None
+    exp_avg_sqs: Column | None = None
+    masters: Sequence[Column] | None = None
+    averages: Sequence[Column] | None = None
+    buckets: Sequence[Tensor] | None = None
+    ids: Sequence[int] | None = None
+    stochastic: int | None = None
+    first_replica: int = 0
 
-    def leaders(self) -> list[Tensor]:
-        """The step counter of the first tensor of each row: it speaks for the row."""
-        first = dict(zip(reversed(self.rows), reversed(self.steps), strict=True))
+    @property
+    def num_replicas(self) -> int:
+        return len(self.params)
+
+    def leaders(self) -> list[int]:
+        """The first tensor of each row: its step counter speaks for the row."""
+        first = dict(zip(reversed(self.rows), reversed(range(len(self.rows))), strict=True))
         return [first[row] for row in range(len(first))]
 
 
-class AdamWPlan(Protocol):
-    """A step prepared for one set of tensors."""
+@dataclass(frozen=True)
+class RankOneTensors:
+    """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A for each row, kept by the plan.
 
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[AdamWSettings]) -> None:
-        """Applies one update with one gradient for each parameter and one settings entry for each row, and counts the step.
+    bases, displacements: n float32 tensors. A plan starts with A = 1; displacements of zero mean that all replicas are at the base.
+    outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters, written by each step, not read.
+    The others are those of StepTensors.
+    """
 
-        Raises ValueError or TypeError, before anything is written, for a gradient or a hyperparameter that it cannot use.
+    rule: str
+    bases: Sequence[Tensor]
+    displacements: Sequence[Tensor]
+    outputs: Sequence[Sequence[Tensor]]
+    rows: Sequence[int]
+    steps: Sequence[Tensor]
+    exp_avgs: Column | None = None
+    exp_avg_sqs: Column | None = None
+    ids: Sequence[int] | None = None
+    stochastic: int | None = None
+    first_replica: int = 0
+
+    def as_step(self) -> StepTensors:
+        """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
+        t = self
+        return StepTensors(
+            rule=t.rule,
+            params=t.outputs,
+            rows=t.rows,
+            steps=t.steps,
+            exp_avgs=t.exp_avgs,
+            exp_avg_sqs=t.exp_avg_sqs,
+            ids=t.ids,
+            stochastic=t.stochastic,
+            first_replica=t.first_replica,
+        )
+
+
+class StepSettings(NamedTuple):
+    """Hyperparameters of one row for one step, as the rule's torch optimizer understands them.
+
+    The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (adamw, lion) acts at the replica's rate, as stock AdamW
+    decays at the rate it steps with, or at lr where `decay_at_base` is set; coupled decay (adam, sgd) is added to the gradient.
+    `lr` may be a one-element float32 tensor on the plan's device, which is read there, without waiting.
+    """
+
+    lr: float | Tensor
+    multipliers: Sequence[float] = (1.0,)
+    beta1: float = 0.0
+    """SGD: the momentum"""
+    beta2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    decay_at_base: bool = False
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What is folded into one step.
+
+    grad_scale: one-element float32 tensor on the device: the gradients are that many times too large (torch's GradScaler).
+    found_inf: one-element float32 tensor on the device: anything but 0 skips the step and its counters.
+    max_norm: clip by the global norm of the unscaled gradients, as torch.nn.utils.clip_grad_norm_; a norm that is not finite skips
+        the step. math.inf measures and skips without clipping. 0: no norm is taken.
+    average_weight: averages <- averages + weight * (new parameters - averages); 1 starts an average, 0 leaves it.
+    zero_gradients: the gradients are zeros afterwards, also after a skipped step.
+    finish: "store"; "mean": every replica gets the mean of the new parameters, with `weights` (K numbers that sum to 1; 0 leaves a
+        replica out); "pack": bucket = weights[0] * new parameter, in float32, and params and masters keep the old ones (K = 1).
+    The average over the cycle sees the parameters before "mean".
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    max_norm: float = 0.0
+    average_weight: float = 0.0
+    zero_gradients: bool = False
+    finish: str = "store"
+    weights: Sequence[float] | None = None
+
+
+PLAIN = StepOptions()
+
+
+class StepPlan(Protocol):
+    """An optimizer step prepared for one set of tensors."""
+
+    norm: Tensor
+    """0-d float32 on the device: the global norm that the last step found; of use only where max_norm was given"""
+    skipped: Tensor
+    """0-d float32 on the device: 1 if the last step was skipped"""
+
+    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        """Applies one update with one gradient for each tensor and one settings entry for each row, and counts the step.
+
+        Gradients are float32, bfloat16 or float16, each of its own type if need be. Raises ValueError or TypeError, before anything
+        is written, for a gradient or a hyperparameter that it cannot use.
+        """
+
+    def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        """Writes the hyperparameters to the device without a step, for replays of a captured one."""
+
+
+class RankOnePlan(StepPlan, Protocol):
+    """A step of K replicas on one line. finish="store" and "mean"; no averages.
+
+    Decay must act at the base rate (`decay_at_base`) or be 0, for coupled rules 0. Multipliers may change only when the replicas are
+    together: right after a step with finish="mean" or a converge, else ValueError. Between replays of a captured step nobody checks
+    that.
+    """
+
+    def converge(self, weights: Sequence[float]) -> None:
+        """All outputs and the base become the weighted mean of the replicas (Eq. 3), the displacement 0. The weights sum to 1.
+
+        If the replicas are together already, after finish="mean", they stay where they are.
         """
 
 
-class CopyPlan(Protocol):
-    """A scaled copy prepared for one set of tensors: into a communication bucket, or out of it."""
+class AveragePlan(Protocol):
+    """A weighted mean over K co-resident sets, prepared for one set of tensors."""
 
-    def copy(self, scale: float) -> None:
+    def average(self, weights: Sequence[float]) -> None:
+        """Every set becomes sum_k weights[k] * set k (Eq. 3). The weights sum to 1; a set of weight 0 is not read."""
+
+
+class PairPlan(Protocol):
+    """Operations between two sets of tensors. Neither may overlap the other."""
+
+    def copy(self, scale: float = 1.0) -> None:
         """destination = scale * source, for each pair. Scale 0 writes zeros, also where a source holds NaN."""
+
+    def lerp(self, weight: float) -> None:
+        """destination moves by `weight` of the way towards the source; 1 copies, whatever stood there."""
+
+    def swap(self) -> None:
+        """The contents change places, bit for bit. Both sides have equal dtypes."""
+
+
+class NormPlan(Protocol):
+    """The global norm of one set of tensors."""
+
+    def norm(self) -> Tensor:
+        """sqrt(sum of squares), 0-d float32 on the device, summed in float64; not finite where an element is not. Does not wait."""
 
 
 class Backend(Protocol):
     """One implementation of the kernels."""
 
-    def adamw_plan(self, tensors: AdamWTensors) -> AdamWPlan: ...
+    name: str
 
-    def copy_plan(self, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> CopyPlan: ...
+    def step_plan(self, tensors: StepTensors) -> StepPlan: ...
 
-    def average_(self, replicas: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
-        """Writes sum_k weights[k] * replicas[k][i] to replicas[k][i] for all k. The weights sum to 1."""
+    def rank_one_plan(self, tensors: RankOneTensors) -> RankOnePlan: ...
+
+    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> AveragePlan: ...
+
+    def pair_plan(
+        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+    ) -> PairPlan:
+        """`source_lowers`: int16 lower halves of bfloat16 sources; `masters`: float32 or int16, of the destinations, written with them."""
+
+    def norm_plan(self, tensors: Sequence[Tensor]) -> NormPlan: ...

@@ -1,16 +1,20 @@
-"""The compiled module, or the reason why it is not there; and the tables its kernels read."""
+"""The compiled module, or the reason why it is not there; and the tables its kernels read.
+
+Tables are made in host memory. Where its kernels read them is a matter of the `Memory` of the device: on a CPU they lie
+there already.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/dispatch.cpp)
 from torch import Tensor
 
-from .checks import check_gradients
+from .interface import Column
 
-INTERFACE = 2
+INTERFACE = 3
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -22,25 +26,55 @@ else:
     stale = getattr(_C, "INTERFACE", 0) != INTERFACE
     missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
 
-
-def bytes_for(count: int) -> Tensor:
-    """Memory on the CPU for tables, 16-byte aligned: torch aligns to 64."""
-    return torch.empty(count, dtype=torch.uint8)
-
-
-def address_table(*columns: Sequence[Tensor]) -> Tensor:
-    """Addresses of tensors as int64, one column after the other."""
-    addresses = [tensor.data_ptr() for tensor in itertools.chain(*columns)]
-    table = torch.empty(len(addresses), dtype=torch.int64)
-    _C.write_addresses(table.data_ptr(), addresses)
-    return table
+DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
+"""in the order of csrc/core/numbers.h: DType, Master"""
 
 
-def chunk_table(tensors: Iterable[Tensor], rows: Sequence[int]) -> Tensor:
-    """The tensors cut into chunks (csrc/core/plan.h), as bytes."""
+def _codes(column: Column | None, count: int, codes: dict[torch.dtype | None, int], shift: int) -> list[int]:
+    """One field of Chunk::formats (csrc/core/numbers.h) for each tensor."""
+    if column is None:
+        return [0] * count
+    return [codes[None if tensor is None else tensor.dtype] << shift for tensor in column]
+
+
+def formats(
+    count: int,
+    gradients: Column | None = None,
+    params: Column | None = None,
+    masters: Column | None = None,
+    exp_avgs: Column | None = None,
+    exp_avg_sqs: Column | None = None,
+    averages: Column | None = None,
+    stochastic: bool = False,
+) -> list[int]:
+    """Chunk::formats of each tensor: how its streams are stored."""
+    fields = (
+        _codes(gradients, count, DTYPES, 0),
+        _codes(params, count, DTYPES, 2),
+        _codes(masters, count, MASTERS, 4),
+        _codes(exp_avgs, count, DTYPES, 6),
+        _codes(exp_avg_sqs, count, DTYPES, 8),
+        _codes(averages, count, DTYPES, 10),
+        [int(stochastic) << 12] * count,
+    )
+    return [sum(parts) for parts in zip(*fields, strict=True)]
+
+
+def only_float(*columns: Column | None) -> bool:
+    """Whether every tensor there is holds float32."""
+    return all(tensor is None or tensor.dtype == torch.float32 for column in columns if column is not None for tensor in column)
+
+
+def nothing_in(columns: Sequence[Column] | None) -> bool:
+    return columns is None or all(tensor is None for column in columns for tensor in column)
+
+
+def chunk_table(tensors: Sequence[Tensor], rows: Sequence[int], packed_formats: Sequence[int]) -> Tensor:
+    """The tensors cut into chunks (csrc/core/plan.h), as bytes; torch aligns them to 64."""
     elements = [tensor.numel() for tensor in tensors]
-    table = bytes_for(_C.count_chunks(elements) * _C.CHUNK_BYTES)
-    _C.write_chunks(table.data_ptr(), elements, rows)
+    table = torch.empty(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
+    _C.write_chunks(table.data_ptr(), elements, list(rows), list(packed_formats))
     return table
 
 
@@ -48,44 +82,26 @@ def num_chunks(table: Tensor) -> int:
     return table.numel() // _C.CHUNK_BYTES
 
 
-def gradient_addresses(gradients: Sequence[Tensor], params: Sequence[Tensor], shapes: Sequence[torch.Size], device: int) -> list[int]:
-    """The gradients' addresses, after a check that costs little for each: it runs in every step.
-
-    `device` is the parameters' get_device(). Anything unusual goes to the checks that can say what it is.
-    """
-    try:
-        addresses = [g.data_ptr() for g in gradients]
-        usual = (
-            [g.shape for g in gradients] == shapes
-            and False not in [g.is_contiguous() for g in gradients]
-            and {g.dtype for g in gradients} <= {torch.float32}
-            and {g.get_device() for g in gradients} <= {device}
-            and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
-        )
-    except (RuntimeError, AttributeError):  # sparse tensors have no address; None has no attributes
-        usual = False
-    if not usual:
-        check_gradients(gradients, params)
-    return addresses
+def address_table(*columns: Column) -> Tensor:
+    """Addresses of tensors as int64, one column after the other; 0 where there is none."""
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in itertools.chain(*columns)]
+    table = torch.empty(len(addresses), dtype=torch.int64)
+    _C.write_addresses(table.data_ptr(), addresses)
+    return table
 
 
-class StepTables:
-    """The parts of an AdamW plan that every device needs, in host memory.
+class Memory:
+    """Where a plan's tables lie: here in host memory, as they were made. CUDA has its own (hdet/kernels/cuda.py)."""
 
-    `addresses` has the columns params, exp_avgs, exp_avg_sqs. What changes with each step (hyperparameter rows, then gradient
-    addresses) is written together by `write_step`, so that a device needs one small copy.
-    """
+    device = torch.device("cpu")
 
-    def __init__(self, params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], rows: Sequence[int]) -> None:
-        self.num_tensors = len(params)
-        self.chunks = chunk_table(params, rows)
-        self.num_chunks = num_chunks(self.chunks)
-        self.addresses = address_table(params, exp_avgs, exp_avg_sqs)
-        self.row_bytes = len(set(rows)) * _C.ROW_BYTES
-        self.step_bytes = self.row_bytes + self.num_tensors * 8
+    def place(self, table: Tensor) -> Tensor:
+        """A table that a plan keeps, where kernels read it."""
+        return table
 
-    def write_step(self, out: Tensor, settings: Sequence[Sequence[float]], gradients: Sequence[int]) -> None:
-        """Fills `out` (step_bytes of host memory). Each entry of settings ends with the number of the step, from 1."""
-        address = out.data_ptr()
-        _C.write_adamw_rows(address, settings)
-        _C.write_addresses(address + self.row_bytes, gradients)
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        """`table` has changed in host memory: what place() returned for it follows, before the next kernel reads it."""
+
+    def room(self, count: int) -> Tensor:
+        """Bytes that kernels fill for each other."""
+        return torch.zeros(count, dtype=torch.uint8)

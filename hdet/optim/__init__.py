@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from .adam import FusedAdam
 from .adamw import FusedAdamW
+from .base import FusedOptimizer
+from .lion import FusedLion
+from .sgd import FusedSGD
 
-__all__ = ["FusedAdamW"]
+__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedOptimizer", "FusedSGD"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ class ReplicaDisagreement(RuntimeError):
 
 
 class Replicas:
-    """N replicas, of which this process holds one.
+    """N replicas, of which this process holds one (or, as `hdet.CoresidentReplicas`, all).
 
     Attributes:
         index: this replica's number, 0 .. count - 1.
@@ -24,6 +25,10 @@ class Replicas:
 
     Use `single`, `from_group`, or `default`.
     """
+
+    index: int
+    count: int
+    peer_group: dist.ProcessGroup | None
 
     def __init__(self, index: int, count: int, peer_group: dist.ProcessGroup | None) -> None:
         if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
@@ -60,8 +65,33 @@ class Replicas:
         """The world if ``torch.distributed`` is initialised, else a single replica."""
         return cls.from_group() if dist.is_available() and dist.is_initialized() else cls.single()
 
+    # -- what this process holds: one replica here, several in a subclass ------------------------------------------------
+
+    @property
+    def local(self) -> Sequence[int]:
+        """Numbers of the replicas in this process, in the order in which the methods below take and give them."""
+        return (self.index,)
+
+    def place(self, replica: int | None) -> int:
+        """Where ``replica`` stands in `local`; None means the one that runs.
+
+        Raises:
+            ValueError: this process does not hold it.
+        """
+        if replica not in (None, self.index):
+            raise ValueError(f"replica is {replica!r}, but this process holds replica {self.index} alone: leave it out")
+        return 0
+
+    def use(self, replica: int) -> AbstractContextManager[None]:
+        """Inside, the model has this local replica's weights."""
+        return nullcontext()
+
+    def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The same parameters of each local replica."""
+        return [list(tensors)]
+
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """(width,) float64 on each replica -> (N, width), bitwise the same on all: the slots of a cycle.
+        """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the slots of a cycle.
 
         One all_reduce of N * width numbers. A NaN stays in its own row, because every other replica adds zeros there.
         """

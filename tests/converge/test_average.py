@@ -24,7 +24,7 @@ def _case(rank: int, dtype: torch.dtype, bucket_bytes: int) -> list[torch.Tensor
 def average_and_report(rank: int, world: int, dtype: torch.dtype, weights: list[float] | None, bucket_bytes: int) -> Any:
     tensors = _case(rank, dtype, bucket_bytes)
     addresses = [t.data_ptr() for t in tensors]
-    BucketedAverage(tensors, Replicas.from_group(), bucket_bytes)(None if weights is None else weights[rank])
+    BucketedAverage(tensors, Replicas.from_group(), bucket_bytes)(weights)
     assert addresses == [t.data_ptr() for t in tensors], "the average must work in place"
     return [t.double() for t in tensors]
 
@@ -58,7 +58,7 @@ def test_bfloat16_is_summed_in_fp32() -> None:
 
 def poisoned(rank: int, world: int) -> Any:
     tensors = [torch.full((1 << 18,), float("nan") if rank == 1 else 2.0), torch.full((5,), float("inf") if rank == 1 else 3.0)]
-    BucketedAverage(tensors, Replicas.from_group())(0.0 if rank == 1 else 1.0)
+    BucketedAverage(tensors, Replicas.from_group())([1.0, 0.0])
     return [t.unique().tolist() for t in tensors]
 
 

@@ -66,3 +66,52 @@ class Run:
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()]).clone()
+
+
+class CoresidentRun:
+    """The same loop for K replicas in one process: micro-batch k of a step is the batch of rank k."""
+
+    def __init__(self, count: int, *, spread: float = 0.3, total: int = 40, interval: int = 5, lr: float = 3e-3, **settings: Any) -> None:
+        self.index = 0
+        self.net = model()
+        self.replicas = hdet.CoresidentReplicas(self.net, count)
+        make = settings.pop("optimizer", hdet.FusedAdamW)
+        self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0))
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total, cycle_momentum=False)
+        controller = settings.pop("controller", None)
+        self.ensemble = hdet.Ensemble(
+            self.optimizer,
+            self.scheduler,
+            knobs=[hdet.LearningRate(spread)],
+            replicas=self.replicas,
+            sync_interval=interval,
+            controller=probe(self.net) if controller == "probe" else controller(self.net) if callable(controller) else controller,
+            **settings,
+        )
+
+    def backward(self, report: dict[int, float] | None = None) -> None:
+        for k in range(self.replicas.count):
+            with self.replicas.use(k):
+                loss = loss_of(self.net, batch(100 * self.index + k))
+                self.ensemble.observe((report or {}).get(k, loss))
+            (loss / self.replicas.count).backward()
+
+    def step(self, report: dict[int, float] | None = None) -> None:
+        self.backward(report)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ensemble.step()
+        self.index += 1
+
+    def steps(self, count: int) -> CoresidentRun:
+        for _ in range(count):
+            self.step()
+        return self
+
+    def weights(self) -> list[torch.Tensor]:
+        """Of each replica."""
+        found = []
+        for k in range(self.replicas.count):
+            with self.replicas.use(k):
+                found.append(torch.cat([p.detach().flatten() for p in self.net.parameters()]).clone())
+        return found

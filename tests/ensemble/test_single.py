@@ -96,7 +96,7 @@ def test_a_fused_optimizer_takes_the_multiplier_without_touching_its_groups() ->
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = hdet.FusedAdamW([parameter], lr=0.1, weight_decay=0.0)
     ensemble = spread_ensemble(optimizer)
-    assert optimizer.multipliers == [ensemble.multipliers["lr"]]
+    assert optimizer.multipliers == [[ensemble.multipliers["lr"]]]
     seen = []
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
     parameter.grad = torch.ones(3)
@@ -104,7 +104,7 @@ def test_a_fused_optimizer_takes_the_multiplier_without_touching_its_groups() ->
     assert seen == [0.1]
     assert torch.allclose(parameter.detach(), 1 - torch.full((3,), 0.1 * ensemble.multipliers["lr"]), atol=1e-6)
     ensemble.close()
-    assert optimizer.multipliers == [1.0]
+    assert optimizer.multipliers == [[1.0]]
 
 
 def test_one_ensemble_per_optimizer_and_close_gives_it_back() -> None:
@@ -167,8 +167,9 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
     graph = loss.grad_fn
     del loss
     gc.collect()
-    assert graph is not None and not any(graph is r for r in gc.get_referrers(run.ensemble._window))
-    assert not run.ensemble._window.slots().requires_grad
+    window = run.ensemble._members[0].window
+    assert graph is not None and not any(graph is r for r in gc.get_referrers(window))
+    assert not window.slots().requires_grad
 
 
 # -- the probe leaves no trace -------------------------------------------------------------------------------------------------

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from hdet import _C, kernels
 
 CHUNK = _C.CHUNK_ELEMENTS
-GUARD = 24  # floats before and after each tensor: more than one 64-byte vector
-SENTINEL = 12345.75
+GUARD = 96  # bytes before and after each tensor: more than one 64-byte vector
+SENTINEL = 0xA5
 
 # around the widths of vectors (4, 8, 16), the block of the average (2048) and the chunk; empty first, last and alone
 SIZES: dict[str, list[int]] = {
@@ -32,30 +36,56 @@ def usable(name: str) -> str | None:
     return None if reason == kernels.USABLE else reason
 
 
-class Guarded:
-    """Tensors cut from one buffer, each `shift` floats past a 64-byte boundary, with sentinels between them."""
+BACKENDS = ["cpu", "torch"] + [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda",) if not usable(name)]
+"""those the tables of this folder run on; test_shim.py and the tests of hdet.triton_kernels run them without a GPU"""
 
-    def __init__(self, sizes: list[int], shift: int, seed: int, device: str = "cpu") -> None:
-        self.starts = []
-        position = GUARD
-        for size in sizes:
-            position = (position + 15) // 16 * 16 + shift
-            self.starts.append(position)
-            position += size + GUARD
+
+def device_of(backend: str) -> str:
+    return "cpu" if backend in ("cpu", "torch") else "cuda"
+
+
+class Guarded:
+    """Tensors cut from one buffer of bytes, each `shift` elements past a 64-byte boundary, with sentinels between them.
+
+    `dtypes`: one for all, or one for each; None leaves a tensor out. Filled with normal numbers, integers with all their bits.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        shift: int,
+        seed: int,
+        device: str = "cpu",
+        dtypes: torch.dtype | Sequence[torch.dtype | None] = torch.float32,
+    ) -> None:
+        kinds = [dtypes] * len(sizes) if isinstance(dtypes, torch.dtype) else list(dtypes)
+        spans, position = [], GUARD
+        for size, dtype in zip(sizes, kinds, strict=True):
+            width = 0 if dtype is None else dtype.itemsize
+            start = (position + 63) // 64 * 64 + shift * width
+            spans.append((start, start + size * width))
+            position = start + size * width + GUARD
+        self.buffer = torch.full((position,), SENTINEL, dtype=torch.uint8, device=device)
+        self.outside = torch.ones(position, dtype=torch.bool, device=device)
+        for start, end in spans:
+            self.outside[start:end] = False
+        self.tensors: list[Any] = [
+            None if dtype is None else self.buffer[start:end].view(dtype) for dtype, (start, end) in zip(kinds, spans, strict=True)
+        ]
         generator = torch.Generator().manual_seed(seed)
-        self.buffer = torch.full((position,), SENTINEL)
-        self.inside = torch.zeros(position, dtype=torch.bool)
-        for start, size in zip(self.starts, sizes, strict=True):
-            self.buffer[start : start + size] = torch.randn(size, generator=generator)
-            self.inside[start : start + size] = True
-        self.buffer = self.buffer.to(device)
-        self.tensors: list[Tensor] = [self.buffer[start : start + size] for start, size in zip(self.starts, sizes, strict=True)]
+        for tensor in self.given():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor.copy_(torch.randint(-(1 << 15), 1 << 15, tensor.shape, generator=generator))
+
+    def given(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors if tensor is not None]
 
     def zero(self) -> Guarded:
-        for tensor in self.tensors:
+        for tensor in self.given():
             tensor.zero_()
         return self
 
     def assert_guards(self) -> None:
-        outside = self.buffer.cpu()[~self.inside]
-        assert torch.equal(outside, torch.full_like(outside, SENTINEL)), "a kernel wrote outside its tensors"
+        assert bool((self.buffer[self.outside] == SENTINEL).all()), "a kernel wrote outside its tensors"

@@ -1,31 +1,166 @@
-"""AdamW and the weighted mean in float64, written from the equations alone. Shares nothing with hdet."""
+"""The operations in float64, written from the equations alone. Shares nothing with hdet.
+
+Every result is a value together with a bound on what float32 arithmetic may lose on the way to it: a few units in the last place
+of each term, carried through the formula. Where terms cancel the bound is wide, elsewhere it is tight.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-
-def adamw(param: Tensor, gradients: list[Tensor], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
-    """The parameter, in float64, after one step for each gradient, starting without momentum (Loshchilov and Hutter, Algorithm 2)."""
-    theta = param.double()
-    first = torch.zeros_like(theta)
-    second = torch.zeros_like(theta)
-    for t, gradient in enumerate(gradients, start=1):
-        g = gradient.double()
-        first = beta1 * first + (1 - beta1) * g
-        second = beta2 * second + (1 - beta2) * g**2
-        corrected_first = first / (1 - beta1**t)
-        corrected_second = second / (1 - beta2**t)
-        theta = theta - lr * (corrected_first / (corrected_second**0.5 + eps) + weight_decay * theta)
-    return theta
+EPSILON = 4 * 2.0**-24
+"""relative error of one term: its factors and the sum are each rounded to float32, four times at most"""
 
 
-def weighted_mean(rows: list[Tensor], weights: list[float]) -> Tensor:
-    """sum w_k row_k / sum w_k in float64, over the rows whose weight is not 0."""
-    total = sum(weights)
-    mean = torch.zeros_like(rows[0], dtype=torch.float64)
-    for row, weight in zip(rows, weights, strict=True):
-        if weight:
-            mean += weight / total * row.double()
-    return mean
+@dataclass
+class Bounded:
+    """A float64 value, and by how much a float32 result may differ from it."""
+
+    value: Tensor
+    error: Tensor
+
+
+@dataclass
+class Hyper:
+    """Hyperparameters of a step in the papers' terms."""
+
+    lr: float
+    multipliers: Sequence[float] = (1.0,)
+    beta1: float = 0.9  # SGD: momentum
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    decay_at_base: bool = False
+
+
+@dataclass
+class Stepped:
+    params: list[Bounded] = field(default_factory=list)  # of each replica
+    first: Bounded | None = None
+    second: Bounded | None = None
+
+
+def clip_coefficient(gradients: Sequence[Tensor], scale: float, max_norm: float) -> tuple[float, float]:
+    """Norm of all gradients divided by the scaler's factor, and what clipping to max_norm multiplies them by."""
+    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients)) / scale
+    return norm, min(1.0, max_norm / (norm + 1e-6))
+
+
+def step(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, params: Sequence[Tensor], first: Tensor, second: Tensor) -> Stepped:
+    """Step number t (from 1) of all replicas along the direction of one gradient, which is multiplied by `factor` first.
+
+    adamw: Loshchilov and Hutter 2019, Algorithm 2. adam: Kingma and Ba 2015, with the decay in the gradient. sgd: Polyak momentum
+    as in Sutskever et al. 2013, with dampening. lion: Chen et al. 2023, Algorithm 2. Decoupled decay acts at the replica's rate
+    lr * rho_k, or at lr.
+    """
+    g = (-factor if h.maximize else factor) * gradient.double()
+    error = EPSILON * g.abs()
+    if rule in ("adam", "sgd"):
+        g = g + h.weight_decay * params[0]
+        error = error + EPSILON * (h.weight_decay * params[0]).abs()
+    direction, new = _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
+    for theta, rho in zip(params, h.multipliers, strict=True):
+        rate = h.lr * rho
+        decay = (h.lr if h.decay_at_base else rate) * h.weight_decay if rule in ("adamw", "lion") else 0.0
+        value = theta - rate * direction.value - decay * theta
+        new.params.append(Bounded(value, EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs()) + rate * direction.error))
+    return new
+
+
+def _mixed(old: Tensor, g: Bounded, beta: float) -> Bounded:
+    """beta * old + (1 - beta) * g"""
+    return Bounded(beta * old + (1 - beta) * g.value, EPSILON * (old.abs() + 2 * (1 - beta) * g.value.abs()) + (1 - beta) * g.error)
+
+
+def _adam(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
+    m = _mixed(first, g, h.beta1)
+    v = h.beta2 * second + (1 - h.beta2) * g.value**2
+    v_error = EPSILON * v + 2 * (1 - h.beta2) * g.value.abs() * g.error
+    correction1, correction2 = 1 - h.beta1**t, 1 - h.beta2**t
+    root = (v / correction2).sqrt()
+    root_error = torch.where(v > 0, EPSILON * root + v_error / correction2 / (2 * root), torch.zeros_like(root))
+    u = m.value / correction1 / (root + h.eps)
+    error = m.error / correction1 / (root + h.eps) + u.abs() * (EPSILON + root_error / (root + h.eps))
+    return Bounded(u, error), Stepped(first=m, second=Bounded(v, v_error))
+
+
+def _sgd(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
+    if h.beta1 == 0:
+        return g, Stepped(first=g)
+    share = 1.0 if t == 1 else 1 - h.dampening
+    buffer = h.beta1 * first + share * g.value
+    error = EPSILON * ((h.beta1 * first).abs() + (share * g.value).abs()) + abs(share) * g.error
+    momentum = Bounded(buffer, error)
+    if not h.nesterov:
+        return momentum, Stepped(first=momentum)
+    ahead = g.value + h.beta1 * buffer
+    return Bounded(ahead, EPSILON * (g.value.abs() + (h.beta1 * buffer).abs()) + g.error + h.beta1 * error), Stepped(first=momentum)
+
+
+def _lion(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[Bounded, Stepped]:
+    c = _mixed(first, g, h.beta1)
+    undecided = (c.value.abs() <= c.error) & (c.error > 0)  # rounding may turn the sign
+    return Bounded(c.value.sign(), 2.0 * undecided), Stepped(first=_mixed(first, g, h.beta2))
+
+
+_DIRECTIONS = {"adamw": _adam, "adam": _adam, "sgd": _sgd, "lion": _lion}
+
+
+def weighted_mean(rows: Sequence[Bounded], weights: Sequence[float]) -> Bounded:
+    """sum w_k row_k / sum w_k over the rows whose weight is not 0 (Eq. 3)."""
+    kept = [(row, w / sum(weights)) for row, w in zip(rows, weights, strict=True) if w != 0]
+    value = sum((w * row.value for row, w in kept), torch.zeros_like(rows[0].value))
+    error = sum((w * (row.error + len(kept) * EPSILON * row.value.abs()) for row, w in kept), torch.zeros_like(value))
+    return Bounded(value, error)
+
+
+def scaled(x: Bounded, weight: float) -> Bounded:
+    """weight * x, and zero at weight 0 whatever x is."""
+    if weight == 0:
+        return Bounded(torch.zeros_like(x.value), torch.zeros_like(x.value))
+    return Bounded(weight * x.value, weight * (x.error + EPSILON * x.value.abs()))
+
+
+def running_average(average: Tensor, new: Bounded, weight: float) -> Bounded:
+    """average + weight * (new - average); weight 1 starts one, whatever stood there."""
+    if weight == 1:
+        return new
+    value = average + weight * (new.value - average)
+    return Bounded(value, EPSILON * (average.abs() + new.value.abs()) + weight * new.error)
+
+
+_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_LOWEST = {torch.float32: -149, torch.bfloat16: -133, torch.float16: -24}  # exponent of the smallest subnormal number
+
+
+def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of neighbouring numbers of the dtype around x."""
+    exponent = torch.frexp(x).exponent.double() - 1
+    return 2.0 ** torch.clamp(exponent - _MANTISSA[dtype], min=_LOWEST[dtype])
+
+
+def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = False) -> None:
+    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one of its two neighbours."""
+    distance = (stored.cpu().double() - exact.value).abs()
+    allowed = (1.0 if stochastic else 0.5) * spacing(exact.value, stored.dtype) + exact.error
+    wrong = ~((distance <= allowed) | (exact.value.isnan() & stored.cpu().isnan()))
+    if wrong.any():
+        i = int(wrong.flatten().nonzero()[0])
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first is [{i}]: {stored.flatten()[i]} instead of "
+            f"{exact.value.flatten()[i]}, off by {distance.flatten()[i]:.3g}, allowed {allowed.flatten()[i]:.3g}"
+        )
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """The float32 whose bits are bfloat16 `upper` followed by int16 `lower`, where the lower half counts as a signed number."""
+    bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int()
+    return bits.view(torch.float32)

@@ -8,8 +8,10 @@ import torch
 from hdet import _C, kernels
 
 from . import reference
-from .cases import CHUNK, SIZES, Guarded
-from .test_adamw import BACKENDS
+from .cases import BACKENDS, CHUNK, SIZES, Guarded, device_of
+from .problem import value_of
+from .reference import Bounded
+from .table import BF16, F16, F32, I16, STORAGE
 
 LARGE = ("tiny", "several chunks")
 COMBINATIONS = [
@@ -22,32 +24,76 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("sizes", "count"), COMBINATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_float64_and_all_rows_are_the_same_bits(backend: str, sizes: list[int], count: int) -> None:
-    device = "cuda" if backend == "cuda" else "cpu"
-    rows = [Guarded(sizes, shift=k % 3, seed=k, device=device) for k in range(count)]
-    before = [[tensor.clone() for tensor in row.tensors] for row in rows]
-    weights = [1.0 + k for k in range(count)]
-    kernels.average_([row.tensors for row in rows], weights, backend)
-    for i, mean in enumerate(rows[0].tensors):
-        expected = reference.weighted_mean([row[i] for row in before], weights)
-        torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=1e-6)
-        for row in rows[1:]:
-            assert torch.equal(row.tensors[i], mean)
-    for row in rows:
-        row.assert_guards()
+    check_average(sizes, ((F32, None),), count, [1.0 + k for k in range(count)], backend)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+@pytest.mark.parametrize("storage", list(STORAGE))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masters_are_averaged_and_written_with_their_parameters(backend: str, storage: str, count: int) -> None:
+    weights = [float(k != 1) + 0.1 * k for k in range(count)]
+    check_average([5, 0, CHUNK + 3, 1, 17, 2049], STORAGE[storage], count, weights, backend)
+
+
+def check_average(
+    sizes: list[int], storage: tuple[tuple[torch.dtype, torch.dtype | None], ...], count: int, weights: list[float], backend: str
+) -> None:
+    device = device_of(backend)
+    dtypes = [storage[i % len(storage)] for i in range(len(sizes))]
+    params = [Guarded(sizes, k % 3, k, device, [param for param, _ in dtypes]) for k in range(count)]
+    masters = [Guarded(sizes, k % 2, 50 + k, device, [master for _, master in dtypes]) for k in range(count)]
+    before = [
+        [value_of(p.cpu(), None if m is None else m.cpu()) for p, m in zip(ps.tensors, ms.tensors, strict=True)]
+        for ps, ms in zip(params, masters, strict=True)
+    ]
+    before = [[value.clone() for value in row] for row in before]
+    shares = [w / sum(weights) for w in weights]
+    plan = kernels.average_plan([p.tensors for p in params], [m.tensors for m in masters] if masters[0].given() else None, backend)
+    plan.average(shares)
+    for i, (param, master) in enumerate(zip(params[0].tensors, masters[0].tensors, strict=True)):
+        rows = [Bounded(row[i], torch.zeros_like(row[i])) for row in before]
+        exact = reference.weighted_mean(rows, weights)
+        if master is None:
+            reference.assert_stored(param, exact, f"mean of tensor {i}")
+        else:
+            value = value_of(param.cpu(), master.cpu())
+            reference.assert_stored(value.float(), exact, f"mean of master {i}")
+            reference.assert_stored(param, Bounded(value, torch.zeros_like(value)), f"tensor {i} is its master rounded")
+        for k in range(1, count):
+            assert torch.equal(params[k].tensors[i], param)
+            assert master is None or torch.equal(masters[k].tensors[i], master)
+    for guarded in (*params, *masters):
+        guarded.assert_guards()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_plan_takes_other_weights_in_every_call(backend: str) -> None:
+    rows = torch.tensor([[1.0, 2.0], [5.0, 6.0]], device=device_of(backend))
+    plan = kernels.average_plan([[row] for row in rows], None, backend)
+    for weights, expected in (([0.25, 0.75], [4.0, 5.0]), ([1.0, 0.0], [1.0, 2.0]), ([0.0, 1.0], [5.0, 6.0])):
+        rows.copy_(torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
+        plan.average(weights)
+        assert rows.tolist() == [expected, expected]
+    before = rows.clone()
+    for refused in ([0.5], [0.5, 0.6], [float("nan"), 0.5], [2.0, -1.0]):
+        with pytest.raises(ValueError, match="weights"):
+            plan.average(refused)
+    assert torch.equal(rows, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_replica_keeps_its_bits(backend: str) -> None:
-    x = torch.tensor([0.0, -0.0, 1e-42, 3.1, float("inf")], device="cuda" if backend == "cuda" else "cpu")
+    x = torch.tensor([0.0, -0.0, 1e-42, 3.1, float("inf")], device=device_of(backend))
     y = x.clone()
     kernels.average_([[y]], [0.7], backend)
     assert torch.equal(x.view(torch.int32), y.view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_replica_of_weight_zero_is_left_out_but_receives_the_mean(backend: str) -> None:
-    rows = torch.randn(4, 3000, device="cuda" if backend == "cuda" else "cpu")
-    expected = (rows[0] + rows[2]) / 2
+def test_a_replica_of_weight_zero_is_left_out_but_receives_the_mean(backend: str, dtype: torch.dtype) -> None:
+    rows = torch.randn(4, 3000, device=device_of(backend)).to(dtype)
+    expected = ((rows[0].float() + rows[2].float()) / 2).to(dtype)
     rows[1] = float("nan")
     rows[3] = float("inf")
     kernels.average_(rows, [1, 0, 1, 0], backend)
@@ -72,16 +118,16 @@ def test_parameters_that_require_gradients_are_averaged() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_average_between_forward_and_backward_is_noticed(backend: str) -> None:
-    row = torch.ones(4, device="cuda" if backend == "cuda" else "cpu", requires_grad=True)
+    row = torch.ones(4, device=device_of(backend), requires_grad=True)
     loss = (row**2).sum()
     kernels.average_([[row], [row.detach() + 1]], [1, 1], backend)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     with torch.inference_mode():
-        kernels.average_(torch.ones(2, 3), [1, 1], backend)
+        kernels.average_(torch.ones(2, 3, device=device_of(backend)), [1, 1], backend)
 
 
-def test_instruction_sets_and_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_threads_and_torch_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     start = torch.randn(5, 5 * CHUNK + 7)
     results = []
     for isa in _C.isa:
@@ -91,7 +137,9 @@ def test_instruction_sets_and_threads_give_the_same_bits(monkeypatch: pytest.Mon
             rows = start.clone()
             kernels.average_(rows, [0.3, 0.1, 0.2, 0.3, 0.1], "cpu")
             results.append(rows)
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    rows = start.clone()
+    kernels.average_(rows, [0.3, 0.1, 0.2, 0.3, 0.1], "torch")
+    assert all(torch.equal(rows, other) for other in results)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +162,8 @@ def test_refused_weights(weights: list[float], message: str) -> None:
 @pytest.mark.parametrize(
     ("spoiled", "error", "message"),
     [
-        ([torch.zeros(4).double()], TypeError, "tensor 0 of replica 1 has the dtype torch.float64"),
+        ([torch.zeros(4).double()], TypeError, "tensor 0 of replica 1 has the dtype torch.float64; it must be torch.float32, torch.bf"),
+        ([torch.zeros(4).half()], TypeError, "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0 has torch.float32"),
         ([torch.zeros(5)], ValueError, r"tensor 0 of replica 1 has the shape \(5,\), but replica 0 has \(4,\)"),
         ([torch.zeros(8)[::2]], ValueError, "tensor 0 of replica 1 .* is not contiguous"),
         ([torch.zeros(4).to_sparse()], TypeError, "tensor 0 of replica 1 has the layout torch.sparse_coo"),
@@ -129,6 +178,29 @@ def test_refused_replicas_change_nothing(backend: str, spoiled: list, error: typ
     with pytest.raises(error, match=message):
         kernels.average_([[first], spoiled], [1, 1], backend)
     assert first.tolist() == [0, 1, 2, 3]
+
+
+def test_refused_masters() -> None:
+    low = [torch.zeros(4, dtype=BF16) for _ in range(2)]
+    for masters, error, message in [
+        ([[torch.zeros(4)]], ValueError, "masters has 1 lists for 2 replicas"),
+        ([[torch.zeros(4)], []], ValueError, "masters of replica 1 has 0 entries"),
+        ([[torch.zeros(4)], [torch.zeros(4, dtype=I16)]], TypeError, "master of tensor 0 of replica 1 has the dtype torch.int16"),
+        ([[torch.zeros(4)], [torch.zeros(3)]], ValueError, "master of parameter 0 of replica 1 has the shape"),
+        ([[torch.zeros(4, dtype=F16)]] * 2, TypeError, "master of parameter 0 of replica 0 has the dtype torch.float16"),
+        ([[torch.zeros(4)]] * 2, None, ""),
+    ]:
+        params = [[x] for x in low]
+        if error is None:
+            masters = [[torch.zeros(4)], [torch.zeros(4)]]
+            kernels.average_plan(params, masters)
+            with pytest.raises(TypeError, match=r"master of parameter 0 of replica 0 \(torch.float16\) has the dtype torch.int16"):
+                kernels.average_plan([[x.half()] for x in low], [[torch.zeros(4, dtype=I16)] for _ in range(2)])
+            with pytest.raises(TypeError, match="must be None: the parameter is its own master"):
+                kernels.average_plan([[x.float()] for x in low], masters)
+        else:
+            with pytest.raises(error, match=message):
+                kernels.average_plan(params, masters)
 
 
 def test_refused_forms() -> None:

@@ -1,15 +1,20 @@
-// A stand-in for CUDA's header that lets a C++ compiler build csrc/cuda/*.cu for the host: a grid and its blocks become loops.
-// It covers what those sources use and nothing else. Kernels that synchronise threads would need more than this.
+// A stand-in for CUDA's header that lets a C++ compiler build csrc/cuda/*.cu for the host. A grid is a loop over its blocks; the
+// kernels' phases are loops over the threads of a block (csrc/cuda/block.cuh), so a kernel is called once for each block.
+// It covers what those sources use and nothing else.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 
 #define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __shared__  // a variable of the kernel's call, that is of one block
+#define __grid_constant__
+#define __launch_bounds__(...)
 #define __builtin_assume(condition) static_cast<void>(condition)
 
 struct dim3 {
@@ -18,22 +23,33 @@ struct dim3 {
   explicit dim3(unsigned x) : x(x) {}
 };
 
-struct alignas(16) float4 {  // the sanitizer reports an access that is not 16-byte aligned
-  float x, y, z, w;
+// the sanitizer reports an access that is not aligned like these
+struct alignas(8) uint2 {
+  std::uint32_t x, y;
 };
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct alignas(16) uint4 {
+  std::uint32_t x, y, z, w;
+};
+inline uint2 make_uint2(std::uint32_t x, std::uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
 
-inline dim3 blockIdx, blockDim, threadIdx;
-inline long vector_accesses = 0;  // through __ldcs and __stcs
+inline dim3 blockIdx, blockDim;
+
+namespace shim {
+inline void* dynamic_shared_memory = nullptr;
+inline long accesses[17] = {};  // through __ldcs and __stcs, by their number of bytes
+inline long launches = 0;
+inline int device = 0;
+}  // namespace shim
 
 template <class T>
 T __ldcs(const T* address) {
-  vector_accesses += sizeof(T) == 16;
+  ++shim::accesses[sizeof(T)];
   return *address;
 }
 template <class T>
 void __stcs(T* address, T value) {
-  vector_accesses += sizeof(T) == 16;
+  ++shim::accesses[sizeof(T)];
   *address = value;
 }
 inline bool __isGlobal(const void*) { return true; }
@@ -47,27 +63,32 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream = nullptr;
 };
 
-inline int current_device = 0;
 inline const char* cudaGetErrorString(cudaError_t) { return "reported by the shim"; }
 inline const char* cudaGetErrorName(cudaError_t code) {
   return code == cudaErrorInvalidDevice ? "cudaErrorInvalidDevice" : "cudaErrorInvalidConfiguration";
 }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = current_device;
+  *device = shim::device;
   return cudaSuccess;
 }
+// Devices 0 and 1, and -1, which is what torch calls a CPU.
 inline cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device > 1) return cudaErrorInvalidDevice;
-  current_device = device;
+  if (device < -1 || device > 1) return cudaErrorInvalidDevice;
+  shim::device = device;
   return cudaSuccess;
 }
 
-template <class Argument>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Argument), Argument argument) {
-  if (config->gridDim.x == 0) return cudaErrorInvalidConfiguration;
+template <class... Parameters>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Parameters... arguments) {
+  if (config->gridDim.x == 0 || config->blockDim.x > 1024 || config->dynamicSmemBytes > 48 * 1024) return cudaErrorInvalidConfiguration;
+  ++shim::launches;
   blockDim = config->blockDim;
   for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) {
-    for (threadIdx.x = 0; threadIdx.x < config->blockDim.x; ++threadIdx.x) kernel(argument);
+    // new for each block and of its exact size, so that the sanitizer sees a block that reaches beyond it
+    const std::unique_ptr<char[]> shared(config->dynamicSmemBytes > 0 ? new char[config->dynamicSmemBytes] : nullptr);
+    std::fill_n(shared.get(), config->dynamicSmemBytes, char(0x7f));
+    shim::dynamic_shared_memory = shared.get();
+    kernel(arguments...);
   }
   return cudaSuccess;
 }

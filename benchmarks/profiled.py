@@ -1,0 +1,76 @@
+"""Ten optimizer steps or converges for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
+
+    python benchmarks/profiled.py step|converge [--shapes gpt2|small] [--replicas K] [--device cpu|cuda]
+
+On a GPU the region is marked with cudaProfilerStart and cudaProfilerStop; on a CPU torch.profiler prints the ranges (HDET_NVTX=1).
+"converge" under torchrun averages across its processes, alone it averages K co-resident replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import hdet
+
+CALLS = 10
+WIDTH = {"gpt2": 768, "small": 64}
+
+
+def blocks(width: int) -> torch.nn.Module:
+    """The shapes of a GPT-2 (12 blocks; 124M parameters at width 768, of which 38M are the embedding)."""
+    layer = torch.nn.TransformerEncoderLayer(width, width // 64 or 1, 4 * width, batch_first=True)
+    return torch.nn.Sequential(torch.nn.Embedding(50257 * width // 768, width), torch.nn.TransformerEncoder(layer, 12))
+
+
+def prepare(mode: str, model: torch.nn.Module, replicas: int) -> Callable[[], object]:
+    """The call to profile, after everything that happens only once."""
+    optimizer = hdet.FusedAdamW(model.parameters(), lr=1e-4)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    if mode == "step" and replicas == 1:
+        return optimizer.step
+    if dist.is_initialized():
+        return hdet.Ensemble(optimizer, sync_interval=1 << 30).converge
+    ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(model, max(2, replicas)), sync_interval=1 << 30)
+    optimizer.step()
+    return optimizer.step if mode == "step" else ensemble.converge
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["step", "converge"])
+    parser.add_argument("--shapes", default="gpt2", choices=list(WIDTH))
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
+    on_gpu = arguments.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    call = prepare(arguments.mode, blocks(WIDTH[arguments.shapes]).to(arguments.device), arguments.replicas)
+    for _ in range(3):
+        call()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    else:
+        with torch.profiler.profile() as profile:
+            for _ in range(CALLS):
+                call()
+        print(profile.key_averages().table(sort_by="cpu_time_total", row_limit=20))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

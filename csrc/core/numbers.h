@@ -1,0 +1,89 @@
+// Numbers in memory: float32, bfloat16, float16, and the split form. All arithmetic is float32; these functions are the way in and out.
+#pragma once
+
+#include "portable.h"
+
+namespace hdet {
+
+enum class DType : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3 };
+
+// What stands beside a parameter of 16 bits: nothing; its float32 value; or the 16 bits that its bfloat16 lacks (split).
+enum class Master : int32_t { none = 0, f32 = 1, split = 2 };
+
+HDET_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
+
+// To nearest, ties to even. NaN stays NaN.
+HDET_HD uint16_t to_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+// Stochastic: up with the probability of what would be cut off. `random` is uniform in 0 .. 65535. Infinities and NaN are exact.
+HDET_HD uint16_t to_bf16(float x, uint32_t random) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + random) >> 16;
+  return (bits & 0x7f800000u) == 0x7f800000u ? to_bf16(x) : static_cast<uint16_t>(rounded);
+}
+
+HDET_HD float from_f16(uint16_t x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
+  return result;
+#else
+  const uint32_t shifted = static_cast<uint32_t>(x & 0x7fffu) << 13;  // exponent and mantissa where float32 has them
+  const uint32_t exponent = shifted & 0x0f800000u;
+  const uint32_t rebased = shifted + (112u << 23);  // 127 - 15
+  const uint32_t special = rebased + (112u << 23);  // infinity and NaN
+  const uint32_t small = bits_of(float_of(rebased + (1u << 23)) - float_of(113u << 23));  // zero and subnormal numbers
+  const uint32_t magnitude = exponent == 0x0f800000u ? special : exponent == 0 ? small : rebased;
+  return float_of(magnitude | static_cast<uint32_t>(x & 0x8000u) << 16);
+#endif
+}
+
+// To nearest, ties to even.
+HDET_HD uint16_t to_f16(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+#else
+  const uint32_t sign = bits_of(x) & 0x80000000u;
+  const uint32_t bits = bits_of(x) ^ sign;
+  const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  constexpr uint32_t kMagic = 126u << 23;  // one unit in its last place is the spacing of float16's subnormal numbers
+  const uint32_t small = bits_of(float_of(bits) + float_of(kMagic)) - kMagic;
+  const uint32_t normal = (bits - (112u << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13;
+  const uint32_t magnitude = bits >= 143u << 23 ? special : bits < 113u << 23 ? small : normal;
+  return static_cast<uint16_t>(magnitude | sign >> 16);
+#endif
+}
+
+// A number of 16 bits, by its type.
+HDET_HD float from_16(DType type, uint16_t x) { return type == DType::bf16 ? from_bf16(x) : from_f16(x); }
+HDET_HD uint16_t to_16(DType type, float x) { return type == DType::bf16 ? to_bf16(x) : to_f16(x); }
+
+// The split form: a float32 as its bfloat16, rounded to nearest with ties away from zero, and its low 16 bits. Where they are
+// 0x8000 or more the upper half was rounded up, so the pair is exact for every bit pattern.
+HDET_HD float join(uint16_t upper, uint16_t lower) {
+  return float_of(((static_cast<uint32_t>(upper) - static_cast<uint32_t>(lower >> 15)) << 16) + lower);
+}
+HDET_HD uint16_t upper_half(float x) { return static_cast<uint16_t>((bits_of(x) + 0x8000u) >> 16); }
+HDET_HD uint16_t lower_half(float x) { return static_cast<uint16_t>(bits_of(x)); }
+
+// How the streams of one tensor are stored, two bits each, in Chunk::formats.
+struct Formats {
+  DType gradient, param;
+  Master master;
+  DType exp_avg, exp_avg_sq, average;
+  bool stochastic;  // bfloat16 parameters without a master and a bfloat16 second moment are rounded stochastically
+};
+
+HDET_HD Formats unpack_formats(int32_t packed) {
+  return {static_cast<DType>(packed & 3),      static_cast<DType>(packed >> 2 & 3), static_cast<Master>(packed >> 4 & 3),
+          static_cast<DType>(packed >> 6 & 3), static_cast<DType>(packed >> 8 & 3), static_cast<DType>(packed >> 10 & 3),
+          (packed >> 12 & 1) != 0};
+}
+
+}  // namespace hdet

@@ -1,0 +1,125 @@
+// Blocks: what the loops of a CPU work on. A block of a stream is seen as float32, where it lies if it is float32, else in a
+// staging buffer that the first-level cache holds. So formats are looked at once a block, and the arithmetic is plain float loops.
+//
+// Included by sources that are compiled once per instruction set: everything is local to them, and no standard header with inline
+// functions may be used (see portable.h on comdat copies).
+#pragma once
+
+#include "../core/numbers.h"
+#include "../core/philox.h"
+#include "../core/rules.h"
+
+#pragma GCC diagnostic ignored "-Wunused-function"  // a source uses what it needs; `inline` would have all of this inlined
+
+namespace {
+
+using hdet::DType;
+using hdet::Master;
+
+// 4 KiB a stream: a step with everything switched on has eight.
+constexpr int kBlock = 1024;
+
+struct alignas(64) Staging {
+  float values[kBlock];
+};
+
+template <class T>
+T* at(void* stream, int64_t element) {
+  return static_cast<T*>(stream) + element;
+}
+
+void widen(DType type, const uint16_t* __restrict numbers, float* __restrict values, int length) {
+  if (type == DType::bf16) {
+    for (int i = 0; i < length; ++i) values[i] = hdet::from_bf16(numbers[i]);
+  } else {
+    for (int i = 0; i < length; ++i) values[i] = hdet::from_f16(numbers[i]);
+  }
+}
+
+void narrow(DType type, const float* __restrict values, uint16_t* __restrict numbers, int length) {
+  if (type == DType::bf16) {
+    for (int i = 0; i < length; ++i) numbers[i] = hdet::to_bf16(values[i]);
+  } else {
+    for (int i = 0; i < length; ++i) numbers[i] = hdet::to_f16(values[i]);
+  }
+}
+
+void narrow_stochastic(const float* __restrict values, const uint16_t* __restrict random, uint16_t* __restrict numbers, int length) {
+  for (int i = 0; i < length; ++i) numbers[i] = hdet::to_bf16(values[i], random[i]);
+}
+
+// A block of a stream as float32, to be read, or changed and then put back.
+float* open(DType type, void* stream, int64_t element, int length, Staging& staging) {
+  if (type == DType::f32) return at<float>(stream, element);
+  widen(type, at<const uint16_t>(stream, element), staging.values, length);
+  return staging.values;
+}
+
+// Writes a block that open() gave and the caller has changed, or any other. `random`: 16 bits a number, for bfloat16, or null.
+void put(DType type, void* stream, int64_t element, int length, const float* values, const uint16_t* random = nullptr) {
+  if (type == DType::f32) {
+    float* const target = at<float>(stream, element);
+    if (target != values) __builtin_memcpy(target, values, static_cast<unsigned long>(length) * sizeof(float));
+  } else if (random != nullptr) {
+    narrow_stochastic(values, random, at<uint16_t>(stream, element), length);
+  } else {
+    narrow(type, values, at<uint16_t>(stream, element), length);
+  }
+}
+
+void join_halves(const uint16_t* __restrict upper, const uint16_t* __restrict lower, float* __restrict values, int length) {
+  for (int i = 0; i < length; ++i) values[i] = hdet::join(upper[i], lower[i]);
+}
+
+void split_halves(const float* __restrict values, uint16_t* __restrict upper, uint16_t* __restrict lower, int length) {
+  for (int i = 0; i < length; ++i) {
+    upper[i] = hdet::upper_half(values[i]);
+    lower[i] = hdet::lower_half(values[i]);
+  }
+}
+
+// A parameter and what stands beside it.
+struct Param {
+  DType type;
+  Master kind;
+  void* param;
+  void* master;
+};
+
+// The parameter's value: its master's where it has one.
+float* open(const Param& p, int64_t element, int length, Staging& staging) {
+  if (p.kind == Master::f32) return at<float>(p.master, element);
+  if (p.kind == Master::none) return open(p.type, p.param, element, length, staging);
+  join_halves(at<const uint16_t>(p.param, element), at<const uint16_t>(p.master, element), staging.values, length);
+  return staging.values;
+}
+
+// `random` rounds a parameter that has no master.
+void put(const Param& p, int64_t element, int length, const float* values, const uint16_t* random = nullptr) {
+  if (p.kind == Master::split) {
+    split_halves(values, at<uint16_t>(p.param, element), at<uint16_t>(p.master, element), length);
+    return;
+  }
+  if (p.kind == Master::f32) put(DType::f32, p.master, element, length, values);
+  put(p.type, p.param, element, length, values, p.kind == Master::none ? random : nullptr);
+}
+
+void add_weighted_block(float* __restrict sums, float weight, const float* __restrict values, int length) {
+  for (int i = 0; i < length; ++i) sums[i] = hdet::add_weighted(sums[i], weight, values[i]);
+}
+
+void start_sums(float* sums, int length) {
+  for (int i = 0; i < length; ++i) sums[i] = hdet::kEmptySum;
+}
+
+void* entry(void* const* table, int64_t place) { return table == nullptr ? nullptr : table[place]; }
+
+// The blocks of a chunk: work(element, length), elements counted from the start of the tensor.
+template <class Work>
+void over_blocks(const hdet::Chunk& chunk, const Work& work) {
+  for (int start = 0; start < chunk.length; start += kBlock) {
+    work(chunk.offset + start, chunk.length - start < kBlock ? chunk.length - start : kBlock);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,80 @@
+// The rank-one update on a CPU: base and displacement in, K sets of parameters out. Compiled once per instruction set.
+#include "../core/rank_one.h"
+#include "kernels.h"
+
+#include "update.h"
+
+namespace {
+
+using hdet::RankOnePlan;
+using hdet::RankOneRow;
+
+void move_block(const RankOneRow& shared_line, const float* __restrict u, float* __restrict base, float* __restrict displacement,
+                int length) {
+  const RankOneRow line = shared_line;
+  for (int i = 0; i < length; ++i) hdet::move_on_line(line, u[i], base[i], displacement[i]);
+}
+
+void outputs_of(const ReplicaRow& shared_row, const float* __restrict base, const float* __restrict displacement,
+                float* __restrict outputs, int length) {
+  const ReplicaRow row = shared_row;
+  for (int i = 0; i < length; ++i) outputs[i] = hdet::take_step(row, base[i], displacement[i]);
+}
+
+template <class Rule>
+void update_block(const RankOnePlan& plan, const Work& w, int64_t element, int length) {
+  Staging directions, outputs;
+  float* const u = directions.values;
+  if (w.skipped()) __builtin_memset(u, 0, sizeof directions.values);
+  else share<Rule>(w, element, length, nullptr, u);
+  float* const base = plan.bases[w.chunk.tensor] + element;
+  float* const displacement = plan.displacements[w.chunk.tensor] + element;
+  move_block(plan.lines[w.chunk.row], u, base, displacement, length);
+  for (int32_t k = 0; k < plan.num_replicas; ++k) {
+    void* const output = plan.params[w.place(k)];
+    const bool direct = w.formats.param == DType::f32;
+    float* const values = direct ? at<float>(output, element) : outputs.values;
+    outputs_of(w.replicas[k], base, displacement, values, length);
+    put(w.formats.param, output, element, length, values);
+  }
+}
+
+template <class Rule>
+void update(const RankOnePlan& plan, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    const Work w(plan, plan.chunks[i]);
+    over_blocks(w.chunk, [&](int64_t element, int length) { update_block<Rule>(plan, w, element, length); });
+    if (plan.zero_gradients != 0) zero_gradient(w);
+  }
+}
+
+void converge_block(const RankOnePlan& plan, const Chunk& c, int64_t element, int length) {
+  float* const base = plan.bases[c.tensor] + element;
+  float* const displacement = plan.displacements[c.tensor] + element;
+  Staging none;
+  __builtin_memset(none.values, 0, sizeof none.values);
+  move_block(plan.lines[c.row], none.values, base, displacement, length);
+  const DType type = hdet::unpack_formats(c.formats).param;
+  for (int32_t k = 0; k < plan.num_replicas; ++k) put(type, plan.params[k * plan.num_tensors + c.tensor], element, length, base);
+}
+
+}  // namespace
+
+namespace hdet::cpu {
+
+void HDET_VARIANT(rank_one_)(const RankOnePlan& plan, int64_t first, int64_t last) {
+  switch (plan.rule) {
+    case Rule::adamw: return update<AdamWRule>(plan, first, last);
+    case Rule::adam: return update<AdamRule>(plan, first, last);
+    case Rule::sgd: return update<SgdRule>(plan, first, last);
+    case Rule::lion: return update<LionRule>(plan, first, last);
+  }
+}
+
+void HDET_VARIANT(converge_)(const RankOnePlan& plan, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    over_blocks(plan.chunks[i], [&](int64_t element, int length) { converge_block(plan, plan.chunks[i], element, length); });
+  }
+}
+
+}  // namespace hdet::cpu

@@ -1,0 +1,110 @@
+// What the updates of step.cpp and rank_one.cpp have in common: the rule on a block, its moments and its random numbers. For
+// sources that are compiled once per instruction set, like blocks.h.
+#pragma once
+
+#include "../core/plan.h"
+#include "blocks.h"
+
+namespace {
+
+using hdet::Chunk;
+using hdet::Control;
+using hdet::Finish;
+using hdet::Formats;
+using hdet::HyperRow;
+using hdet::ReplicaRow;
+using hdet::StepPlan;
+
+// The rule on a block: new moments, and the direction that all replicas share. `p` may be null unless the rule is coupled, `v` if
+// the rule has no second moment.
+template <class Rule>
+void directions(const HyperRow& shared_row, const float* __restrict g, const float* __restrict p, float* __restrict m,
+                float* __restrict v, float* __restrict u, int length) {
+  const HyperRow row = shared_row;  // a copy cannot alias the floats written below
+  for (int i = 0; i < length; ++i) {
+    float none = 0.0f;
+    float& second = Rule::kSecond ? v[i] : none;
+    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled && p != nullptr ? p[i] : 0.0f, m[i], second);
+  }
+}
+
+// Random numbers of a block: the 16 bits of each word that start at `shift`.
+void random_bits(const StepPlan& plan, uint32_t step, uint32_t replica, int32_t id, int64_t element, int length, int shift,
+                 uint16_t* out) {
+  const int64_t first = element / 4;
+  if (element % 4 == 0 && length % 4 == 0) {
+    for (int q = 0; q < length / 4; ++q) {
+      const hdet::Random4 random = hdet::rounding_bits(plan.seed, step, replica, static_cast<uint32_t>(id), first + q);
+      for (int j = 0; j < 4; ++j) out[4 * q + j] = static_cast<uint16_t>(random.word[j] >> shift);
+    }
+    return;
+  }
+  for (int i = 0; i < length; ++i) {
+    const int64_t place = element + i;
+    const hdet::Random4 random = hdet::rounding_bits(plan.seed, step, replica, static_cast<uint32_t>(id), place / 4);
+    out[i] = static_cast<uint16_t>(random.word[place % 4] >> shift);
+  }
+}
+
+// A chunk of a plan, and all that is the same for its blocks.
+struct Work {
+  const StepPlan& plan;
+  const Chunk& chunk;
+  const Formats formats;
+  const HyperRow& row;
+  const ReplicaRow* replicas;
+  const Control control;
+
+  Work(const StepPlan& p, const Chunk& c)
+      : plan(p),
+        chunk(c),
+        formats(hdet::unpack_formats(c.formats)),
+        row(p.rows[c.row]),
+        replicas(p.replica_rows + static_cast<int64_t>(c.row) * p.num_replicas),
+        control(*p.control) {}
+
+  bool skipped() const { return control.skip != 0.0f; }
+  int64_t place(int32_t k) const { return k * plan.num_tensors + chunk.tensor; }
+  Param param(int32_t k) const {
+    const Master kind = plan.masters == nullptr ? Master::none : formats.master;
+    return {formats.param, kind, plan.params[place(k)], entry(plan.masters, place(k))};
+  }
+  bool averages() const {
+    return plan.averages != nullptr && formats.average != DType::none && control.average_weight != 0.0f && !skipped();
+  }
+  bool random_params() const { return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none; }
+  void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {
+    random_bits(plan, row.step, replica, plan.ids[chunk.tensor], element, length, shift, out);
+  }
+};
+
+// Gradient and moments of a block -> new moments in memory, and u. `p` as for directions().
+template <class Rule>
+void share(const Work& w, int64_t element, int length, const float* p, float* u) {
+  Staging g_buffer, m_buffer, v_buffer;
+  uint16_t random[kBlock];
+  const Formats& f = w.formats;
+  const int32_t tensor = w.chunk.tensor;
+  const float* const g = open(f.gradient, w.plan.gradients[tensor], element, length, g_buffer);
+  void* const first = f.exp_avg == DType::none ? nullptr : entry(w.plan.exp_avgs, tensor);
+  void* const second = Rule::kSecond ? w.plan.exp_avg_sqs[tensor] : nullptr;
+  float* m = m_buffer.values;
+  if (first != nullptr) m = open(f.exp_avg, first, element, length, m_buffer);
+  else __builtin_memset(m, 0, static_cast<unsigned long>(length) * sizeof(float));  // SGD without momentum
+  float* const v = Rule::kSecond ? open(f.exp_avg_sq, second, element, length, v_buffer) : nullptr;
+
+  directions<Rule>(w.row, g, p, m, v, u, length);
+  if (first != nullptr) put(f.exp_avg, first, element, length, m);
+  if (!Rule::kSecond) return;
+  const bool stochastic = f.stochastic && f.exp_avg_sq == DType::bf16;
+  if (stochastic) w.random(0, element, length, 16, random);
+  put(f.exp_avg_sq, second, element, length, v, stochastic ? random : nullptr);
+}
+
+void zero_gradient(const Work& w) {
+  const int bytes = w.formats.gradient == DType::f32 ? 4 : 2;
+  void* const gradient = at<char>(w.plan.gradients[w.chunk.tensor], w.chunk.offset * bytes);
+  __builtin_memset(gradient, 0, static_cast<unsigned long>(w.chunk.length * bytes));
+}
+
+}  // namespace

@@ -1,0 +1,63 @@
+// A thread block as phases. Kernels name no thread: what differs between threads is the argument of a phase, and what passes from
+// one phase to the next lies in shared memory. Code outside of phases is the same for all threads of a block and writes nothing.
+// So a host can run a kernel as well, a block after the other and a phase as a loop over its threads (tests/kernels/shim).
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace hdet::cuda {
+
+#if defined(__CUDACC__)
+
+// work(thread) for each thread of the block.
+template <class Work>
+__device__ __forceinline__ void threads(const Work& work) {
+  work(static_cast<int>(threadIdx.x));
+}
+
+// The same; afterwards everyone sees what all of them have written.
+template <class Work>
+__device__ __forceinline__ void phase(const Work& work) {
+  work(static_cast<int>(threadIdx.x));
+  __syncthreads();
+}
+
+// Shared memory of the size that the launch asked for.
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+  extern __shared__ uint4 dynamic_shared_memory[];
+  return reinterpret_cast<T*>(dynamic_shared_memory);
+}
+
+#else
+
+template <class Work>
+void threads(const Work& work) {
+  for (unsigned thread = 0; thread < blockDim.x; ++thread) work(static_cast<int>(thread));
+}
+
+template <class Work>
+void phase(const Work& work) {
+  threads(work);
+}
+
+template <class T>
+T* dynamic_shared() {
+  return static_cast<T*>(shim::dynamic_shared_memory);
+}
+
+#endif
+
+// The sum of kThreads numbers in shared memory, in an order that does not depend on anything; it is in numbers[0] afterwards.
+template <int kThreads>
+__device__ __forceinline__ void add_up(double* numbers) {
+  static_assert((kThreads & (kThreads - 1)) == 0);
+#pragma unroll
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    phase([&](int thread) {
+      if (thread < half) numbers[thread] += numbers[thread + half];
+    });
+  }
+}
+
+}  // namespace hdet::cuda

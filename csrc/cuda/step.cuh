@@ -1,0 +1,282 @@
+// The update phase of a step on a GPU: a block for each chunk. What a step costs is its traffic: each stream is read once and written
+// once, 28 bytes a parameter for AdamW in float32 and 20 + 8K for K replicas. At 4.3 TB/s that leaves an H200 about 190 instructions
+// for an element; AdamW takes 60, two thirds of them in the exact division and root.
+#pragma once
+
+#include "../core/philox.h"
+#include "../core/rules.h"
+#include "block.cuh"
+#include "vec.cuh"
+
+namespace hdet::cuda {
+
+// Small blocks: in a model of 1000-element tensors a block has 125 turns to share. What keeps the memory busy is the registers of
+// all blocks on a multiprocessor together: 1024 threads x 4 streams x 32 bytes in flight are 128 KiB, and 30 KiB would do.
+constexpr int kStepThreads = 128;
+
+// A replica's streams from a chunk's first element on, and what its step needs. Of one replica in registers, of many in shared memory.
+struct Replica {
+  Param param;
+  void* average;
+  ReplicaRow row;
+  float weight;
+  bool in_step;
+};
+
+constexpr Formats kFloats{DType::f32, DType::f32, Master::none, DType::f32, DType::f32, DType::none, false};
+
+// kMany: any number of replicas, in batches of four whose loads are issued together; else one.
+// kFloat: StepPlan::all_float, formats known to the compiler.
+template <class Rule, bool kMany, bool kFloat>
+struct Update {
+  static constexpr int kBatch = !kMany ? 1 : kFloat ? 4 : 2;
+  static constexpr bool kSharesBits = Rule::kSecond && !kMany;  // one draw rounds the second moment and the parameter of replica 0
+  static constexpr bool kMayLackMomentum = Rule::kCoupled && !Rule::kSecond;  // SGD without momentum keeps nothing
+
+  const StepPlan& plan;
+  const Chunk chunk;
+  const Control control;
+  const HyperRow row;
+  Formats formats;
+  void *gradient, *exp_avg, *exp_avg_sq;
+  Replica* replicas;  // in shared memory, where there are many
+  Replica own;
+
+  __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c)
+      : plan(p), chunk(c), control(*p.control), row(p.rows[c.row]), formats(kFloat ? kFloats : unpack_formats(c.formats)) {
+    if constexpr (kFloat && kMayLackMomentum) {
+      if (unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
+    }
+    gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
+    exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
+    exp_avg_sq = Rule::kSecond ? advance(plan.exp_avg_sqs[chunk.tensor], formats.exp_avg_sq, chunk.offset) : nullptr;
+    if constexpr (kMany) replicas = dynamic_shared<Replica>();
+    else own = replica_at(0);
+  }
+
+  __device__ __forceinline__ bool keeps_first() const { return !kMayLackMomentum || formats.exp_avg != DType::none; }
+  __device__ __forceinline__ bool skipped() const { return control.skip != 0.0f; }
+  __device__ __forceinline__ int count() const { return kMany ? plan.num_replicas : 1; }
+  __device__ __forceinline__ bool packs() const { return !kMany && plan.finish == Finish::pack; }
+  __device__ __forceinline__ bool means() const { return plan.finish == Finish::mean; }
+  __device__ __forceinline__ void* bucket() const { return advance(plan.buckets[chunk.tensor], DType::f32, chunk.offset); }
+
+  // Whether 16-byte accesses hold eight elements in all streams.
+  __device__ __forceinline__ bool wide() const {
+    return !kFloat && formats.gradient != DType::f32 && formats.param != DType::f32 && formats.master != Master::f32 &&
+           formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32 && formats.average != DType::f32;
+  }
+
+  __device__ __forceinline__ Replica replica_at(int k) const {
+    const int64_t place = k * plan.num_tensors + chunk.tensor;
+    const Master kind = kFloat || plan.masters == nullptr ? Master::none : formats.master;
+    void* const master = kind == Master::none ? nullptr : plan.masters[place];
+    void* const average = formats.average == DType::none ? nullptr : advance(entry(plan.averages, place), formats.average, chunk.offset);
+    return {param_at(formats.param, kind, plan.params[place], master, chunk.offset), average,
+            plan.replica_rows[static_cast<int64_t>(chunk.row) * plan.num_replicas + k], plan.weights[k], true};
+  }
+
+  __device__ __forceinline__ bool is_in_step(const Replica& replica, int head) const {
+    return in_step(replica.param, head, wide()) && in_step(replica.average, formats.average, head, wide());
+  }
+
+  __device__ __forceinline__ Replica replica(int k) const {
+    if constexpr (!kMany) {
+      return own;
+    } else {
+      Replica found = replicas[k];
+      found.param.type = formats.param;  // known already
+      found.param.kind = kFloat ? Master::none : found.param.kind;
+      return found;
+    }
+  }
+
+  // Fills shared memory; then how the chunk is cut.
+  __device__ __forceinline__ Cut prepare() {
+    const int head = head_of(gradient, formats.gradient, wide());
+    // A group of four shares its random numbers with the elements 4q .. 4q + 3.
+    bool vectors = in_step(exp_avg, formats.exp_avg, head, wide()) && in_step(exp_avg_sq, formats.exp_avg_sq, head, wide()) &&
+                   !(formats.stochastic && head % 4 != 0);
+    if (packs()) vectors = vectors && in_step(bucket(), DType::f32, head, wide());
+    if constexpr (kMany) {
+      phase([&](int thread) {
+        for (int k = thread; k < count(); k += kStepThreads) {
+          Replica r = replica_at(k);
+          r.in_step = is_in_step(r, head);
+          replicas[k] = r;
+        }
+      });
+      for (int k = 0; k < count(); ++k) vectors = vectors && replicas[k].in_step;
+    } else {
+      vectors = vectors && is_in_step(own, head);
+    }
+    return cut(chunk.length, head, wide(), vectors);
+  }
+
+  // Random numbers for the elements of this thread.
+  template <int kWidth>
+  __device__ __forceinline__ void random(uint32_t number, const Place& at, uint32_t (&bits)[kWidth]) const {
+    const auto id = static_cast<uint32_t>(plan.ids[chunk.tensor]);
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      const int64_t element = chunk.offset + (i == 0 ? at.first : at.second);
+      const Random4 random = rounding_bits(plan.seed, row.step, number, id, element / 4);
+      if constexpr (kWidth == 1) {
+        const int lane = static_cast<int>(element % 4);
+        bits[0] = lane == 0 ? random.word[0] : lane == 1 ? random.word[1] : lane == 2 ? random.word[2] : random.word[3];
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bits[i + j] = random.word[j];
+      }
+    }
+  }
+
+  // One turn: everything that becomes of these elements.
+  template <int kWidth>
+  __device__ __forceinline__ void turn(const Place& at) const {
+    Raw<kWidth> raw_gradient, raw_first, raw_second, raw_params[kBatch];
+    load<Use::once>(formats.gradient, gradient, at, raw_gradient);
+    if (keeps_first()) load<Use::once>(formats.exp_avg, exp_avg, at, raw_first);
+    if (Rule::kSecond) load<Use::once>(formats.exp_avg_sq, exp_avg_sq, at, raw_second);
+    load_batch(0, at, raw_params);
+
+    float u[kWidth];
+    uint32_t bits[kWidth];  // of replica number 0
+    if (kSharesBits && formats.stochastic) random(0, at, bits);
+    if (skipped()) {
+      for (int i = 0; i < kWidth; ++i) u[i] = 0.0f;
+    } else {
+      directions(at, raw_gradient, raw_first, raw_second, raw_params[0], bits, u);
+    }
+    if (plan.zero_gradients != 0) {
+      const float zeros[kWidth] = {};
+      store<Use::once>(formats.gradient, gradient, at, zeros);
+    }
+
+    float sums[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sums[i] = kEmptySum;
+    for (int first = 0;;) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (!kMany || first + b < count()) finish(first + b, at, raw_params[b], u, bits, sums);
+      }
+      first += kBatch;
+      if (!kMany || first >= count()) break;
+      load_batch(first, at, raw_params);
+    }
+    if (means()) {
+#pragma unroll 1
+      for (int k = 0; k < count(); ++k) store(replica(k).param, at, sums);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void load_batch(int first, const Place& at, Raw<kWidth> (&raw)[kBatch]) const {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (!kMany || first + b < count()) load(replica(first + b).param, at, raw[b]);
+    }
+  }
+
+  // Gradient and moments -> new moments, in memory, and u.
+  template <int kWidth>
+  __device__ __forceinline__ void directions(const Place& at, const Raw<kWidth>& raw_gradient, const Raw<kWidth>& raw_first,
+                                             const Raw<kWidth>& raw_second, const Raw<kWidth>& raw_param, uint32_t (&bits)[kWidth],
+                                             float (&u)[kWidth]) const {
+    float g[kWidth], m[kWidth] = {}, v[kWidth] = {}, p[kWidth] = {};
+    unpack(formats.gradient, raw_gradient, g);
+    if (keeps_first()) unpack(formats.exp_avg, raw_first, m);
+    if (Rule::kSecond) unpack(formats.exp_avg_sq, raw_second, v);
+    if (Rule::kCoupled && count() == 1) unpack(replica(0).param, raw_param, p);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], m[i], v[i]);
+    if (keeps_first()) store<Use::once>(formats.exp_avg, exp_avg, at, m);
+    if constexpr (Rule::kSecond) {
+      if (formats.stochastic && formats.exp_avg_sq == DType::bf16) {
+        if (!kSharesBits) random(0, at, bits);
+        store_halves<Use::once, kWidth>(exp_avg_sq, at, [&](int i) { return to_bf16(v[i], bits[i] >> 16); });
+      } else {
+        store<Use::once>(formats.exp_avg_sq, exp_avg_sq, at, v);
+      }
+    }
+  }
+
+  // Replica k takes its step, and what is asked for is done with the result.
+  template <int kWidth>
+  __device__ __forceinline__ void finish(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth],
+                                         uint32_t (&bits)[kWidth], float (&sums)[kWidth]) const {
+    const Replica r = replica(k);
+    float p[kWidth];
+    unpack(r.param, raw, p);
+    if (!skipped()) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) p[i] = take_step(r.row, p[i], u[i]);
+      if (!kFloat && r.average != nullptr && control.average_weight != 0.0f) move_average(r.average, at, p);
+    }
+    if (means()) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) sums[i] = add_weighted(sums[i], r.weight, p[i]);
+    } else if (packs()) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) p[i] = scaled(r.weight, p[i]);
+      store_floats<Use::again>(bucket(), at, p);
+    } else if (!skipped()) {
+      keep(r, k, at, p, bits);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth], uint32_t (&bits)[kWidth]) const {
+    if (formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16) {
+      const int number = plan.first_replica + k;
+      if (!kSharesBits || number != 0) random(static_cast<uint32_t>(number), at, bits);
+      store_halves<Use::again, kWidth>(r.param.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+    } else {
+      store(r.param, at, p);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void move_average(void* average, const Place& at, const float (&p)[kWidth]) const {
+    Raw<kWidth> raw;
+    float x[kWidth];
+    load<Use::once>(formats.average, average, at, raw);
+    unpack(formats.average, raw, x);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] = running_average(x[i], p[i], control.average_weight);
+    store<Use::once>(formats.average, average, at, x);
+  }
+};
+
+// The last blocks of the grid count the step.
+__device__ __forceinline__ void count_steps(const StepPlan& plan, int64_t block) {
+  if (plan.control->skip != 0.0f) return;
+  threads([&](int thread) {
+    const int64_t tensor = block * kStepThreads + thread;
+    if (tensor < plan.num_tensors) count_step(plan, tensor);
+  });
+}
+
+template <class Rule, bool kMany, bool kFloat>
+constexpr int blocks_per_multiprocessor() {
+  if (!kFloat || kMany) return 4;
+  return Update<Rule, kMany, kFloat>::kMayLackMomentum ? 5 : 8;  // for ptxas, SGD takes more registers than it seems to need
+}
+
+template <class Rule, bool kMany, bool kFloat>
+__global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kFloat>())
+    step_kernel(const __grid_constant__ StepPlan plan) {
+  if (blockIdx.x >= plan.num_chunks) return count_steps(plan, blockIdx.x - plan.num_chunks);
+  Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
+  const bool nothing_to_do = update.skipped() && plan.finish == Finish::store && plan.zero_gradients == 0;
+  if (nothing_to_do) return;
+  const Cut parts = update.prepare();
+  threads([&](int thread) {
+    over_elements<kStepThreads>(
+        parts, update.chunk.length, thread, [&](const Place& at) { update.template turn<kEight>(at); },
+        [&](const Place& at) { update.template turn<1>(at); });
+  });
+}
+
+}  // namespace hdet::cuda

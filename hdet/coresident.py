@@ -1,0 +1,274 @@
+"""Several replicas of one model on one device: K sets of parameters, one gradient, one set of moments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from .replicas import Replicas
+
+__all__ = ["CoresidentAverage", "CoresidentReplicas"]
+
+
+class CoresidentReplicas(Replicas):
+    """``num_replicas`` replicas of an unmodified model in this process, for people with one GPU or none.
+
+    Micro-batch k of a gradient-accumulation step runs at the weights of replica k; one fused step moves all of them, each at its
+    own rate, and an `Ensemble` averages and controls them as it does across processes::
+
+        optimizer = hdet.FusedAdamW(model.parameters(), lr=3e-4)
+        replicas = hdet.CoresidentReplicas(model, num_replicas=4)
+        ensemble = hdet.Ensemble(optimizer, scheduler, replicas=replicas)
+        for batches in loader:  # four micro-batches
+            for k, batch in enumerate(batches):
+                with replicas.use(k):
+                    loss = loss_fn(model, batch)
+                    ensemble.observe(loss)
+                (loss / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step()
+
+    Replica 0 is the model itself: its parameters, names, state_dict and what `use` leaves behind. Replica k > 0 has parameters of
+    its own, which `use` puts into the modules without copying, tied ones wherever they occur. The gradients of all replicas are
+    added up in the ``.grad`` of the model's own parameters, so clipping, scaling and `zero_grad` are those of plain gradient
+    accumulation. Memory: K sets of parameters, one gradient, one set of moments. Compiled models are not compiled again.
+
+    - Until the first optimizer step all replicas follow the model: weights loaded or initialised outside of `use` are everyone's.
+    - Frozen parameters and buffers are shared. Running statistics (BatchNorm) are updated by every micro-batch, K times a step.
+    - ``backward`` may run inside or outside of `use`; with activation checkpointing inside, because it runs the model again.
+    - The optimizer must be one of hdet's fused ones. Its state holds the other replicas, so a checkpoint of model and optimizer has
+      all of them; load it after the Ensemble is made. A state without other replicas makes all of them equal to the model.
+
+    Args:
+        model: a module that is not wrapped for data parallelism; frozen parameters are to be frozen before.
+        num_replicas: K >= 2.
+
+    Raises:
+        TypeError, ValueError: anything else, by name: DDP and FSDP, DTensors, scripted modules, uninitialised parameters, gradient
+            hooks on parameters, and modules that keep a parameter in a plain attribute, which `use` could not reach.
+    """
+
+    def __init__(self, model: nn.Module, num_replicas: int) -> None:
+        if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 2:
+            raise ValueError(f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is the model itself")
+        _check_model(model)
+        self.model, self.count, self.index, self.peer_group = model, num_replicas, 0, None
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, name in names.items():
+            _check_parameter(parameter, name)
+        # Every place of a parameter: a tied one has several.
+        self._places = [
+            (module._parameters, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        self._frozen = {parameter: name for parameter, name in names.items() if not parameter.requires_grad}
+        self._sets = {p: [p, *(_leaf(p) for _ in range(1, num_replicas))] for p in names if p.requires_grad}
+        self._entered: list[list[int]] = []  # the `use`s that are open, each with its replica
+        self._following = True  # the other replicas are to be copies of the model
+        self._marks = self._versions()
+
+    def __repr__(self) -> str:
+        return f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count})"
+
+    @contextmanager
+    def use(self, replica: int) -> Iterator[None]:
+        """Inside, the model runs at the weights of ``replica`` (0 .. K - 1). May be nested; the innermost counts.
+
+        Raises:
+            ValueError: there is no such replica; or a parameter that was frozen is not any more.
+        """
+        self._check_number(replica)
+        self._check_frozen()
+        self._follow()
+        entry = [replica]
+        self._entered.append(entry)
+        self._put(replica)
+        try:
+            yield
+        finally:
+            self._entered = [other for other in self._entered if other is not entry]
+            self._put(self._entered[-1][0] if self._entered else 0)
+            self._marks = self._versions()  # what was written in here was meant for this replica alone
+
+    @property
+    def in_use(self) -> bool:
+        """Is a `use` open?"""
+        return bool(self._entered)
+
+    def _put(self, replica: int) -> None:
+        if replica == self.index:
+            return
+        for parameters, name, main in self._places:
+            own = self._sets[main][replica]
+            if own.requires_grad is not main.requires_grad:  # frozen since
+                own.requires_grad_(main.requires_grad)
+            parameters[name] = own
+        self.index = replica
+
+    # -- before the first step -------------------------------------------------------------------------------------------
+
+    def _versions(self) -> list[int]:
+        return [main._version for main in self._sets] if self._following else []
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Copy the model's weights to the other replicas if somebody has written them since."""
+        if self._following and self._versions() != self._marks:
+            for main, *others in self._sets.values():
+                for other in others:
+                    other.copy_(main)
+            self._marks = self._versions()
+
+    def _part(self, *_: Any) -> None:
+        """The optimizer is about to step: from now on replicas differ."""
+        self._follow()
+        self._following = False
+
+    def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._parted_state = any("replica_params" in values for values in state["state"].values())
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """A state that holds the other replicas has brought their weights; one that does not makes them equal to the model."""
+        self._following = not self._parted_state
+        self._marks = []
+
+    # -- what an Ensemble asks -------------------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> Sequence[int]:
+        return range(self.count)
+
+    def place(self, replica: int | None) -> int:
+        if replica is not None:
+            self._check_number(replica)
+            return replica
+        if not self._entered:
+            raise ValueError("which replica's loss is this? Call observe(loss) inside `with replicas.use(k):`, or observe(loss, replica=k)")
+        return self.index
+
+    def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The same parameters of each replica; what is shared (buffers, frozen ones) stands in all lists."""
+        return [[self._sets[t][k] if t in self._sets else t for t in tensors] for k in self.local]  # type: ignore[index]
+
+    def gather_rows(self, *rows: torch.Tensor) -> torch.Tensor:
+        """K rows -> (K, width); nobody else is to be asked."""
+        return torch.stack(rows)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises TypeError for an optimizer without fused steps of several replicas, ValueError for parameters of another model."""
+        if not callable(getattr(optimizer, "set_replicas", None)):
+            kind = type(optimizer)
+            raise TypeError(
+                f"optimizer is a {kind.__module__}.{kind.__qualname__}, which steps one set of parameters: co-resident replicas need "
+                "hdet.FusedAdamW, FusedAdam, FusedSGD or FusedLion"
+            )
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if parameter not in self._sets and parameter not in self._frozen:
+                    raise ValueError(
+                        f"parameter {i} of group {g} is not in the model given to CoresidentReplicas: pass the module that holds all of them"
+                    )
+
+    def attach(self, optimizer: Any) -> None:
+        """Let ``optimizer`` step all replicas; an `Ensemble` does this. Raises as `check_optimizer`."""
+        self.check_optimizer(optimizer)
+        optimizer.set_replicas(self.count, self._copies)
+        optimizer.register_step_pre_hook(self._part)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._loaded)
+
+    def _copies(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        return self._sets.get(parameter) or [parameter] * self.count  # type: ignore[call-overload]
+
+    def _check_number(self, replica: Any) -> None:
+        if not isinstance(replica, int) or isinstance(replica, bool) or not 0 <= replica < self.count:
+            raise ValueError(f"replica must be one of 0 .. {self.count - 1}, got {replica!r}")
+
+    def _check_frozen(self) -> None:
+        for parameter, name in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} was frozen when CoresidentReplicas was made, so all replicas share it: unfreeze it before"
+                )
+
+
+class CoresidentAverage:
+    """Eq. 3 over co-resident replicas: the optimizer averages its own sets (parameters and masters), in place."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, weights: Sequence[float]) -> None:
+        """Every set becomes sum_k weights[k] * set k. The weights sum to 1; a set of weight 0 is not read."""
+        self._optimizer.average_replicas(weights)
+
+
+def _leaf(main: nn.Parameter) -> nn.Parameter:
+    """A parameter of another replica: a copy whose gradients go to ``main``."""
+    leaf: nn.Parameter = copy.deepcopy(main)
+    leaf.__dict__.update(vars(main))  # marks that libraries leave on parameters
+    leaf.grad = None
+    leaf.register_post_accumulate_grad_hook(_gives_to(main))
+    return leaf
+
+
+def _gives_to(main: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    @torch.no_grad()
+    def hand_over(leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if main.grad is None:
+            main.grad = gradient
+        elif gradient is not None:
+            main.grad.add_(gradient)
+
+    return hand_over
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    owned = {id(p) for p in model.parameters() if p.requires_grad}
+    if not owned:
+        raise ValueError(f"model {type(model).__name__} has no parameter that is trained: unfreeze what replicas are to explore before")
+    for name, module in model.named_modules():
+        what = f"module {name!r}" if name else f"model {type(model).__name__}"
+        kinds = {kind.__name__ for kind in type(module).__mro__}  # by name: torch's sharding is slow to import
+        if kinds & _WRAPPERS:
+            raise ValueError(f"{what} is wrapped in {type(module).__name__}: co-resident replicas are one process's, pass the bare model")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{what} is a scripted module, whose parameters cannot be exchanged: use torch.compile instead")
+        for attribute, value in vars(module).items():
+            if attribute not in ("_parameters", "_flat_weights") and any(id(x) in owned for x in _members(value)):
+                raise ValueError(
+                    f"{what} keeps a parameter in the plain attribute {attribute!r}, where replicas cannot exchange it: "
+                    "look it up by its registered name in forward"
+                )
+
+
+def _members(value: Any) -> Iterator[torch.Tensor]:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return (x for x in held if isinstance(x, torch.Tensor))
+
+
+def _check_parameter(parameter: nn.Parameter, name: str) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"parameter {name!r} is not initialised: run the model once before")
+    if hasattr(parameter, "to_local") and hasattr(parameter, "placements"):
+        raise ValueError(f"parameter {name!r} is a DTensor: co-resident replicas are one process's, pass a model that is not sharded")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(f"parameter {name!r} has gradient hooks, which the other replicas' gradients would pass by: remove them")

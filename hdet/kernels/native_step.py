@@ -1,0 +1,198 @@
+"""An optimizer step by a native kernel: what is alike on a CPU and on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import native
+from .checks import check_gradients, check_options, check_settings
+from .interface import FINISHES, PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
+
+if native.missing is None:
+    from hdet import _C
+
+
+class NativeStepPlan:
+    """An optimizer step whose tables are read by a native kernel. A backend says how to `_run` it."""
+
+    def __init__(self, tensors: StepTensors, memory: native.Memory) -> None:
+        self.tensors = tensors  # keeps alive what the tables point to
+        self.memory = memory
+        self.plan = self._new_plan()
+        self.shapes = [param.shape for param in tensors.params[0]]
+        self.device_number = tensors.params[0][0].get_device()
+        self.gradient_dtypes: list[torch.dtype] = [torch.float32] * len(self.shapes)
+        self.chunks = self._chunks()
+        self.placed_chunks = memory.place(self.chunks)
+        self._describe()
+        self._point_to_tensors()
+        self._make_room()
+        self._make_inputs()
+
+    @staticmethod
+    def _new_plan() -> _C.StepPlan:
+        return _C.StepPlan()
+
+    def _chunks(self) -> Tensor:
+        t = self.tensors
+        first = [None if sets is None else sets[0] for sets in (t.masters, t.averages)]
+        packed = native.formats(
+            len(self.shapes), None, t.params[0], first[0], t.exp_avgs, t.exp_avg_sqs, first[1], stochastic=t.stochastic is not None
+        )
+        packed = [field | native.DTYPES[dtype] for field, dtype in zip(packed, self.gradient_dtypes, strict=True)]
+        return native.chunk_table(t.params[0], t.rows, packed)
+
+    def _describe(self) -> None:
+        plan, t = self.plan, self.tensors
+        plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), native.num_chunks(self.chunks)
+        plan.num_tensors, plan.num_replicas, plan.num_rows = len(self.shapes), t.num_replicas, 1 + max(t.rows)
+        plan.rule = RULES.index(t.rule)
+        plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
+        self._note_all_float()
+
+    def _note_all_float(self) -> None:
+        t = self.tensors
+        plain = native.only_float(*t.params, t.exp_avgs, t.exp_avg_sqs) and native.nothing_in(t.masters) and native.nothing_in(t.averages)
+        self.plan.all_float = int(plain and set(self.gradient_dtypes) <= {torch.float32})
+
+    def _point_to_tensors(self) -> None:
+        t, count = self.tensors, len(self.shapes)
+        sets: list[tuple[str, Sequence[Column] | None]] = [
+            ("params", t.params),
+            ("masters", t.masters),
+            ("averages", t.averages),
+            ("exp_avgs", None if t.exp_avgs is None else [t.exp_avgs]),
+            ("exp_avg_sqs", None if t.exp_avg_sqs is None else [t.exp_avg_sqs]),
+            ("buckets", None if t.buckets is None else [t.buckets]),
+            ("counters", [t.steps]),
+        ]
+        present = [(name, columns) for name, columns in sets if columns is not None]
+        self.addresses = self.memory.place(native.address_table(*(column for _, columns in present for column in columns)))
+        address = self.addresses.data_ptr()
+        for name, columns in present:
+            setattr(self.plan, name, address)
+            address += 8 * count * len(columns)
+        ids = range(count) if t.ids is None else t.ids
+        self.numbers = self.memory.place(torch.tensor([*ids, *t.leaders()], dtype=torch.int32))
+        self.plan.ids, self.plan.leaders = self.numbers.data_ptr(), self.numbers.data_ptr() + 4 * count
+
+    def _make_room(self) -> None:
+        """Memory for what the derive phase writes."""
+        plan = self.plan
+        rows, replicas = plan.num_rows, plan.num_replicas
+        parts = {
+            "control": _C.CONTROL_BYTES,
+            "rows": rows * _C.ROW_BYTES,
+            "partials": 8 * plan.num_chunks,
+            "replica_rows": rows * replicas * _C.REPLICA_ROW_BYTES,
+            "weights": 4 * replicas,
+        }
+        self.derived = self.memory.room(sum(parts.values()))
+        address = self.derived.data_ptr()
+        for name, size in parts.items():
+            if name == "partials":
+                self.partials_address = address  # the plan points there in a step with a norm
+            else:
+                setattr(plan, name, address)
+            address += size
+        control = self.derived[: _C.CONTROL_BYTES].view(torch.float32)
+        self.skipped, self.norm = control[0], control[1]
+
+    def _make_inputs(self) -> None:
+        """The tables that steps write: addresses of gradients; settings (csrc/core/hyper.h), then addresses of rates."""
+        plan = self.plan
+        rows, replicas = plan.num_rows, plan.num_replicas
+        self.gradient_table = torch.zeros(len(self.shapes), dtype=torch.int64)
+        self.placed_gradients = self.memory.place(self.gradient_table)
+        plan.gradients = self.placed_gradients.data_ptr()
+        self.num_settings = 2 + rows * (9 + replicas) + replicas
+        self.settings_table = torch.zeros(self.num_settings + rows, dtype=torch.float64)
+        self.placed_settings = self.memory.place(self.settings_table)
+        plan.settings = self.placed_settings.data_ptr()
+        plan.rates = plan.settings + 8 * self.num_settings
+        self._addresses: list[int] = []
+        self._settings: list[object] = []
+        self._rates: list[Tensor | None] = []
+        self._rate_addresses: list[int] = []
+        self._options: StepOptions | None = None
+        self._no_weights = (0.0,) * replicas
+
+    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        addresses = self._check_gradients(gradients)
+        self._take_settings(settings, options)
+        self._take_gradients(gradients, addresses)
+        self._run()
+
+    def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._take_settings(settings, options)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _check_gradients(self, gradients: Sequence[Tensor]) -> list[int]:
+        """The gradients' addresses, after a check that costs little. Anything unusual goes to the checks that can say what it is."""
+        try:
+            addresses = [g.data_ptr() for g in gradients]
+            usual = (
+                [g.shape for g in gradients] == self.shapes
+                and False not in [g.is_contiguous() for g in gradients]
+                and {g.dtype for g in gradients} <= native.DTYPES.keys()
+                and {g.get_device() for g in gradients} <= {self.device_number}
+                and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
+            )
+        except (RuntimeError, AttributeError):  # sparse tensors have no address; None has no attributes
+            usual = False
+        if not usual:
+            check_gradients(gradients, self.tensors.params[0])
+        return addresses
+
+    def _take_gradients(self, gradients: Sequence[Tensor], addresses: list[int]) -> None:
+        dtypes = [g.dtype for g in gradients]
+        if dtypes != self.gradient_dtypes:  # rare: at the first step, if at all
+            self.gradient_dtypes = dtypes
+            self.chunks.copy_(self._chunks())
+            self.memory.refresh(self.chunks, self.placed_chunks)
+            self._note_all_float()
+        if addresses != self._addresses:
+            _C.write_addresses(self.gradient_table.data_ptr(), addresses)
+            self.memory.refresh(self.gradient_table, self.placed_gradients)
+            self._addresses = addresses
+
+    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
+        """Writes the table of settings, if it differs from what was written last, and what the options change in the plan."""
+        rates = [s.lr if isinstance(s.lr, Tensor) else None for s in settings]
+        rate_addresses = [0 if rate is None else rate.data_ptr() for rate in rates]
+        values: list[object] = [options.max_norm, options.average_weight]
+        for s, rate in zip(settings, rates, strict=True):
+            values += (s.lr if rate is None else 0.0, *s[2:])
+        for s in settings:
+            values += s.multipliers
+        values += self._no_weights if options.weights is None else options.weights
+        same_rates = _C.same(rates, self._rates) and rate_addresses == self._rate_addresses
+        same_settings = values == self._settings and same_rates
+        if not same_settings:
+            check_settings(settings, self.tensors)
+        if options is not self._options:
+            check_options(options, self.tensors)
+            self._take_options(options)
+        if not same_settings:
+            _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
+            self._rates, self._rate_addresses = rates, rate_addresses
+            self._write_settings(values)
+
+    def _write_settings(self, values: list[object]) -> None:
+        _C.write_numbers(self.settings_table.data_ptr(), values)
+        self.memory.refresh(self.settings_table, self.placed_settings)
+        self._settings = values
+
+    def _take_options(self, options: StepOptions) -> None:
+        plan = self.plan
+        plan.finish = FINISHES.index(options.finish)
+        plan.zero_gradients = int(options.zero_gradients)
+        plan.partials = self.partials_address if options.max_norm != 0 else 0
+        plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
+        plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
+        self._options = options

@@ -1,0 +1,212 @@
+"""FusedOptimizer: a torch optimizer whose step is one call of hdet's kernels, for one replica or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.kernels import PairPlan
+from hdet.kernels.checks import normalised
+
+from . import lists, plans
+from .finish import Averaging, Finish, check_copies, check_finish, values_to
+from .state import REPLICA_KEYS, kept_masters, reset_master
+from .stepper import Stepper
+
+
+class FusedOptimizer(Stepper):
+    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share. Their keyword arguments beside torch's:
+
+    Args:
+        master_weights: what stands beside bfloat16 and float16 parameters (float32 ones need nothing). None: nothing, the parameter is
+            all there is. "fp32": a float32 value, of which the parameter is the rounded copy (4 bytes a parameter). "split": the 16
+            bits that a bfloat16 parameter lacks to an exact float32 value (2 bytes; float16 parameters get "fp32").
+        moment_dtype: how moments are stored, torch.float32 (None) or torch.bfloat16. In bfloat16 the second moment is rounded
+            stochastically: to nearest, an average with beta2 = 0.999 would stand still.
+        stochastic_rounding: of bfloat16 parameters without a master. Also on where a second moment is kept in bfloat16.
+        seed: of stochastic rounding. Random numbers are a function of (seed, step, replica, parameter, element) alone.
+        decay_at: "replica": decay acts at the rate the replica steps with, lr * multiplier, as stock AdamW would; "base": at lr, the
+            same for all replicas (docs/method.md). AdamW and Lion.
+        max_grad_norm: clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_ would, inside the step: the gradients in
+            memory stay as they are. A step whose norm is not finite is skipped. math.inf measures and skips, and clips nothing.
+            None: no norm is taken. Costs one more read of the gradients. May be assigned between steps.
+        zero_gradients: gradients are zeros after each step, for the price of writing them; may be assigned between steps.
+        backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
+
+    `multipliers[replica][group]`, 1.0 by default: a step uses lr * multiplier (Eq. 2), and `group["lr"]` stays as it is. They belong to
+    the running process, not to the training state: not in state_dict, but kept by a copy or a pickle.
+
+    State of a parameter: `step` (0-d float32, on the parameter's device), the moments under torch's names, `master_param` (float32) or
+    `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of K - 1 tensors. States of torch's optimizer
+    load here and ours there. A state is created in a parameter's first step with a gradient.
+
+    A master begins as the parameter is at that time. What is written to a parameter in place later (load_state_dict of the model, an
+    initialisation) is noticed and taken over before the next step, element by element where the parameter is no longer the rounded
+    master, so that loading model and optimizer in any order resumes exactly. Writing through `.data` is not noticed: call
+    `refresh_masters()` then. A split master needs neither, as the parameter is its upper half.
+
+    With a torch.amp.GradScaler the step unscales and skips on the device, without waiting for it. Under CUDA graphs, step once before
+    the capture, and call `write_hyperparameters()` before each replay.
+    """
+
+    @torch._disable_dynamo  # a compiled training step calls the kernels as they are; torch's optimizers do the same
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient, in all replicas. Returns the closure's loss, or None.
+
+        Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors that cannot be used.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = self._listed()
+        gradients = lists.gradients(params)
+        planned = self._plan_for(params, plans.are_none(gradients))
+        settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+        planned.watch.check()
+        planned.step(gradients, settings, self._options)  # type: ignore[arg-type]
+        if planned is not self._planned:
+            planned.settle(self.state)
+            self._planned = planned
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._finish_others([param for param, none in zip(params, planned.absent, strict=True) if none], finish)
+        return loss
+
+    # -- what a step can do beside stepping ------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm that the last step found, 0-d float32 on the device; None without max_grad_norm. Reading it waits."""
+        planned = self._planned
+        return planned.parts[0].plan.norm if planned and planned.parts and self._max_grad_norm is not None else None
+
+    @property
+    def step_skipped(self) -> Tensor | None:
+        """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
+        return self._planned.parts[0].plan.skipped if self._planned and self._planned.parts else None
+
+    def finish_next_step(self, finish: str, weights: Sequence[float] | None = None, buckets: Mapping[Tensor, Tensor] | None = None) -> None:
+        """The next step, and that one only, ends with an average instead of storing its parameters.
+
+        finish: "mean": every replica gets sum_k weights[k] * replica k of the new parameters (Eq. 3; the weights are divided by their
+            sum), without a pass of its own. "pack": buckets[param] = weights[0] * new parameter, in float32, on their way into an
+            all-reduce, and parameters and masters keep their old values; for one replica. "store": as usual.
+
+        Parameters that have no gradient in that step take part in the average all the same.
+        """
+        shares = check_finish(finish, weights, buckets, self.num_replicas)
+        if buckets:
+            absent = sum(self._moves(param) and param not in buckets for param in self._listed())
+            if absent:
+                raise ValueError(f"buckets has none for {absent} of the parameters")
+            self._hold("_buckets", {param: [bucket] for param, bucket in buckets.items()})
+        self._finish = Finish(finish, shares, self._finish.average_weight if self._finish else 0.0)
+
+    def average_next_step(self, averages: Mapping[Tensor, Sequence[Tensor]], weight: float) -> None:
+        """The next step, and that one only, also moves running averages: averages[param][k] by `weight` of the way towards the new
+        parameter of replica k, before a "mean". 1 starts an average, whatever stood there.
+
+        Averages are float32 or bfloat16, K for each parameter; parameters may be left out. Use the same tensors in all steps; an empty
+        dictionary lets go of them.
+        """
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight={weight} must be in [0, 1]; 1 starts an average")
+        for i, tensors in enumerate(averages.values()):
+            if len(tensors) != self.num_replicas:
+                raise ValueError(f"entry {i} of averages has {len(tensors)} tensors for {self.num_replicas} replicas")
+        self._hold("_averages", {param: list(tensors) for param, tensors in averages.items()})
+        finish = self._finish or Finish()
+        self._finish = Finish(finish.finish, finish.weights, float(weight) if averages else 0.0)
+
+    @torch.no_grad()
+    def write_hyperparameters(self) -> None:
+        """Writes rates, multipliers, betas, decay, clipping and weights of the next step to the device, for replays of a captured one.
+
+        One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
+        """
+        if self._planned is None:
+            raise RuntimeError("write_hyperparameters() needs a step before: there is no table to write to")
+        settings = self._planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+        for part, rows in zip(self._planned.parts, settings, strict=True):
+            part.plan.upload(rows, self._options(part.device))
+        self._finish = None
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Masters become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        for param, state in self.state.items():
+            for tensor, master in zip(plans.state_sets(state, param), kept_masters(state), strict=False):
+                reset_master(tensor, master)
+
+    # -- replicas on one device ------------------------------------------------------------------------------------------
+
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
+
+        copies: gives for a parameter its K tensors, of which the first is the parameter itself; alike, on one device, apart in memory.
+
+        Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
+        """
+        sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
+        self.num_replicas, self._sets = count, sets if count > 1 else {}
+        for param in sets:
+            state = self.state[param] if param in self.state or (count > 1 and param.requires_grad) else {}
+            for key in REPLICA_KEYS:
+                state.pop(key, None)
+            if count > 1 and param.requires_grad:
+                state["replica_params"] = sets[param][1:]
+        self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
+        self._forget()
+
+    def replica_parameters(self, k: int) -> list[Tensor]:
+        """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
+        if not 0 <= k < self.num_replicas:
+            raise ValueError(f"replica {k} does not exist: there are {self.num_replicas}, numbered from 0")
+        return [self._replicas_of(param)[k] for param in self._listed()]
+
+    @torch.no_grad()
+    def average_replicas(self, weights: Sequence[float]) -> None:
+        """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters. The weights are divided by their sum; a
+        replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters are left alone."""
+        shares = normalised(weights, self.num_replicas)
+        if self._planned is not None:
+            self._planned.watch.check()
+        self._average(self._listed(), shares)
+
+    def _finish_others(self, params: Sequence[Tensor], finish: Finish) -> None:
+        """What a step had no gradient for takes part in how it ends."""
+        started = [p for p in params if p in self._averages and (self._moves(p) or finish.average_weight == 1)]
+        if finish.average_weight != 0:
+            for k in range(self.num_replicas):
+                for plan in self._from_replica(k, started, self._averages):
+                    plan.lerp(finish.average_weight)
+        if finish.finish == "mean":
+            self._average(params, finish.weights or ())
+        elif finish.finish == "pack":
+            for plan in self._from_replica(0, [param for param in params if param in self._buckets], self._buckets):
+                plan.copy((finish.weights or (1.0,))[0])
+
+    def _from_replica(self, k: int, params: Sequence[Tensor], destinations: Mapping[Tensor, Sequence[Tensor]]) -> Iterator[PairPlan]:
+        """From replica k of parameters to destinations[param][k]; one plan for each device."""
+        for places in plans.by_device(params, range(len(params))).values():
+            chosen = [params[i] for i in places]
+            kept = [kept_masters(self.state.get(param, {})) for param in chosen]
+            sources = [self._replicas_of(param)[k] for param in chosen]
+            yield values_to([destinations[param][k] for param in chosen], sources, [m[k] if m else None for m in kept], self.backend)
+
+    def _average(self, params: Sequence[Tensor], weights: Sequence[float]) -> None:
+        if self.num_replicas == 1:
+            return
+        params = [param for param in params if self._moves(param)]
+        for device, places in plans.by_device(params, range(len(params))).items():
+            chosen = [params[i] for i in places]
+            sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
+            masters = plans.master_columns([self.state.get(param, {}) for param in chosen], self.num_replicas)
+            self._averaging.setdefault(device, Averaging())(sets, masters, weights, self.backend)
+        if self._planned is not None:
+            self._planned.watch.settle()

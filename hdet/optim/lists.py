@@ -1,0 +1,41 @@
+"""Looks at many tensors at once: what a step repeats for every tensor, in C++ where the native module is there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hdet.kernels import native
+
+_NATIVE: Any = native._C if native.missing is None else None
+
+version: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+    return [param.grad for param in params]
+
+
+def _same_items(dicts: Sequence[dict[str, Any]], key: str, items: Sequence[object]) -> bool:
+    return len(dicts) == len(items) and all(entry.get(key) is item for entry, item in zip(dicts, items, strict=True))
+
+
+same: Callable[[list[Any], list[Any]], bool] = getattr(_NATIVE, "same", _same)
+"""Are these two lists of the same objects?"""
+
+gradients: Callable[[list[Tensor]], list[Tensor | None]] = getattr(_NATIVE, "gradients", _gradients)
+"""`.grad` of each, None where there is none"""
+
+same_items: Callable[[list[dict[str, Any]], str, list[Any]], bool] = getattr(_NATIVE, "same_items", _same_items)
+"""Does each dictionary hold this very object under the key?"""
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))

@@ -1,0 +1,167 @@
+"""What an optimizer keeps for each parameter: made, moved, converted and loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.kernels import rounding
+
+REPLICA_KEYS = ("replica_params", "replica_masters")
+MASTER_KEYS = ("master_param", "remainder")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the state is stored.
+
+    moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs.
+    required: what a loaded state must have.
+    """
+
+    moments: tuple[str, ...]
+    required: tuple[str, ...]
+    moment_dtype: torch.dtype
+    master_weights: str | None
+
+    def master_key(self, param: Tensor) -> str | None:
+        """The state's name for this parameter's master, or None: a float32 parameter is its own."""
+        if self.master_weights is None or param.dtype == torch.float32:
+            return None
+        # a float16 parameter cannot be half of a float32 number
+        return "remainder" if self.master_weights == "split" and param.dtype == torch.bfloat16 else "master_param"
+
+    def missing(self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool) -> dict[str, Any]:
+        """The entries to add to a parameter's state, or to replace in it, before it can be stepped; None: the entry must go.
+
+        `sets` is the parameter in all its replicas, the parameter itself first. `moments`: are moments to be kept?
+        """
+        param = sets[0]
+        entries: dict[str, Any] = {}
+        kept = [state.get(name) for name in self.moments]
+        if moments:
+            for name, moment in zip(self.moments, kept, strict=True):
+                if moment is None:
+                    entries[name] = torch.zeros(param.shape, dtype=self.moment_dtype, device=param.device)
+                elif not _fits(moment, param, self.moment_dtype):
+                    entries[name] = _placed(moment, param, self.moment_dtype)
+        step = state.get("step")
+        if moments and kept[0] is None:
+            step = 0.0  # moments that begin at zero need the corrections of a first step
+        if not isinstance(step, Tensor) or step.dim() != 0 or step.dtype != torch.float32 or step.device != param.device:
+            # torch's SGD does not count; a buffer that is there has seen a step
+            count = float(step) if step is not None else float(any(moment is not None for moment in kept))
+            entries["step"] = torch.tensor(count, dtype=torch.float32, device=param.device)
+        entries.update(self._missing_masters(state, sets))
+        if len(sets) > 1 and not _are(state.get("replica_params"), sets[1:]):
+            entries["replica_params"] = list(sets[1:])
+        return entries
+
+    def _missing_masters(self, state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
+        key, kept = self.master_key(sets[0]), kept_masters(state)
+        found = next((name for name in MASTER_KEYS if state.get(name) is not None), None)
+        if key is None:
+            return {} if found is None else {found: None, **({"replica_masters": None} if "replica_masters" in state else {})}
+        dtype = torch.int16 if key == "remainder" else torch.float32
+        if found == key and len(kept) == len(sets) and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True)):
+            return {}
+        made = [_master(p, kept[k] if k < len(kept) else None, key) for k, p in enumerate(sets)]
+        entries: dict[str, Any] = {key: made[0]}
+        if found not in (None, key):
+            entries[found] = None
+        if len(sets) > 1:
+            entries["replica_masters"] = made[1:]
+        elif "replica_masters" in state:
+            entries["replica_masters"] = None
+        return entries
+
+    def loaded(self, values: Mapping[str, Any], param: Tensor, name: str) -> dict[str, Any]:
+        """A loaded state of one parameter on its device and in this layout's dtypes, without a detour through the parameter's.
+
+        Large tensors that fit are taken as they are, as torch does; the step counter is copied.
+        """
+        dtypes = {**dict.fromkeys(self.moments, self.moment_dtype), "master_param": torch.float32, "remainder": torch.int16}
+        placed: dict[str, Any] = {}
+        for key, value in values.items():
+            if value is None:  # torch's SGD before its first momentum
+                continue
+            if key == "step":  # a number, float64 or a tensor anywhere, depending on torch's version and options
+                placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
+            elif key in dtypes:
+                placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
+            elif key in REPLICA_KEYS:
+                placed[key] = [_checked(v, param, _replica_dtype(key, values, param), f"{key} of {name}") for v in value]
+            else:
+                placed[key] = value
+        absent = [key for key in self.required if key not in placed]
+        if absent and placed.keys() - set(REPLICA_KEYS):
+            raise ValueError(f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer")
+        return placed
+
+
+def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
+    """The masters of all replicas, as far as there are any."""
+    first = next((state[name] for name in MASTER_KEYS if state.get(name) is not None), None)
+    return [] if first is None else [first, *(state.get("replica_masters") or ())]
+
+
+def adopt(param: Tensor, master: Tensor) -> None:
+    """Takes over what was written to a parameter behind its float32 master: elements that no longer are the master, rounded."""
+    master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
+
+
+def reset_master(param: Tensor, master: Tensor) -> None:
+    """The master becomes exactly the parameter."""
+    if master.dtype == torch.int16:
+        master.zero_()
+    else:
+        master.copy_(param)
+
+
+def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
+    """A master in the wanted form: moved or converted from one there is, else the parameter's own value."""
+    values = param.detach()
+    if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
+        return torch.zeros_like(values, dtype=torch.int16) if key == "remainder" else values.to(torch.float32, copy=True)
+    kept = kept.to(param.device).contiguous()
+    if key == "master_param":
+        return rounding.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
+    if kept.dtype == torch.int16:
+        return kept
+    # Both halves are rewritten: the split form rounds ties away from zero, a rounded copy to even.
+    upper, lower = rounding.split(kept)
+    current = kept.to(torch.bfloat16) == values
+    values.copy_(torch.where(current, upper, values))
+    return torch.where(current, lower, torch.zeros_like(lower))
+
+
+def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.device == param.device and tensor.is_contiguous()
+
+
+def _placed(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(device=param.device, dtype=dtype).contiguous()
+
+
+def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"the loaded {name} is a {type(value).__name__}, not a tensor: the state is damaged")
+    if value.shape != param.shape:
+        raise ValueError(
+            f"the loaded {name} has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}: it is of another model"
+        )
+    return _placed(value, param, dtype)
+
+
+def _replica_dtype(key: str, values: Mapping[str, Any], param: Tensor) -> torch.dtype:
+    if key == "replica_params":
+        return param.dtype
+    return torch.int16 if values.get("remainder") is not None else torch.float32
+
+
+def _are(kept: object, tensors: Sequence[Tensor]) -> bool:
+    return isinstance(kept, list) and len(kept) == len(tensors) and all(one is other for one, other in zip(kept, tensors, strict=True))

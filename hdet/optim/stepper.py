@@ -1,0 +1,300 @@
+"""Stepper: what lies behind a fused optimizer, its options, state and plans."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from hdet import kernels
+from hdet.kernels import StepOptions, StepTensors
+
+from . import groups, lists, plans
+from .finish import Averaging, Finish
+from .plans import Hyper, Part, Planned
+from .state import MASTER_KEYS, Layout
+
+# What a copy or a pickle keeps beside torch's parts.
+_OWN = (
+    "backend",
+    "decay_at",
+    "first_replica",
+    "master_weights",
+    "moment_dtype",
+    "multipliers",
+    "num_replicas",
+    "seed",
+    "stochastic_rounding",
+    "zero_gradients",
+    "_max_grad_norm",
+    "_sets",
+)
+
+
+class Stepper(Optimizer):
+    """A torch optimizer that keeps state and plans for the kernels. FusedOptimizer is its public side."""
+
+    rule: ClassVar[str]
+    _keys: ClassVar[tuple[str, ...]]  # what a parameter group must have
+    _moments: ClassVar[tuple[str, ...]]
+    _required: ClassVar[tuple[str, ...]]  # what a loaded state must have
+    _carried: ClassVar[dict[str, Any]]  # what torch's optimizer keeps in a group and this class does not use: states pass both ways
+    _step_supports_amp_scaling = True
+
+    multipliers: list[list[float]]
+    _held: dict[str, Any]
+    """what load_state_dict takes past torch"""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        master_weights: str | None,
+        moment_dtype: torch.dtype | None,
+        stochastic_rounding: bool,
+        seed: int,
+        max_grad_norm: float | None,
+        zero_gradients: bool,
+        backend: str,
+        decay_at: str = "replica",
+    ) -> None:
+        kernels.check_name(backend)
+        groups.check_storage(master_weights, moment_dtype, seed, decay_at)
+        self.backend, self.master_weights, self.moment_dtype = backend, master_weights, moment_dtype or torch.float32
+        self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
+        self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
+        self.num_replicas = 1
+        self.first_replica = 0
+        """number of replica 0 among all replicas of the run, for stochastic rounding"""
+        self.multipliers = [[]]
+        self._sets: dict[Tensor, list[Tensor]] = {}  # of each parameter, in all replicas; empty for one
+        self._forget()
+        defaults = {**self._carried, **defaults}
+        self._check_group(defaults, "the defaults")
+        super().__init__(params, defaults)
+
+    # -- what a rule says ------------------------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any], name: str) -> None:
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        raise NotImplementedError
+
+    def _keeps_moments(self, group: dict[str, Any]) -> bool:
+        return True
+
+    # -- torch's interface -----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, with multipliers of 1.0. A refused group leaves the optimizer as it was."""
+        name = f"parameter group {len(self.param_groups)}"
+        self._check_group({**self.defaults, **param_group}, name)
+        if isinstance(param_group.get("params"), Iterator):  # read here and again by torch
+            param_group["params"] = list(param_group["params"])
+        groups.check_params(param_group.get("params"), name)
+        super().add_param_group(param_group)
+        for row in self.multipliers:
+            row.append(1.0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in _OWN}
+        return {**super().__getstate__(), **own, "multipliers": [list(row) for row in self.multipliers]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called with a whole optimizer by pickle and copy, and with `state` and `param_groups` by load_state_dict.
+        for i, group in enumerate(state["param_groups"]):
+            name = f"parameter group {i} of the loaded state"
+            for key, value in {**self._carried, "maximize": False}.items():
+                group.setdefault(key, value)
+            groups.require(group, self._keys, name, type(self).__name__)
+            self._check_group(group, name)
+        if "defaults" not in state:
+            state = {**state, "state": self._loaded_state(state["state"])}
+        super().__setstate__(state)
+        self._forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of this optimizer or of torch's. See torch.optim.Optimizer.load_state_dict.
+
+        Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident replicas are written in place.
+        """
+        held: dict[str, Any] = {}
+
+        def hold(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            # torch would cast floating state to the parameter's dtype: it gets the groups, and `_loaded_state` takes the rest.
+            held.update(final)
+            return {**final, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(hold)  # the last one: it sees what others have made of the state
+        self._held = held
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._held = {}
+
+    def _loaded_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """The held state by parameter, in this optimizer's layout. Nothing is changed before all is checked."""
+        layout, made = self._layout(), defaultdict(dict, state)
+        copies: list[tuple[Tensor, Tensor]] = []
+        saved = self._held.get("param_groups", [])
+        names = itertools.chain.from_iterable(group["params"] for group in saved)
+        params = dict(zip(names, self._listed(), strict=True)) if saved else {}
+        dropped = False
+        for key, values in self._held.get("state", {}).items():
+            param = params.get(key)
+            if param is None:  # not a parameter's: carried, as torch does
+                made[key] = values
+                continue
+            entries = layout.loaded(values, param, f"parameter {key}")
+            dropped |= layout.master_key(param) is None and any(name in entries for name in MASTER_KEYS)
+            theirs, ours = entries.pop("replica_params", []), self._sets.get(param, [param])[1:]
+            if theirs and ours and len(theirs) != len(ours):
+                raise ValueError(
+                    f"the loaded state has {len(theirs) + 1} replicas, this optimizer {len(ours) + 1}: "
+                    "construct as many, or converge before saving and load a state of one"
+                )
+            if not ours:
+                entries.pop("replica_masters", None)
+            else:
+                entries["replica_params"] = ours
+                copies += list(zip(ours, theirs, strict=False))
+            made[param] = entries
+        if dropped:
+            warnings.warn("the loaded state has master weights, this optimizer keeps none: they are dropped", stacklevel=4)
+        with torch.no_grad():
+            for destination, source in copies:
+                destination.copy_(source)
+        return made
+
+    # -- planning --------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Nothing is planned or held for the next step."""
+        self._planned: Planned | None = None
+        self._finish: Finish | None = None
+        self._averages: dict[Tensor, list[Tensor]] = {}
+        self._buckets: dict[Tensor, list[Tensor]] = {}
+        self._averaging: dict[torch.device, Averaging] = {}
+        self._plain = StepOptions()
+        self._held = {}
+
+    def _listed(self) -> list[Tensor]:
+        return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
+
+    def _layout(self) -> Layout:
+        return Layout(self._moments, self._required, self.moment_dtype, self.master_weights)
+
+    def _hypers(self) -> list[Hyper]:
+        count = len(self.param_groups)
+        if len(self.multipliers) != self.num_replicas:
+            raise ValueError(f"multipliers has {len(self.multipliers)} lists for {self.num_replicas} replicas: multipliers[replica][group]")
+        for k, row in enumerate(self.multipliers):
+            if len(row) != count:
+                raise ValueError(f"multipliers[{k}] has {len(row)} entries for {count} parameter groups")
+        return [self._hyper(group) for group in self.param_groups]
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The global norm that gradients are clipped to; None: no norm is taken."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not float(value) > 0:
+            raise ValueError(f"max_grad_norm={value} must be positive; math.inf measures without clipping, None takes no norm")
+        self._max_grad_norm = None if value is None else float(value)
+
+    def _options(self, device: torch.device) -> StepOptions:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set by torch's GradScaler
+        norm, zero = self._max_grad_norm or 0.0, bool(self.zero_gradients)
+        if scale is None and found is None and self._finish is None:
+            if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
+                self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
+            return self._plain
+        finish = self._finish or Finish()
+        return StepOptions(
+            plans.scalar(scale, device), plans.scalar(found, device), norm, finish.average_weight, zero, finish.finish, finish.weights
+        )
+
+    def _plan_for(self, params: list[Tensor], absent: list[bool]) -> Planned:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        flags = [self._keeps_moments(group) for group in self.param_groups]
+        planned = self._planned
+        if planned is not None and planned.fits(self.state, params, sizes, absent, flags):
+            return planned
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("this step has not been planned yet: run one step with the same parameters before capturing it")
+        return self._plan(params, sizes, absent, flags)
+
+    def _plan(self, params: list[Tensor], sizes: list[int], absent: list[bool], flags: list[bool]) -> Planned:
+        """Plans for the parameters that have gradients, and what is to be added to their states once a step has been done."""
+        members = [i for i, none in enumerate(absent) if not none]
+        group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+        layout, sets, entries, states = self._layout(), {}, {}, {}
+        for i in members:
+            kept = self.state.get(params[i], {})
+            sets[i] = self._replicas_of(params[i])
+            entries[i] = layout.missing(kept, sets[i], flags[group_of[i]])
+            states[i] = {key: value for key, value in {**kept, **entries[i]}.items() if value is not None}
+        parts = []
+        for device, places in plans.by_device(params, members).items():
+            kernels.select(self.backend, device)
+            groups_of = [group_of[i] for i in places]
+            row_of, row_groups = plans.number_rows(groups_of, plans.counts([states[i]["step"] for i in places]))
+            tensors = self._tensors([sets[i] for i in places], [states[i] for i in places], row_of, [flags[g] for g in groups_of], places)
+            parts.append(Part(kernels.step_plan(tensors, self.backend), places, row_groups, device))
+        written = [tensor for i in members for tensor in sets[i]]
+        return Planned(params, sizes, absent, flags, parts, written, entries, states)
+
+    def _tensors(
+        self, sets: list[list[Tensor]], states: list[dict[str, Any]], rows: list[int], keeps: list[bool], places: list[int]
+    ) -> StepTensors:
+        """What one plan works on. `keeps`: has the tensor moments? `places`: its number among all parameters."""
+        count = self.num_replicas
+        moments = [plans.column([state if keep else {} for state, keep in zip(states, keeps, strict=True)], key) for key in self._moments]
+        averages = [[self._averages[s[0]][k] if s[0] in self._averages else None for s in sets] for k in range(count)]
+        small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
+        return StepTensors(
+            self.rule,
+            [[s[k] for s in sets] for k in range(count)],
+            rows,
+            [state["step"] for state in states],
+            moments[0],
+            moments[1] if len(moments) == 2 else None,
+            plans.master_columns(states, count),
+            averages if any(average is not None for average in averages[0]) else None,
+            [self._buckets[s[0]][0] for s in sets] if self._buckets else None,
+            places,
+            self.seed if self.stochastic_rounding or small_second else None,
+            self.first_replica,
+        )
+
+    def _hold(self, name: str, given: dict[Tensor, list[Tensor]]) -> None:
+        """Tensors that a plan has to know. They stay until others come: most steps of a cycle use the same."""
+        held: dict[Tensor, list[Tensor]] = getattr(self, name)
+        if not lists.same(list(held), list(given)) or not lists.same(
+            [*itertools.chain(*held.values())], [*itertools.chain(*given.values())]
+        ):
+            setattr(self, name, given)
+            self._planned = None
+
+    def _replicas_of(self, param: Tensor) -> list[Tensor]:
+        if self.num_replicas == 1:
+            return [param]
+        if param not in self._sets:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has no co-resident copies: call set_replicas again for added groups"
+            )
+        return self._sets[param]
+
+    def _moves(self, param: Tensor) -> bool:
+        return param.requires_grad or "step" in self.state.get(param, {})

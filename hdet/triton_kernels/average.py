@@ -1,0 +1,63 @@
+"""The weighted mean of K co-resident replicas, in place (Eq. 3): each set is read once and written once."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from .chunks import BATCH, TAIL, load_chunk, whole_vectors
+from .numbers import load_parameter, pointer, store_parameter
+from .rules import add_weighted
+
+
+@dataclass(frozen=True)
+class AverageVariant:
+    """All that an average is compiled for."""
+
+    replicas: int
+    param: str = "f32"
+    master: str = "none"
+    vector: int = 4
+    block: int = 1024
+
+
+@triton.jit
+def parameter_pointers(addresses, offset, k, V: tl.constexpr):
+    """Of replica k; `addresses` has params[K], then masters[K]."""
+    VECTOR: tl.constexpr = V.vector
+    param = pointer(tl.load(addresses + k), offset, V.param, VECTOR)
+    master = pointer(tl.load(addresses + V.replicas + k), offset, "f32" if V.master == "f32" else "u16", VECTOR)
+    return param, master
+
+
+@triton.jit
+def average_block(addresses, weights, offset, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
+    K: tl.constexpr = V.replicas
+    offsets = start + tl.arange(0, BLOCK)
+    mask = offsets < end
+    mean = tl.full((BLOCK,), -0.0, tl.float32)
+    for batch in tl.static_range(0, K, BATCH):
+        values = ()
+        for k in tl.static_range(batch, min(batch + BATCH, K)):
+            param, master = parameter_pointers(addresses, offset, k, V)
+            read = offsets < tl.where(tl.load(weights + k) != 0, end, 0)
+            values = values + (load_parameter(param, master, offsets, read, V.param, V.master),)
+        for k in tl.static_range(batch, min(batch + BATCH, K)):
+            mean = add_weighted(mean, tl.load(weights + k), values[k - batch])
+    for k in tl.static_range(K):
+        param, master = parameter_pointers(addresses, offset, k, V)
+        store_parameter(param, master, offsets, mask, mean, V.param, V.master)
+
+
+@triton.jit
+def average(chunks, addresses, weights, V: tl.constexpr):
+    """`addresses`: [tensor][2 K]"""
+    VECTOR: tl.constexpr = V.vector
+    chunk = load_chunk(chunks)
+    addresses += chunk.tensor * (2 * V.replicas)
+    whole = whole_vectors(chunk.length, VECTOR)
+    for start in range(0, whole, V.block):
+        average_block(addresses, weights, chunk.offset, start, whole, V, V.block)
+    if VECTOR > 1:
+        if whole < chunk.length:
+            average_block(addresses, weights, chunk.offset, whole, chunk.length, V, TAIL)

@@ -1,0 +1,86 @@
+"""Where a plan's tables lie and how its kernels are launched, on a CUDA device or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+BLOCK = 1024
+"""elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
+TABLE_BLOCK = 2048
+"""numbers of a table, or of a norm, that one program takes at a time"""
+REGISTERS = 96
+"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own"""
+
+interpreted: bool = triton.knobs.runtime.interpret
+"""whether kernels run in Triton's interpreter, on CPU tensors: decided by TRITON_INTERPRET when Triton was imported"""
+
+
+def block_for(longest: int) -> int:
+    """A program's elements at a time. The interpreter takes each operation as one numpy call, the larger the better."""
+    return max(16, triton.next_power_of_2(longest)) if interpreted else BLOCK
+
+
+class Memory:
+    """Tables in the memory of one device, and launches on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        if interpreted and device.type != "cpu":
+            raise ValueError(f'backend="triton" runs in Triton\'s interpreter here, which cannot read tensors on {device}: unset TRITON_INTERPRET')
+        if not interpreted and device.type != "cuda":
+            raise ValueError(f'backend="triton" does not work on tensors on {device}; use backend="auto"')
+        self.device = device
+        self._on_cuda = device.type == "cuda"
+        self._tables: list[Tensor] = []
+        self._streams: set[int] = set()
+
+    def place(self, table: Tensor) -> Tensor:
+        """A table that a plan keeps, where kernels read it. Waits for the copy, so that every stream may read it."""
+        return self._keep(table.to(self.device))
+
+    def _keep(self, table: Tensor) -> Tensor:
+        self._tables.append(table)
+        self._streams.clear()
+        return table
+
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        """`table` has changed in host memory: what place() returned for it follows on the current stream, without waiting.
+
+        torch keeps the pinned copy until it has been read, so the next change does not touch it.
+        """
+        if not self._on_cuda:
+            if table is not placed:
+                placed.copy_(table)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "hyperparameters or addresses changed while a CUDA graph is captured, which would freeze them: take one step with the same "
+                "tensors and hyperparameters before the capture, and call upload() between replays"
+            )
+        placed.copy_(table.pin_memory(), non_blocking=True)
+
+    def room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Numbers that kernels fill for each other."""
+        return self._keep(torch.zeros(count, dtype=dtype, device=self.device))
+
+    def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
+        """One launch with as many programs on the current stream; none where there is nothing to do."""
+        if programs == 0:
+            return
+        if not self._on_cuda:
+            kernel[(programs,)](*arguments, **options)
+            return
+        with torch.cuda.device(self.device):
+            self._note_stream()
+            kernel[(programs,)](*arguments, **options, enable_fp_fusion=False)
+
+    def _note_stream(self) -> None:
+        """Tables that are dropped stay in memory until every stream that has used them has passed that point."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in self._streams:
+            self._streams.add(stream.cuda_stream)
+            for table in self._tables:
+                table.record_stream(stream)

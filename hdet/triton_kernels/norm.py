@@ -1,0 +1,45 @@
+"""Sums of squares in float64: of each chunk, and of all. A square of a float32 is exact there."""
+
+import triton
+import triton.language as tl
+
+from .chunks import TAIL, load_chunk, whole_vectors
+from .hyper import total
+from .numbers import load, pointer
+
+
+@triton.jit
+def chunk_squares(address, chunk, FORMAT: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    p = pointer(address, chunk.offset, FORMAT, VECTOR)
+    whole = whole_vectors(chunk.length, VECTOR)
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, whole, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        x = load(p, offsets, offsets < whole, FORMAT).to(tl.float64)
+        sums += x * x
+    result = tl.sum(sums, 0)
+    if VECTOR > 1:
+        offsets = whole + tl.arange(0, TAIL)
+        x = load(p, offsets, offsets < chunk.length, FORMAT).to(tl.float64)
+        result += tl.sum(x * x, 0)
+    return result
+
+
+@triton.jit
+def squares(chunks, tensors, partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """One sum for each chunk. `tensors`: [tensor][2] address, type (csrc/core/numbers.h: DType)."""
+    chunk = load_chunk(chunks)
+    address = tl.load(tensors + 2 * chunk.tensor)
+    kind = tl.load(tensors + 2 * chunk.tensor + 1)
+    if kind == 1:
+        result = chunk_squares(address, chunk, "f32", 4 if ALIGNED else 1, BLOCK)
+    elif kind == 2:
+        result = chunk_squares(address, chunk, "bf16", 8 if ALIGNED else 1, BLOCK)
+    else:
+        result = chunk_squares(address, chunk, "f16", 8 if ALIGNED else 1, BLOCK)
+    tl.store(partials + tl.program_id(0), result)
+
+
+@triton.jit(do_not_specialize=["num_partials"])
+def finish_norm(partials, norm, num_partials, BLOCK: tl.constexpr):
+    tl.store(norm, tl.sqrt(total(partials, num_partials, BLOCK)).to(tl.float32))

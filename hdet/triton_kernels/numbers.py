@@ -1,0 +1,134 @@
+"""Numbers in memory and random numbers: csrc/core/numbers.h and csrc/core/philox.h in Triton.
+
+A stream is an address from a table and a format: "f32", "bf16", "f16", or "u16" for the lower half of the split form; "none" where
+there is none.
+
+VECTOR is how many elements a thread moves at a time: 16 bytes of a launch's widest stream where all its addresses are multiples of
+16, so 4 elements beside float32 and 8 otherwise; 1 where some address is not. Streams of one launch move in equal vectors, because
+values would have to change threads between vectors of different lengths.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_bf16(x):
+    return float_of(x.to(tl.uint32) << 16)
+
+
+@triton.jit
+def to_bf16(x):
+    """To nearest, ties to even. NaN stays NaN."""
+    bits = bits_of(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def to_bf16_stochastic(x, random):
+    """Up with the probability of what would be cut off. `random` is uniform in 0 .. 65535. Infinities and NaN are exact."""
+    bits = bits_of(x)
+    special = (bits & 0x7F800000) == 0x7F800000
+    return tl.where(special, to_bf16(x), ((bits + random) >> 16).to(tl.uint16))
+
+
+@triton.jit
+def join(upper, lower):
+    """The split form: a float32 as its bfloat16 (rounded to nearest, ties away from zero) and its low 16 bits."""
+    return float_of(((upper.to(tl.uint32) - (lower >> 15).to(tl.uint32)) << 16) + lower.to(tl.uint32))
+
+
+@triton.jit
+def upper_half(x):
+    return ((bits_of(x) + 0x8000) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def lower_half(x):
+    return bits_of(x).to(tl.uint16)
+
+
+@triton.jit
+def pointer(address, element, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
+    """To one element of a tensor: the start of a chunk, whose offset in bytes is a multiple of 16."""
+    if FORMAT == "f32":
+        p = (address + element * 4).to(tl.pointer_type(tl.float32))
+        return tl.multiple_of(p, 4 * VECTOR)
+    elif FORMAT == "f16":
+        p = (address + element * 2).to(tl.pointer_type(tl.float16))
+        return tl.multiple_of(p, 2 * VECTOR)
+    else:
+        p = (address + element * 2).to(tl.pointer_type(tl.uint16))
+        return tl.multiple_of(p, 2 * VECTOR)
+
+
+@triton.jit
+def load(p, offsets, mask, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False):
+    """float32 values. STREAMED: nothing reads them again soon, so that they should leave the cache first."""
+    if STREAMED:
+        x = tl.load(p + offsets, mask=mask, other=0, eviction_policy="evict_first")
+    else:
+        x = tl.load(p + offsets, mask=mask, other=0)
+    if FORMAT == "bf16":
+        return from_bf16(x)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def store(p, offsets, mask, x, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False):
+    """Rounds to nearest."""
+    if FORMAT == "bf16":
+        x = to_bf16(x)
+    elif FORMAT == "f16":
+        x = x.to(tl.float16)
+    if STREAMED:
+        tl.store(p + offsets, x, mask=mask, eviction_policy="evict_first")
+    else:
+        tl.store(p + offsets, x, mask=mask)
+
+
+@triton.jit
+def load_parameter(param, master, offsets, mask, PARAM: tl.constexpr, MASTER: tl.constexpr):
+    """The value of the master where there is one, else the parameter."""
+    if MASTER == "f32":
+        return load(master, offsets, mask, "f32")
+    elif MASTER == "split":
+        return join(tl.load(param + offsets, mask=mask, other=0), tl.load(master + offsets, mask=mask, other=0))
+    else:
+        return load(param, offsets, mask, PARAM)
+
+
+@triton.jit
+def store_parameter(param, master, offsets, mask, x, PARAM: tl.constexpr, MASTER: tl.constexpr):
+    if MASTER == "f32":
+        tl.store(master + offsets, x, mask=mask)
+        store(param, offsets, mask, x, PARAM)
+    elif MASTER == "split":
+        tl.store(param + offsets, upper_half(x), mask=mask)
+        tl.store(master + offsets, lower_half(x), mask=mask)
+    else:
+        store(param, offsets, mask, x, PARAM)
+
+
+@triton.jit
+def rounding_bits(seed, step, replica, id, element, BLOCK: tl.constexpr):
+    """32 random bits for each of BLOCK elements from `element` on, a multiple of 4: philox.h, rounding_bits().
+
+    The low 16 bits round the parameter of a replica, the high 16 bits of replica 0 the second moment.
+    """
+    quad = (element // 4).to(tl.int64) + tl.arange(0, BLOCK // 4)
+    high = ((quad >> 32).to(tl.uint32) & 0xFFFF) | (replica.to(tl.uint32) << 16)
+    a, b, c, d = tl.philox(seed, quad.to(tl.uint32), high, id.to(tl.uint32), step)
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))

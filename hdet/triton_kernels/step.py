@@ -1,0 +1,195 @@
+"""The update phase of an optimizer step: one program for each chunk, all replicas in it (csrc/core/plan.h, StepPlan)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .chunks import BATCH, TAIL, load_chunk, whole_vectors
+from .numbers import load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
+from .rules import HYPER_ROW, add_weighted, direction, load_row, running_average, scaled, take_step
+
+SHARED = tl.constexpr(3)
+"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq, bucket; then params[K], masters[K], averages[K]"""
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """All that a step is compiled for. Formats are named as in numbers.py."""
+
+    rule: str
+    replicas: int
+    gradient: str = "f32"
+    param: str = "f32"
+    master: str = "none"
+    exp_avg: str = "f32"
+    exp_avg_sq: str = "f32"
+    average: str = "none"
+    stochastic: bool = False
+    first: bool = True  # the plan's first replica is replica 0, so that it can share random bits with the second moment
+    finish: str = "store"
+    zero_gradients: bool = False
+    vector: int = 4
+    block: int = 1024
+
+
+class Shared(NamedTuple):
+    """Where the streams of a chunk begin that all replicas share."""
+
+    gradient: tl.tensor
+    exp_avg: tl.tensor
+    exp_avg_sq: tl.tensor
+    bucket: tl.tensor
+
+
+class Place(NamedTuple):
+    """What a block must know of its chunk."""
+
+    addresses: tl.tensor  # of this tensor: params[K], masters[K], averages[K]
+    replica_rows: tl.tensor  # of this row
+    weights: tl.tensor
+    offset: tl.tensor
+    seed: tl.tensor
+    first_replica: tl.tensor
+    id: tl.tensor
+    skip: tl.tensor
+    average_weight: tl.tensor
+
+
+@triton.jit
+def parameter_pointers(place, k, V: tl.constexpr):
+    VECTOR: tl.constexpr = V.vector
+    param = pointer(tl.load(place.addresses + k), place.offset, V.param, VECTOR)
+    master = pointer(tl.load(place.addresses + V.replicas + k), place.offset, "f32" if V.master == "f32" else "u16", VECTOR)
+    return param, master
+
+
+@triton.jit
+def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
+    """The parameters of up to BATCH replicas from the first on, all on their way before one is used."""
+    K: tl.constexpr = V.replicas
+    values = ()
+    for k in tl.static_range(FIRST, min(FIRST + BATCH, K)):
+        param, master = parameter_pointers(place, k, V)
+        values = values + (load_parameter(param, master, offsets, mask, V.param, V.master),)
+    return values
+
+
+@triton.jit
+def new_direction(shared, place, row, start, offsets, mask, live, param, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads the gradient, moves the moments, returns u and the random bits of replica 0."""
+    gradient = load(shared.gradient, offsets, mask, V.gradient, True) * row.gradient_scale
+    exp_avg = gradient * 0
+    exp_avg_sq = exp_avg
+    if V.exp_avg != "none":
+        exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
+    if V.exp_avg_sq != "none":
+        exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
+    u, exp_avg, exp_avg_sq = direction(row, gradient, param, exp_avg, exp_avg_sq, V.rule)
+    bits = tl.zeros((BLOCK,), tl.uint32)
+    if V.stochastic and (V.exp_avg_sq == "bf16" or (V.first and V.param == "bf16")):
+        bits = rounding_bits(place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK)
+    if V.exp_avg != "none":
+        store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg, True)
+    if V.exp_avg_sq == "bf16" and V.stochastic:
+        tl.store(shared.exp_avg_sq + offsets, to_bf16_stochastic(exp_avg_sq, bits >> 16), mask=live, eviction_policy="evict_first")
+    elif V.exp_avg_sq != "none":
+        store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq, True)
+    return u, bits
+
+
+@triton.jit
+def store_own(place, row, param, master, start, offsets, live, x, bits, k: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """A replica keeps its own new parameter."""
+    if V.stochastic and V.param == "bf16" and V.master == "none":
+        if k > 0 or not V.first:
+            bits = rounding_bits(place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK)
+        tl.store(param + offsets, to_bf16_stochastic(x, bits & 0xFFFF), mask=live)
+    else:
+        store_parameter(param, master, offsets, live, x, V.param, V.master)
+
+
+@triton.jit
+def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements from `start` of the chunk on, those before `end`."""
+    K: tl.constexpr = V.replicas
+    VECTOR: tl.constexpr = V.vector
+    offsets = start + tl.arange(0, BLOCK)
+    mask = offsets < end
+    live = offsets < tl.where(place.skip == 0, end, 0)
+    old = load_batch(place, offsets, mask, 0, V)
+    param = tl.zeros((BLOCK,), tl.float32)
+    if K == 1 and (V.rule == "adam" or V.rule == "sgd"):
+        param = old[0]
+    u, bits = new_direction(shared, place, row, start, offsets, mask, live, param, V, BLOCK)
+
+    mean = tl.full((BLOCK,), -0.0, tl.float32)
+    for batch in tl.static_range(0, K, BATCH):
+        if batch > 0:
+            old = load_batch(place, offsets, mask, batch, V)
+        for k in tl.static_range(batch, min(batch + BATCH, K)):
+            p, master = parameter_pointers(place, k, V)
+            x = old[k - batch]
+            new = take_step(tl.load(place.replica_rows + 2 * k), tl.load(place.replica_rows + 2 * k + 1), x, u)
+            new = tl.where(place.skip == 0, new, x)
+            if V.average != "none":
+                average = pointer(tl.load(place.addresses + 2 * K + k), place.offset, V.average, VECTOR)
+                moving = offsets < tl.where((place.skip == 0) & (place.average_weight != 0), end, 0)
+                moved = running_average(load(average, offsets, moving, V.average), new, place.average_weight)
+                store(average, offsets, moving, moved, V.average)
+            if V.finish == "store":
+                store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
+            elif V.finish == "pack":
+                tl.store(shared.bucket + offsets, scaled(tl.load(place.weights), new), mask=mask)
+            else:
+                mean = add_weighted(mean, tl.load(place.weights + k), new)
+    if V.finish == "mean":
+        for k in tl.static_range(K):
+            p, master = parameter_pointers(place, k, V)
+            store_parameter(p, master, offsets, mask, mean, V.param, V.master)
+    if V.zero_gradients:
+        store(shared.gradient, offsets, mask, tl.zeros((BLOCK,), tl.float32), V.gradient)
+
+
+@triton.jit
+def update(
+    chunks,
+    gradients,  # [tensor][2] address, type
+    addresses,  # [tensor][SHARED + 3 K]
+    ids,
+    rows,
+    replica_rows,
+    weights,
+    control,
+    random,  # seed, first replica
+    V: tl.constexpr,
+):
+    VECTOR: tl.constexpr = V.vector
+    chunk = load_chunk(chunks)
+    offset = chunk.offset
+    columns = addresses + chunk.tensor * (SHARED + 3 * V.replicas)
+    shared = Shared(
+        pointer(tl.load(gradients + 2 * chunk.tensor), offset, V.gradient, VECTOR),
+        pointer(tl.load(columns), offset, V.exp_avg, VECTOR),
+        pointer(tl.load(columns + 1), offset, V.exp_avg_sq, VECTOR),
+        pointer(tl.load(columns + 2), offset, "f32", VECTOR),
+    )
+    place = Place(
+        columns + SHARED,
+        replica_rows + chunk.row * (2 * V.replicas),
+        weights,
+        offset,
+        tl.load(random),
+        tl.load(random + 1).to(tl.int32),
+        tl.load(ids + chunk.tensor),
+        tl.load(control),
+        tl.load(control + 3),
+    )
+    row = load_row(rows + chunk.row * HYPER_ROW)
+    whole = whole_vectors(chunk.length, VECTOR)
+    for start in range(0, whole, V.block):
+        update_block(shared, place, row, start, whole, V, V.block)
+    if VECTOR > 1:
+        if whole < chunk.length:
+            update_block(shared, place, row, whole, chunk.length, V, TAIL)

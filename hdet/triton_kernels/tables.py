@@ -1,0 +1,70 @@
+"""The tables a plan gives to the kernels, made in host memory: chunks and addresses. Needs torch alone.
+
+A chunk is a row of int64 (offset, length, tensor, row): elements from the start of its tensor, elements (1 .. CHUNK_ELEMENTS), row
+of the address tables, row of the hyperparameters. Offsets of 64 bits appear only here; inside a chunk an index has 32. An empty
+tensor has no chunk. Kernels are compiled for one format each, so a plan has a chunk table for each format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 16384
+
+FORMATS = {None: "none", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+MASTERS = {None: "none", torch.float32: "f32", torch.int16: "split"}
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""in the order of csrc/core/numbers.h: DType"""
+
+Column = Sequence[Tensor | None]
+Format = TypeVar("Format", bound=Hashable)
+
+
+def formats_of(column: Column | None, count: int, names: dict[torch.dtype | None, str] = FORMATS) -> list[str]:
+    """How each tensor of a column is stored."""
+    if column is None:
+        return ["none"] * count
+    return [names[None if tensor is None else tensor.dtype] for tensor in column]
+
+
+def address_table(*columns: Column | None, count: int) -> Tensor:
+    """[tensor][column] addresses, 0 where there is no tensor."""
+    table = torch.zeros(count, len(columns), dtype=torch.int64)
+    for c, column in enumerate(columns):
+        if column is not None:
+            table[:, c] = torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in column], dtype=torch.int64)
+    return table
+
+
+def typed_addresses(addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
+    """[tensor][2] address, type: what the norm reads, whose kernel takes tensors of any format."""
+    return torch.tensor((addresses, [KINDS[dtype] for dtype in dtypes]), dtype=torch.int64).T.contiguous()
+
+
+def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
+    """The tensors of each format, in the order in which formats first appear."""
+    members: dict[Format, list[int]] = {}
+    for i, format in enumerate(formats):
+        members.setdefault(format, []).append(i)
+    return members
+
+
+def chunk_table(members: Sequence[int], elements: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+    """The chunks of some tensors. `elements` and `rows` have an entry for every tensor of the plan."""
+    tensor = torch.tensor(members, dtype=torch.int64)
+    length = torch.tensor([elements[i] for i in members], dtype=torch.int64)
+    row = torch.tensor([0 if rows is None else rows[i] for i in members], dtype=torch.int64)
+    count = (length + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
+    owner = torch.repeat_interleave(torch.arange(len(members)), count)
+    before = torch.cumsum(count, 0) - count
+    offset = (torch.arange(len(owner)) - before[owner]) * CHUNK_ELEMENTS
+    return torch.stack((offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner], row[owner]), dim=1)
+
+
+def vector(formats: Sequence[str], aligned: bool) -> int:
+    """Elements a thread moves at a time (numbers.py): 16 bytes of the widest stream, if every address is a multiple of 16."""
+    return (4 if "f32" in formats else 8) if aligned else 1

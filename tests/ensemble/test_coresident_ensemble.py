@@ -1,0 +1,284 @@
+"""Co-resident replicas under the Ensemble: the same trajectories as gloo processes, and everything that can happen in a cycle."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+
+from ..distributed import run_ranks
+from .helpers import CoresidentRun, Run, batch, loss_of, model
+
+TIMES = ("converge_ms", "probe_ms")
+
+
+def controller_of(name: str | None) -> Any:
+    return {"softmax": hdet.SoftmaxController(1e-3, decay=None)}.get(name or "", name)
+
+
+def process(rank: int, world: int, steps: int, settings: dict[str, Any]) -> Any:
+    """Weights of this rank after every step, records, values."""
+    records: list[Any] = []
+    run = Run(rank, optimizer=hdet.FusedAdamW, **{**settings, "controller": controller_of(settings.get("controller"))})
+    run.ensemble.log = lambda record, step: records.append({key: value for key, value in record.items() if key not in TIMES})
+    weights = []
+    for _ in range(steps):
+        run.step()
+        weights.append(run.weights())
+    return weights, records, run.ensemble.values(), run.ensemble.state_dict()
+
+
+def coresident(count: int, steps: int, settings: dict[str, Any]) -> Any:
+    records: list[Any] = []
+    run = CoresidentRun(count, **{**settings, "controller": controller_of(settings.get("controller"))})
+    run.ensemble.log = lambda record, step: records.append({key: value for key, value in record.items() if key not in TIMES})
+    weights = []
+    for _ in range(steps):
+        run.step()
+        weights.append(run.weights())
+    return weights, records, run.ensemble.values(), run.ensemble.state_dict()
+
+
+CASES = {
+    "probe": {"controller": "probe"},
+    "softmax controller": {"controller": "softmax", "lr": 1e-4},
+    "softmax average": {"average": "softmax", "spread": 0.9, "lr": 3e-2},
+    "spread and decay": {"weight_decay": 0.1},
+    "no spread": {"spread": 0.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:saving in the middle of a cycle")
+@pytest.mark.parametrize("case", CASES)
+def test_two_replicas_are_two_processes_to_the_bit(case: str) -> None:
+    """Weights of every replica after every step, records and states: g0 / 2 + g1 / 2 is what DDP computes for two."""
+    steps, settings = 40 if case == "probe" else 12, CASES[case]
+    ranks = run_ranks(process, 2, steps, settings)
+    ours = coresident(2, steps, settings)
+    for step in range(steps):
+        for k in range(2):
+            assert torch.equal(ours[0][step][k], ranks[k][0][step]), (step, k)
+    assert ours[1:] == ranks[0][1:]
+    if case == "probe":
+        assert ours[1][-1]["corrections"]["lr"] != 1.0, "the case should decide something"
+
+
+def nearly(a: Any, b: Any) -> bool:
+    """Equal as far as another order of adding four gradients allows."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(nearly(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(nearly, a, b))
+    return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6))
+
+
+def test_four_replicas_are_four_processes_up_to_the_order_of_a_sum() -> None:
+    settings = {"controller": "probe"}
+    ranks = run_ranks(process, 4, 20, settings)
+    ours = coresident(4, 20, settings)
+    for step in range(20):
+        for k in range(4):
+            assert torch.allclose(ours[0][step][k], ranks[k][0][step], rtol=1e-6, atol=1e-6), (step, k)
+    assert nearly(ours[1], ranks[0][1])
+
+
+def test_no_spread_is_plain_gradient_accumulation_to_the_bit() -> None:
+    run = CoresidentRun(3, spread=0.0).steps(12)
+    net = model()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
+    for step in range(12):
+        for k in range(3):
+            (loss_of(net, batch(100 * step + k)) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    plain = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert all(torch.equal(weights, plain) for weights in run.weights())
+
+
+# -- a cycle -----------------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
+    run = CoresidentRun(4)
+    for step in range(10):
+        rhos = []
+        for k in range(4):
+            with run.replicas.use(k):
+                rhos.append(run.ensemble.multipliers["lr"])
+        assert sorted(rhos) == pytest.approx([0.7, 0.9, 1.1, 1.3])
+        assert [row[0] for row in run.optimizer.multipliers] == rhos
+        run.step()
+        weights = run.weights()
+        assert run.ensemble.converged == (step % 5 == 4) == all(torch.equal(w, weights[0]) for w in weights)
+        if step % 5 != 4:
+            mean = torch.stack(weights).mean(0)
+            s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
+            assert s[0].abs().max() > 1e-5 and all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
+    run.ensemble.close()
+    assert run.optimizer.multipliers == [[1.0]] * 4
+
+
+def test_a_loss_belongs_to_the_replica_in_use_or_named() -> None:
+    run = CoresidentRun(2, interval=1)
+    with pytest.raises(ValueError, match=r"with replicas\.use\(k\)"):
+        run.ensemble.observe(1.0)
+    with pytest.raises(ValueError, match="which replica"):
+        run.ensemble.step(1.0)
+    with pytest.raises(ValueError, match="one of 0 .. 1"):
+        run.ensemble.observe(1.0, replica=2)
+    run.ensemble.observe(4.0, replica=1)
+    with run.replicas.use(0):
+        run.ensemble.observe(2.0)
+        with pytest.raises(ValueError, match="once per optimizer step"):
+            run.ensemble.step()
+    loss_of(run.net, batch(0)).backward()
+    run.optimizer.step()
+    run.ensemble.step()
+    assert run.ensemble.history is not None and run.ensemble.history["losses"] == [2.0, 4.0]
+
+
+def test_a_process_with_one_replica_takes_no_other_number() -> None:
+    run = Run(0)
+    run.ensemble.observe(1.0, replica=0)
+    with pytest.raises(ValueError, match="this process holds replica 0 alone"):
+        run.ensemble.observe(1.0, replica=1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: float) -> None:
+    run = CoresidentRun(4, controller="probe")
+    for i in range(5):
+        run.step({1: bad} if i == 2 else None)
+    assert run.ensemble.history is not None
+    assert run.ensemble.history["losses"][1] is None and run.ensemble.history["left_out"] == [1]
+    assert run.ensemble.history["slopes"]["lr"] is not None
+
+
+def spoil(run: CoresidentRun, k: int) -> None:
+    with run.replicas.use(k), torch.no_grad():
+        next(run.net.parameters())[0, 0] = math.nan
+
+
+def test_a_replica_that_is_not_finite_is_left_out_of_the_average_and_healed() -> None:
+    run = CoresidentRun(4).steps(4)
+    run.backward()
+    run.optimizer.step()
+    expected = torch.stack([w for k, w in enumerate(run.weights()) if k != 2]).mean(0)
+    spoil(run, 2)
+    run.ensemble.step()
+    assert run.ensemble.history is not None
+    assert any("replica 2 left out of the average" in note for note in run.ensemble.history["notes"])
+    assert all(torch.allclose(w, expected, rtol=1e-5, atol=1e-6) for w in run.weights())
+    assert len({w.numpy().tobytes() for w in run.weights()}) == 1
+
+
+def test_if_no_replica_is_finite_it_stops_naming_the_cycle() -> None:
+    run = CoresidentRun(2).steps(4)
+    run.backward()
+    run.optimizer.step()
+    spoil(run, 0), spoil(run, 1)
+    with pytest.raises(hdet.ReplicasDiverged, match=r"cycle 0 \(step 5\)"):
+        run.ensemble.step()
+
+
+def test_converge_on_demand_gives_the_mean() -> None:
+    run = CoresidentRun(2).steps(3)
+    before = run.weights()
+    with pytest.warns(UserWarning, match="middle of a cycle"):
+        run.ensemble.state_dict()
+    run.ensemble.converge()
+    assert run.ensemble.converged and torch.equal(run.weights()[0], run.weights()[1])
+    assert torch.allclose(run.weights()[0], (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
+
+
+def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> None:
+    run = CoresidentRun(3, controller="probe").steps(4)
+    before = run.weights()
+    rows = run.ensemble._measure()
+    assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
+    assert not torch.equal(rows[0], rows[1]) and run.replicas.index == 0
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+def saved(run: CoresidentRun) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"net": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "ensemble": run.ensemble.state_dict()}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def restored(run: CoresidentRun, state: Any, order: tuple[str, ...], index: int) -> CoresidentRun:
+    for name in order:
+        getattr(run, name).load_state_dict(state[name])
+    run.index = index
+    return run
+
+
+ORDERS = [("net", "optimizer", "ensemble"), ("ensemble", "optimizer", "net")]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)], ids=["at the end of a cycle", "in the middle"])
+def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, order: tuple[str, ...]) -> None:
+    straight = CoresidentRun(3, controller=controller).steps(at)
+    state = saved(straight)
+    straight.steps(12)
+    resumed = restored(CoresidentRun(3, controller=controller), state, order, at).steps(12)
+    assert all(torch.equal(a, b) for a, b in zip(straight.weights(), resumed.weights(), strict=True))
+    assert saved(straight)["ensemble"] == saved(resumed)["ensemble"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_state_without_other_replicas_makes_all_equal_to_the_model(order: tuple[str, ...]) -> None:
+    """A checkpoint of a process run, loaded into replicas that had already parted."""
+    first = Run(0, optimizer=hdet.FusedAdamW).steps(20)
+    state = {"net": first.net.state_dict(), "optimizer": first.optimizer.state_dict(), "ensemble": first.ensemble.state_dict()}
+    run = restored(CoresidentRun(3).steps(3), state, order, 20)
+    assert all(torch.equal(w, first.weights()) for w in run.weights())
+    assert sorted(row[0] for row in run.optimizer.multipliers) == pytest.approx([0.7, 1.0, 1.3])
+    run.steps(2)
+    assert len({w.numpy().tobytes() for w in run.weights()}) == 3
+
+
+# -- the drop-in -----------------------------------------------------------------------------------------------------------------
+
+
+def drop_in(count: int, **settings: Any) -> tuple[Any, Any, Any]:
+    net = model()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
+    replicas = hdet.CoresidentReplicas(net, count)
+    scheduler = hdet.OneCycleAutoLR(
+        optimizer, 1e-3, total_steps=20, cycle_momentum=False, ensemble_lr_spread_ratio=0.3, model_sync_interval=5, replicas=replicas,
+        auto_lr_warmup_steps=0, enable_auto_lr=True, loss_scale=1e-3, **settings,
+    )  # fmt: skip
+    return net, optimizer, scheduler
+
+
+def test_the_drop_in_takes_co_resident_replicas() -> None:
+    net, optimizer, scheduler = drop_in(4, rank=0, world_size=1)
+    for step in range(20):
+        for k in range(4):
+            with scheduler.ensemble.replicas.use(k):
+                loss = loss_of(net, batch(4 * step + k))
+                scheduler.observe(loss)
+            (loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert scheduler.ensemble.cycle == 4 and scheduler.converged
+    assert scheduler.ensemble.corrections["lr"] != 1.0
+    with pytest.raises(ValueError, match="world_size is 4"):
+        drop_in(4, world_size=4)

@@ -1,0 +1,273 @@
+"""One case of the table brought to life: tensors in guarded memory, steps on them, and the comparison with float64.
+
+Each step is compared from the state that the one before it left, so nothing accumulates: a number stored in 16 bits must be the
+exact result rounded once, not something near it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
+
+from . import reference
+from .cases import Guarded
+from .reference import Bounded
+from .table import F32, Case, Format
+
+MakePlan = Callable[[StepTensors], StepPlan]
+State = dict[str, list[Tensor | None]]
+
+
+def check(case: Case, make_plan: MakePlan, device: str = "cpu") -> None:
+    """Runs the case's steps on a plan of that maker and compares everything that is written with float64, and that nothing else is."""
+    problem = Problem(case, device)
+    plan = make_plan(problem.tensors)
+    for turn in range(case.steps):
+        gradients, settings, options = problem.arguments(turn)
+        before, seen = problem.state(), [g.clone().cpu() for g in gradients.tensors]
+        plan.step(gradients.tensors, settings, options)
+        _Comparison(problem, before, seen, turn).run(plan)
+        gradients.assert_guards()
+        for gradient, old in zip(gradients.tensors, seen, strict=True):
+            kept = torch.zeros_like(old) if case.zero_gradients else old
+            assert torch.equal(_bits(gradient), _bits(kept)), "gradients"
+    problem.assert_guards()
+
+
+def final_tensors(case: Case, make_plan: MakePlan, device: str = "cpu") -> dict[str, Tensor]:
+    """What all steps leave behind, guards included, as bytes on the CPU: for torch.equal between two backends."""
+    problem = Problem(case, device)
+    plan = make_plan(problem.tensors)
+    left = {}
+    for turn in range(case.steps):
+        gradients, settings, options = problem.arguments(turn)
+        plan.step(gradients.tensors, settings, options)
+        left[f"gradients {turn}"] = gradients.buffer.cpu()
+        left[f"norm {turn}"], left[f"skipped {turn}"] = _bits(plan.norm), _bits(plan.skipped)
+    return left | {name: guarded.buffer.cpu() for name, guarded in problem.memory.items()}
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().cpu().reshape(-1).view(torch.uint8).clone()
+
+
+class Problem:
+    """The tensors of a case."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        count = len(case.sizes)
+        self.formats: list[Format] = [case.format(i) for i in range(count)]
+        self.rows = [i % min(case.rows, count) for i in range(count)]
+        self.memory: dict[str, Guarded] = {}
+        first = self._column("exp_avg", [f.exp_avg for f in self.formats], 1)
+        second = self._column("exp_avg_sq", [f.exp_avg_sq for f in self.formats], 2)
+        sets: dict[str, list[Guarded]] = {"param": [], "master": [], "average": []}
+        for k in range(case.replicas):
+            for j, (name, column) in enumerate(sets.items()):
+                column.append(self._column(f"{name} {k}", [getattr(f, name) for f in self.formats], 3 + 3 * k + j))
+            for param, master, like in zip(sets["param"][k].tensors, sets["master"][k].tensors, sets["param"][0].tensors, strict=True):
+                if k == 1:
+                    param.copy_(like)  # replicas that have not parted yet
+                if master is not None and master.dtype == F32:
+                    param.copy_(master)
+        bucket = self._column("bucket", [F32] * count, 99) if case.finish == "pack" else None
+        self.memory["steps"] = Guarded([1] * count, 0, 0, device)
+        self.steps = [step.view(()) for step in self.memory["steps"].tensors]
+        for i, row in enumerate(self.rows):
+            self.steps[i].fill_(9.0 * row)
+            for moment in (first.tensors[i], second.tensors[i]):
+                if moment is not None:
+                    moment.copy_(moment.square() * row)  # zero before the first step
+        self.tensors = StepTensors(
+            rule=case.rule,
+            params=[column.tensors for column in sets["param"]],
+            rows=self.rows,
+            steps=self.steps,
+            exp_avgs=first.tensors if first.given() else None,
+            exp_avg_sqs=second.tensors if second.given() else None,
+            masters=[column.tensors for column in sets["master"]] if sets["master"][0].given() else None,
+            averages=[column.tensors for column in sets["average"]] if sets["average"][0].given() else None,
+            buckets=None if bucket is None else bucket.tensors,
+            ids=None if case.stochastic is None else [3 * i + 1 for i in range(count)],
+            stochastic=case.stochastic,
+            first_replica=0 if case.stochastic is None else 5,
+        )
+
+    def _column(self, name: str, dtypes: list[torch.dtype | None], place: int) -> Guarded:
+        shift = self.case.shifts[place % len(self.case.shifts)]
+        self.memory[name] = Guarded(self.case.sizes, shift, seed=place, device=self.device, dtypes=dtypes)
+        return self.memory[name]
+
+    def arguments(self, turn: int) -> tuple[Guarded, list[StepSettings], StepOptions]:
+        """Gradients at new addresses, and hyperparameters and options that change from step to step."""
+        case = self.case
+        dtypes = [f.gradient for f in self.formats]
+        if case.changing:
+            dtypes = dtypes[turn % len(dtypes) :] + dtypes[: turn % len(dtypes)]
+        gradients = Guarded(case.sizes, case.shifts[0], seed=1000 + turn, device=self.device, dtypes=dtypes)
+        if case.grad_scale is not None:
+            for gradient in gradients.tensors:
+                gradient.mul_(case.grad_scale)
+        if turn in case.spoiled and any(case.sizes):
+            next(g for g in gradients.tensors if g.numel())[-1] = float("nan")
+        last = turn == case.steps - 1
+        options = StepOptions(
+            grad_scale=None if case.grad_scale is None else torch.tensor([case.grad_scale], device=self.device),
+            found_inf=None if case.found_inf is None else torch.tensor(self.of(case.found_inf, turn), device=self.device),
+            max_norm=case.max_norm,
+            average_weight=self.of(case.average_weights, turn),
+            zero_gradients=case.zero_gradients,
+            finish=case.finish if last else "store",
+            weights=case.weights if last and case.finish != "store" else None,
+        )
+        return gradients, [self.settings(row, turn) for row in range(1 + max(self.rows))], options
+
+    @staticmethod
+    def of(values: tuple[float, ...], turn: int) -> float:
+        return values[min(turn, len(values) - 1)]
+
+    def settings(self, row: int, turn: int) -> StepSettings:
+        s, k = self.case.settings, self.case.replicas
+        multipliers = [0.7 + 0.2 * j + 0.1 * row + 0.05 * turn for j in range(k)]
+        multipliers[-1] *= k < 3  # one of many may stand still
+        lr = s.lr * (1 + 0.5 * row) / (1 + 0.25 * turn)
+        return s._replace(lr=torch.tensor([lr], device=self.device) if row == 1 else lr, multipliers=multipliers)
+
+    def state(self) -> State:
+        """Copies of everything a step may write, on the CPU; parameters also as the values they stand for."""
+        copies: State = {
+            name: [None if t is None else t.detach().cpu().clone() for t in guarded.tensors] for name, guarded in self.memory.items()
+        }
+        for k in range(self.case.replicas):
+            copies[f"value {k}"] = [value_of(*pair) for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)]
+        return copies
+
+    def assert_guards(self) -> None:
+        for guarded in self.memory.values():
+            guarded.assert_guards()
+
+
+def value_of(param: Tensor | None, master: Tensor | None) -> Tensor:
+    """What a parameter and its master stand for, in float64."""
+    assert param is not None
+    if master is None:
+        return param.double()
+    return (master if master.dtype == F32 else reference.join(param, master)).double()
+
+
+class _Comparison:
+    """The state after one step against float64 from the state before it."""
+
+    def __init__(self, problem: Problem, before: State, gradients: list[Tensor], turn: int) -> None:
+        self.problem, self.case, self.turn = problem, problem.case, turn
+        self.before, self.after, self.gradients = before, problem.state(), gradients
+        case = self.case
+        finite = all(bool(g.isfinite().all()) for g in gradients)
+        found = case.found_inf is not None and problem.of(case.found_inf, turn) != 0
+        self.skip = found or (case.max_norm != 0 and not finite)
+        self.last = turn == case.steps - 1
+        self.factor = 1.0 / (case.grad_scale or 1.0)
+        self.norm = 0.0
+        if case.max_norm != 0 and finite:
+            self.norm, clip = reference.clip_coefficient(gradients, case.grad_scale or 1.0, case.max_norm)
+            self.factor *= clip
+
+    def run(self, plan: StepPlan) -> None:
+        assert plan.skipped.item() == float(self.skip), "skipped"
+        if self.case.max_norm != 0:
+            norm = plan.norm.item()
+            assert abs(norm - self.norm) <= 1e-6 * self.norm or (self.skip and norm - norm != 0), f"norm is {norm} instead of {self.norm}"
+        assert [float(s) for s in self.problem.steps] == [float(s) + (not self.skip) for s in self.before["steps"]], "step counters"  # type: ignore[arg-type]
+        count = len(self.case.sizes)
+        for i in range(0, count, 1 + count // 2500):  # of very many, some
+            if self.case.sizes[i] > 0:
+                self._tensor(i)
+
+    def _tensor(self, i: int) -> None:
+        case, k = self.case, range(self.case.replicas)
+        old = [self.before[f"value {j}"][i] for j in k]
+        stepped = self._exact(i, old)
+        self._moments(i, stepped)
+        for j in k:
+            self._average(i, j, stepped.params[j])
+        if self.last and case.finish == "pack":
+            (weight,) = case.weights
+            exact = reference.scaled(stepped.params[0], weight)
+            reference.assert_stored(self._after("bucket", i), exact, f"bucket {i}")
+            self._assert_same(i, "param 0", "master 0")
+            return
+        mean = self.last and case.finish == "mean"
+        if mean:
+            stepped.params = [reference.weighted_mean(stepped.params, case.weights)] * case.replicas
+        for j in k:
+            self._parameter(i, j, stepped.params[j], to_nearest=mean)
+            if mean:
+                for name in ("param", "master"):
+                    one, other = self.after[f"{name} 0"][i], self.after[f"{name} {j}"][i]
+                    assert one is other is None or torch.equal(_bits(one), _bits(other)), f"{name} {i} of replica {j} is not the mean"  # type: ignore[arg-type]
+
+    def _exact(self, i: int, old: list[Tensor | None]) -> reference.Stepped:
+        if self.skip:
+            return reference.Stepped(params=[Bounded(p, torch.zeros_like(p)) for p in old])  # type: ignore[arg-type]
+        s = self.problem.settings(self.problem.rows[i], self.turn)
+        hyper = reference.Hyper(**{**s._asdict(), "lr": float(s.lr)})
+        t = int(self._before("steps", i)) + 1
+        gradient = self.gradients[i].double()
+        first, second = (
+            torch.zeros_like(gradient) if moment is None else moment.double()
+            for moment in (self.before["exp_avg"][i], self.before["exp_avg_sq"][i])
+        )
+        return reference.step(self.case.rule, hyper, t, gradient, self.factor, old, first, second)  # type: ignore[arg-type]
+
+    def _before(self, name: str, i: int) -> Tensor:
+        tensor = self.before[name][i]
+        assert tensor is not None
+        return tensor
+
+    def _after(self, name: str, i: int) -> Tensor:
+        tensor = self.after[name][i]
+        assert tensor is not None
+        return tensor
+
+    def _assert_same(self, i: int, *names: str) -> None:
+        for name in names:
+            if self.before[name][i] is not None:
+                assert torch.equal(_bits(self._before(name, i)), _bits(self._after(name, i))), f"{name}, tensor {i} has changed"
+
+    def _moments(self, i: int, stepped: reference.Stepped) -> None:
+        if self.skip:
+            return self._assert_same(i, "exp_avg", "exp_avg_sq")
+        for name, exact in (("exp_avg", stepped.first), ("exp_avg_sq", stepped.second)):
+            if self.after[name][i] is not None and exact is not None:
+                moment = self._after(name, i)
+                stochastic = name == "exp_avg_sq" and self._stochastic(moment)
+                reference.assert_stored(moment, exact, f"{name} {i}", stochastic)
+
+    def _average(self, i: int, j: int, new: Bounded) -> None:
+        name, weight = f"average {j}", self.problem.of(self.case.average_weights, self.turn)
+        if self.skip or weight == 0:
+            self._assert_same(i, name)
+        elif self.after[name][i] is not None:
+            exact = reference.running_average(self._before(name, i).double(), new, weight)
+            reference.assert_stored(self._after(name, i), exact, f"{name}, tensor {i}")
+
+    def _parameter(self, i: int, j: int, exact: Bounded, to_nearest: bool) -> None:
+        name = f"tensor {i} of replica {j}"
+        param, master = self._after(f"param {j}", i), self.after[f"master {j}"][i]
+        if master is None:
+            reference.assert_stored(param, exact, name, self._stochastic(param) and not to_nearest)
+            return
+        value = self._after(f"value {j}", i)
+        reference.assert_stored(value.float(), exact, f"master of {name}")
+        if master.dtype == F32:
+            assert torch.equal(param, master.to(param.dtype)), f"{name} is not its master rounded"
+        else:  # ties away from zero, so within half a spacing of the exact value
+            reference.assert_stored(param, Bounded(value, torch.zeros_like(value)), f"{name}, upper half")
+
+    def _stochastic(self, x: Tensor) -> bool:
+        return self.case.stochastic is not None and x.dtype == torch.bfloat16

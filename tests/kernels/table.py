@@ -1,0 +1,250 @@
+"""The one table of cases that every backend must pass, as data: `CASES`, checked by problem.check.
+
+Most cases are a covering array: the factors of a step and their values are listed in `FACTORS`, and `covering` picks combinations
+until every two values of any two factors have met in one case, unless `allowed` says that they cannot. The rest, `SPECIAL`, are
+cases with a name of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hdet.kernels import StepSettings
+
+from .cases import CHUNK, SIZES
+
+F32, BF16, F16, I16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one tensor's streams are stored; None where there is none."""
+
+    param: torch.dtype = F32
+    master: torch.dtype | None = None
+    gradient: torch.dtype = F32
+    exp_avg: torch.dtype | None = F32
+    exp_avg_sq: torch.dtype | None = F32
+    average: torch.dtype | None = None
+
+
+SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1)  # multipliers are filled in
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps on one set of tensors. Tensor i has formats[i % len] and row i % rows; a sequence of a step goes on with its last entry."""
+
+    name: str
+    rule: str = "adamw"
+    sizes: tuple[int, ...] = (37,)
+    formats: tuple[Format, ...] = (Format(),)
+    replicas: int = 1
+    rows: int = 1
+    shifts: tuple[int, ...] = (0,)  # elements past a 64-byte boundary: gradient, moments, then sets in turn
+    settings: StepSettings = SETTINGS
+    max_norm: float = 0.0
+    grad_scale: float | None = None
+    found_inf: tuple[float, ...] | None = None  # of each step
+    average_weights: tuple[float, ...] = (0.0,)  # of each step
+    zero_gradients: bool = False
+    finish: str = "store"  # of the last step
+    weights: tuple[float, ...] = ()
+    stochastic: int | None = None
+    spoiled: tuple[int, ...] = ()  # steps with a gradient that holds NaN
+    changing: bool = False  # gradients have other dtypes and other addresses in each step
+    steps: int = 2
+
+    def format(self, i: int) -> Format:
+        """Of tensor i; rules without a second moment have none."""
+        chosen = self.formats[i % len(self.formats)]
+        return chosen if self.rule in ("adamw", "adam") else replace(chosen, exp_avg_sq=None)
+
+
+NO_DECAY = SETTINGS._replace(weight_decay=0.0)
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"rule": "adamw"},
+    "adamw at base": {"rule": "adamw", "settings": SETTINGS._replace(decay_at_base=True, maximize=True)},
+    "adam": {"rule": "adam"},
+    "sgd": {"rule": "sgd", "settings": SETTINGS._replace(beta1=0.0)},
+    "momentum": {"rule": "sgd", "settings": SETTINGS._replace(dampening=0.3, maximize=True)},
+    "nesterov": {"rule": "sgd", "settings": SETTINGS._replace(nesterov=True)},
+    "lion": {"rule": "lion"},
+}
+STORAGE: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
+    "f32": ((F32, None),),
+    "bf16": ((BF16, None),),
+    "bf16+f32": ((BF16, F32),),
+    "split": ((BF16, I16),),
+    "f16": ((F16, None),),
+    "f16+f32": ((F16, F32),),
+    "mixed": ((F32, None), (BF16, I16), (F16, F32), (BF16, None), (BF16, F32)),
+}
+GRADIENTS: dict[str, tuple[torch.dtype, ...]] = {
+    "f32": (F32,),
+    "bf16": (BF16,),
+    "f16": (F16,),
+    "mixed": (BF16, F32, F16),
+    "changing": (F32, BF16),
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "rule": tuple(RULES),
+    "storage": tuple(STORAGE),
+    "gradient": tuple(GRADIENTS),
+    "moments": ("f32", "bf16", "bf16 second", "mixed"),
+    "replicas": (1, 2, 3, 4, 8, 16),
+    "finish": ("store", "mean", "mean of some", "pack"),
+    "average": (None, F32, BF16, "mixed"),
+    "norm": (0.0, 1.0, math.inf, "with NaN"),
+    "scale": (None, 1024.0),
+    "found_inf": (None, (0.0,), (1.0, 0.0), (0.0, 1.0)),
+    "zero": (False, True),
+    "stochastic": (None, 2**63 + 12345),
+    "rows": (1, 2),
+    "sizes": ("one", "vector edges", "block edges", "chunk edges", "empty first", "empty last", "empty between"),
+    "shifts": ((0,), (1,), (0, 1, 2, 3, 4, 5)),
+}
+
+
+def allowed(choice: dict[str, Any]) -> bool:
+    """What cannot meet: the first two are refused by name, the others would be the same case twice."""
+    get = choice.get
+    if get("finish") == "pack" and get("replicas", 1) > 1:
+        return False
+    if get("finish") in ("mean", "mean of some") and get("replicas", 2) == 1:
+        return False
+    return not (get("sizes") == "one" and (get("rows", 1) > 1 or "mixed" in choice.values()))
+
+
+def covering(seed: int = 0) -> list[dict[str, Any]]:
+    """Combinations of the factors in which all allowed pairs of values meet: greedy, the best of a few random candidates each time."""
+    names = list(FACTORS)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i, x in enumerate(FACTORS[a])
+        for j, y in enumerate(FACTORS[b])
+        if allowed({a: x, b: y})
+    }
+    rng, chosen = random.Random(seed), []
+    while missing:
+        best: tuple[int, dict[str, Any], set[Any]] = (0, {}, set())
+        for _ in range(20):
+            pair = rng.choice(sorted(missing))
+            indices = dict(pair)
+            for name in rng.sample(names, len(names)):
+                if name not in indices:
+                    options = [i for i in range(len(FACTORS[name])) if allowed(_named({**indices, name: i}))]
+                    gains = {i: sum(tuple(_ordered(names, (name, i), other)) in missing for other in indices.items()) for i in options}
+                    indices[name] = max(options, key=lambda i: (gains[i], rng.random()))
+            met = {((a, indices[a]), (b, indices[b])) for a, b in itertools.combinations(names, 2)} & missing
+            if len(met) > best[0]:
+                best = (len(met), indices, met)
+        missing -= best[2]
+        chosen.append(_named(best[1]))
+    return chosen
+
+
+def _ordered(names: list[str], one: tuple[str, int], other: tuple[str, int]) -> list[tuple[str, int]]:
+    return sorted((one, other), key=lambda item: names.index(item[0]))
+
+
+def _named(indices: dict[str, int]) -> dict[str, Any]:
+    return {name: FACTORS[name][i] for name, i in indices.items()}
+
+
+def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
+    first = {"f32": (F32,), "bf16": (BF16,), "bf16 second": (F32,), "mixed": (BF16, F32)}[choice["moments"]]
+    second = {"f32": (F32,), "bf16": (BF16,), "bf16 second": (BF16,), "mixed": (F32, F32, BF16)}[choice["moments"]]
+    averages = (F32, None, BF16) if choice["average"] == "mixed" else (choice["average"],)
+    columns = [STORAGE[choice["storage"]], GRADIENTS[choice["gradient"]], first, second, averages]
+    formats = []
+    for (param, master), gradient, m, v, average in itertools.islice(zip(*map(itertools.cycle, columns), strict=False), 12):
+        formats.append(Format(param, master, gradient, None if choice["rule"] == "sgd" else m, v, average))
+    return tuple(formats)
+
+
+def _case(number: int, choice: dict[str, Any]) -> Case:
+    replicas, found_inf, finish = choice["replicas"], choice["found_inf"], choice["finish"]
+    weights = [1.0 + k for k in range(replicas)]
+    if finish == "mean of some":
+        weights[replicas // 2] = 0.0
+    total = sum(weights)
+    words = [str(choice[name]) for name in ("rule", "storage", "gradient", "replicas", "finish", "sizes")]
+    case = Case(
+        name=f"{number}: {' '.join(words)}",
+        sizes=tuple(SIZES[choice["sizes"]]),
+        formats=_formats(choice),
+        replicas=replicas,
+        rows=choice["rows"],
+        shifts=choice["shifts"],
+        max_norm=1.0 if choice["norm"] == "with NaN" else choice["norm"],
+        grad_scale=choice["scale"],
+        found_inf=found_inf,
+        average_weights=(0.0,) if choice["average"] is None else (1.0, 0.25, 0.75),
+        zero_gradients=choice["zero"],
+        finish="mean" if finish == "mean of some" else finish,
+        weights=(0.3,) if finish == "pack" else tuple(w / total for w in weights),
+        stochastic=choice["stochastic"],
+        spoiled=(1,) if choice["norm"] == "with NaN" else (),
+        changing=choice["gradient"] == "changing",
+        steps=3,
+    )
+    case = replace(case, **RULES[choice["rule"]])
+    coupled = case.rule in ("adam", "sgd") and replicas > 1
+    return replace(case, settings=case.settings._replace(weight_decay=0.0)) if coupled else case
+
+
+def _sized(name: str) -> tuple[int, ...]:
+    return tuple(SIZES[name])
+
+
+_LOW = Format(BF16, None, BF16, BF16, BF16)
+_UNUSUAL: dict[str, dict[str, Any]] = {
+    "lr 0": {"lr": 0.0},
+    "beta1 0": {"beta1": 0.0},
+    "beta2 0": {"beta1": 0.6, "beta2": 0.0},
+    "beta1 small": {"beta1": 0.2},
+    "eps large": {"eps": 0.5},
+    "no decay": {"weight_decay": 0.0},
+}
+SPECIAL = [
+    *(
+        Case(f"all float {rule}", sizes=_sized("several chunks"), steps=3, **RULES[rule])  # the fast path of one replica
+        for rule in RULES
+    ),
+    *(
+        Case(f"all float {rule} 4 replicas", sizes=_sized("chunk edges"), replicas=4, steps=3, rule=rule, settings=NO_DECAY)
+        for rule in ("adamw", "adam", "lion")
+    ),
+    *(
+        Case(f"all float mean of {k}", sizes=_sized("block edges"), replicas=k, finish="mean", weights=(1 / k,) * k, steps=1)
+        for k in (1, 2, 5, 9)
+    ),
+    *(
+        Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))
+        for rule in ("adamw", "lion")
+        for name, change in _UNUSUAL.items()
+    ),
+    Case("only empty", sizes=(0, 0), max_norm=1.0, zero_gradients=True, found_inf=(0.0,)),
+    Case("only empty, mixed", sizes=(0, 0, 0), formats=(Format(), _LOW), rows=2, stochastic=1),
+    Case("10 000 tiny", sizes=tuple(1 + i % 13 for i in range(10_000)), max_norm=2.0, steps=1),
+    Case(
+        "2 000 tiny, mixed", sizes=tuple(1 + i % 5 for i in range(2_000)), formats=(Format(), _LOW, Format(F16, F32, F16)), rows=3, steps=1
+    ),
+    Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), rows=2),
+    Case("three rows at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), rows=3, steps=3),
+    Case("pack of weight 0", sizes=(5, 40), finish="pack", weights=(0.0,), spoiled=(1,), settings=NO_DECAY),
+    Case("stochastic", sizes=(3, CHUNK + 7, 5), formats=(_LOW,), shifts=(0, 1), stochastic=7, steps=3),
+    Case("stochastic, large seed, 3 replicas", sizes=(3, 1001), formats=(_LOW,), replicas=3, stochastic=2**64 - 1, steps=3),
+    Case("clipped by little", sizes=(50, 60), max_norm=10.6),
+    Case("not clipped", sizes=(50, 60), max_norm=1e4),
+    Case("skipped from the first step", sizes=(50, 60), spoiled=(0,), max_norm=math.inf),
+]
+CASES = [*(_case(i, choice) for i, choice in enumerate(covering())), *SPECIAL]

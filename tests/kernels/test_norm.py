@@ -1,0 +1,84 @@
+"""The global norm of a set of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hdet import _C, kernels
+
+from .cases import BACKENDS, CHUNK, SIZES, Guarded, device_of
+from .table import BF16, F16, F32
+
+
+@pytest.mark.parametrize("dtypes", [(F32,), (BF16,), (F16,), (F16, F32, BF16)], ids=["f32", "bf16", "f16", "mixed"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_is_the_root_of_the_sum_of_squares_rounded_once(backend: str, sizes: list[int], dtypes: tuple[torch.dtype, ...]) -> None:
+    tensors = Guarded(sizes, 1, seed=0, device=device_of(backend), dtypes=[dtypes[i % len(dtypes)] for i in range(len(sizes))])
+    exact = math.sqrt(math.fsum(float((t.double() ** 2).sum()) for t in tensors.tensors))
+    norm = kernels.norm_plan(tensors.tensors, backend).norm()
+    assert norm.dtype == F32 and norm.dim() == 0 and norm.device == tensors.buffer.device
+    assert abs(norm.item() - exact) <= 2.0**-24 * exact * (1 + 1e-6)
+    tensors.assert_guards()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_and_small_numbers_neither_overflow_nor_vanish(backend: str) -> None:
+    device = device_of(backend)
+    for value in (3e38, 1e-38):
+        norm = kernels.norm_plan([torch.full((1000,), value / 32, device=device)], backend).norm()
+        assert norm.item() == pytest.approx(value / 32 * math.sqrt(1000), rel=1e-6)
+    small = [torch.full((1,), 1e4, device=device), torch.full((1 << 20,), 1.0, device=device)]  # lost if summed in float32
+    assert kernels.norm_plan(small, backend).norm().item() == pytest.approx(math.sqrt(1e8 + 2**20), rel=1e-7)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_is_not_finite_where_one_element_is_not(backend: str, dtype: torch.dtype, bad: float) -> None:
+    x = torch.ones(2 * CHUNK + 3, device=device_of(backend), dtype=dtype)
+    plan = kernels.norm_plan([x], backend)
+    for place in (0, CHUNK, 2 * CHUNK + 2):
+        x.fill_(1)
+        x[place] = bad
+        assert not plan.norm().isfinite()
+    x.fill_(1)
+    assert plan.norm().isfinite()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_call_gives_a_tensor_of_its_own(backend: str) -> None:
+    x = torch.ones(4, device=device_of(backend))
+    plan = kernels.norm_plan([x], backend)
+    first = plan.norm()
+    x.fill_(2)
+    assert (plan.norm().item(), first.item()) == (4.0, 2.0)
+
+
+def test_instruction_sets_and_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [torch.randn(5 * CHUNK + 7), torch.randn(33).bfloat16(), torch.randn(3 * CHUNK).half()]
+    norms = set()
+    for isa in _C.isa:
+        for count in (1, 2, 5):
+            monkeypatch.setenv("HDET_ISA", isa)
+            torch.set_num_threads(count)
+            norms.add(kernels.norm_plan(x, "cpu").norm().item())
+    assert len(norms) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ([], ValueError, "no tensors"),
+        ([torch.ones(4).double()], TypeError, "tensor 0 has the dtype torch.float64"),
+        ([torch.ones(4), torch.ones(8)[::2]], ValueError, "tensor 1 .* is not contiguous"),
+        ([torch.ones(4), torch.ones(4, device="meta")], ValueError, "tensor 1 is on meta"),
+        ([torch.ones(4), torch.eye(4).to_sparse()], TypeError, "tensor 1 has the layout torch.sparse_coo"),
+    ],
+)
+def test_refusals(tensors: list[torch.Tensor], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kernels.norm_plan(tensors)

@@ -1,0 +1,265 @@
+"""The optimizer step of every backend: the table of cases, and what the table cannot say. test_shim.py runs it on the CUDA sources."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet import kernels
+from hdet.kernels import StepOptions, StepSettings, StepTensors, rounding
+
+from .cases import BACKENDS, CHUNK, device_of
+from .problem import MakePlan, Problem, check, final_tensors
+from .table import BF16, CASES, F16, F32, FACTORS, I16, SETTINGS, STORAGE, Case, Format, allowed, covering
+
+NAMED = {case.name: case for case in CASES}
+
+
+def plan_maker(backend: str) -> MakePlan:
+    return functools.partial(kernels.step_plan, backend=backend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_table(backend: str, case: Case) -> None:
+    check(case, plan_maker(backend), device_of(backend))
+
+
+def test_every_two_values_of_any_two_factors_meet() -> None:
+    met = {(a, choice[a], b, choice[b]) for choice in covering() for a, b in itertools.combinations(FACTORS, 2)}
+    for a, b in itertools.combinations(FACTORS, 2):
+        for x, y in itertools.product(FACTORS[a], FACTORS[b]):
+            assert not allowed({a: x, b: y}) or (a, x, b, y) in met
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.max_norm == 0], ids=lambda case: case.name)
+def test_torch_has_the_bits_of_the_cpu(case: Case) -> None:
+    """One operation, one rounding on both sides. (Norms add up in another order.)"""
+    assert_same_bits(final_tensors(case, plan_maker("cpu")), final_tensors(case, plan_maker("torch")))
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, bits in one.items():
+        assert torch.equal(bits, other[name]), name
+
+
+# K replicas are K separate runs
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 16])
+@pytest.mark.parametrize("storage", [name for name in STORAGE if name != "mixed"])
+@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage: str, count: int) -> None:
+    decay = 0.1 if rule in ("adamw", "lion") else 0.0
+    ((param, master),) = STORAGE[storage]
+    low = F32 if param == F32 else BF16
+    together = Case(
+        "together",
+        rule=rule,
+        sizes=(5, CHUNK + 3, 0, 17),
+        formats=(Format(param, master, param, low, low),),
+        replicas=count,
+        settings=SETTINGS._replace(weight_decay=decay),
+        stochastic=11,
+        max_norm=50.0,
+        steps=2,
+    )
+    all_of_them = Problem(together, device_of(backend))
+    alone = [Problem(replace(together, replicas=1), device_of(backend)) for _ in range(count)]
+    for k, problem in enumerate(alone):
+        for name in ("param", "master"):
+            problem.memory[f"{name} 0"].buffer.copy_(all_of_them.memory[f"{name} {k}"].buffer)
+    plans = [
+        kernels.step_plan(replace(problem.tensors, first_replica=all_of_them.tensors.first_replica + k), backend)
+        for k, problem in enumerate(alone)
+    ]
+    shared = kernels.step_plan(all_of_them.tensors, backend)
+    for turn in range(together.steps):
+        gradients, settings, options = all_of_them.arguments(turn)
+        shared.step(gradients.tensors, settings, options)
+        for k, plan in enumerate(plans):
+            plan.step(gradients.tensors, [s._replace(multipliers=[s.multipliers[k]]) for s in settings], options)
+    for k, problem in enumerate(alone):
+        for name in ("param", "master"):
+            assert torch.equal(problem.memory[f"{name} 0"].buffer, all_of_them.memory[f"{name} {k}"].buffer)
+        for name in ("exp_avg", "exp_avg_sq", "steps"):
+            assert torch.equal(problem.memory[name].buffer, all_of_them.memory[name].buffer)
+
+
+# as torch.optim
+
+
+@pytest.mark.parametrize(
+    ("rule", "torchs", "changes"),
+    [
+        ("adamw", torch.optim.AdamW, {}),
+        ("adamw", torch.optim.AdamW, {"maximize": True}),
+        ("adam", torch.optim.Adam, {}),
+        ("sgd", torch.optim.SGD, {"beta1": 0.0}),
+        ("sgd", torch.optim.SGD, {"dampening": 0.4}),
+        ("sgd", torch.optim.SGD, {"nesterov": True, "maximize": True}),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_torch_optim(backend: str, rule: str, torchs: Any, changes: dict[str, Any]) -> None:
+    """From the first step on: torch starts SGD's momentum with the gradient as it is."""
+    device = device_of(backend)
+    s = SETTINGS._replace(multipliers=[1.0], **changes)
+    theirs = torch.nn.Parameter(torch.randn(100, device=device))
+    ours = theirs.detach().clone()
+    common = {"lr": s.lr, "weight_decay": s.weight_decay, "maximize": s.maximize}
+    if rule == "sgd":
+        optimizer = torchs([theirs], momentum=s.beta1, dampening=s.dampening, nesterov=s.nesterov, **common)
+    else:
+        optimizer = torchs([theirs], betas=(s.beta1, s.beta2), eps=s.eps, **common)
+    first, second = torch.zeros_like(ours), torch.zeros_like(ours)
+    tensors = StepTensors(rule, [[ours]], [0], [torch.zeros((), device=device)], [first], [second] if rule != "sgd" else None)
+    plan = kernels.step_plan(tensors, backend)
+    for _ in range(4):
+        theirs.grad = torch.randn_like(ours)
+        optimizer.step()
+        plan.step([theirs.grad], [s])
+        torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6, atol=2e-6)
+
+
+# skipped steps
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_bad_number_anywhere_skips_the_step(backend: str, dtype: torch.dtype, bad: float) -> None:
+    case = Case("", sizes=(0, 3, CHUNK + 5, 7), formats=(Format(gradient=dtype),), max_norm=1.0)
+    for tensor, element in ((1, 0), (2, CHUNK), (3, 6)):
+        problem = Problem(case, device_of(backend))
+        plan = kernels.step_plan(problem.tensors, backend)
+        before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
+        gradients, settings, options = problem.arguments(0)
+        gradients.tensors[tensor][element] = bad
+        plan.step(gradients.tensors, settings, options)
+        assert plan.skipped.item() == 1 and not plan.norm.isfinite()
+        assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
+        gradients, settings, options = problem.arguments(1)
+        plan.step(gradients.tensors, settings, options)
+        assert plan.skipped.item() == 0 and problem.steps[0].item() == 1
+
+
+# stochastic rounding
+
+
+def test_philox_is_philox() -> None:
+    """The known answers published with the generator (Random123, kat_vectors: philox4x32 10)."""
+    for seed, counter, answer in [
+        (0, [0] * 4, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (2**64 - 1, [2**32 - 1] * 4, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (0x299F31D0A4093822, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ]:
+        words = rounding.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
+        assert [int(word) for word in words] == answer
+
+
+LOW = Format(BF16, None, BF16, BF16, BF16)
+
+
+def stochastic_step(backend: str, start: Tensor, ids: list[int], sizes: list[int], seed: int, first_replica: int = 0) -> Tensor:
+    """New parameters of a step on pieces of `start`, and their second moments."""
+    device = device_of(backend)
+    params = [piece.clone().to(device) for piece in start.bfloat16().split(sizes)]
+    first, second = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    steps = [torch.zeros((), device=device) for _ in params]
+    tensors = StepTensors("adamw", [params], [0] * len(params), steps, first, second, ids=ids, stochastic=seed, first_replica=first_replica)
+    gradients = [torch.ones_like(p) for p in params]
+    settings = StepSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    kernels.step_plan(tensors, backend).step(gradients, [settings])
+    return torch.cat([torch.cat(params), torch.cat(second)]).cpu()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_rounding_is_unbiased(backend: str) -> None:
+    """A step of 1e-3 from 1: bfloat16 has 1 and 1 - 2^-8 = 0.99609 there, so about 25.6 % of the elements move; to nearest none would."""
+    count = 1 << 16
+    params = stochastic_step(backend, torch.ones(count), [0], [count], seed=5)[:count].float()
+    assert set(params.tolist()) == {1.0, 1 - 2**-8}
+    share = (params < 1).float().mean().item()
+    assert abs(share - 1e-3 * 2**8) < 5 * (0.256 * 0.744 / count) ** 0.5
+    # four neighbours take four words of one random number: none of them repeats another
+    quads = (params < 1).view(-1, 4).float()
+    correlation = torch.corrcoef(quads.T) - torch.eye(4)
+    assert correlation.abs().max() < 5 / (count / 4) ** 0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_rounding_depends_on_seed_step_replica_tensor_and_element_alone(backend: str) -> None:
+    start = torch.randn(4 * CHUNK, generator=torch.Generator().manual_seed(3))
+    whole = [4 * CHUNK]
+    reference = stochastic_step(backend, start, [7], whole, seed=1)
+    assert torch.equal(reference, stochastic_step(backend, start, [7], whole, seed=1))
+    beside = stochastic_step(backend, torch.cat([start[:33], start]), [0, 7], [33, 4 * CHUNK], seed=1)
+    assert torch.equal(reference, torch.cat([beside[33 : 33 + 4 * CHUNK], beside[-4 * CHUNK :]]))
+    seconds = slice(4 * CHUNK, None)
+    for other in (
+        stochastic_step(backend, start, [7], whole, seed=2),
+        stochastic_step(backend, start, [8], whole, seed=1),
+        stochastic_step(backend, start, [7], whole, seed=1 + 2**32),
+    ):
+        assert not torch.equal(reference, other) and not torch.equal(reference[seconds], other[seconds])
+    other = stochastic_step(backend, start, [7], whole, seed=1, first_replica=1)
+    assert not torch.equal(reference, other)
+    assert torch.equal(reference[seconds], other[seconds])  # moments are shared: they are rounded as replica 0's
+
+
+# settings and plans over time
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_plan_takes_other_settings_and_options_in_every_step(backend: str) -> None:
+    """As many plans as steps, each made for its step, and one plan for all steps: the same bits."""
+    base = Case("", sizes=(5, 40), formats=(Format(BF16, I16, average=F32), Format()), replicas=2, rows=2, steps=1)
+    variants = [
+        base,
+        replace(base, max_norm=0.5, grad_scale=2.0),
+        replace(base, found_inf=(1.0,), zero_gradients=True),
+        replace(base, finish="mean", weights=(0.25, 0.75)),
+        replace(base, average_weights=(1.0,)),
+        replace(base, settings=SETTINGS._replace(beta1=0.5, beta2=0.5, weight_decay=0.0, decay_at_base=True, maximize=True)),
+        replace(base, average_weights=(0.5,), max_norm=1.0, found_inf=(0.0,)),
+        base,
+    ]
+    one, many = Problem(base, device_of(backend)), Problem(base, device_of(backend))
+    plan = kernels.step_plan(one.tensors, backend)
+    for turn, variant in enumerate(variants):
+        for problem in (one, many):
+            problem.case = variant
+            gradients, settings, options = problem.arguments(0 if turn == 3 else turn)
+            used = plan if problem is one else kernels.step_plan(problem.tensors, backend)
+            used.step(gradients.tensors, settings, options)
+            assert used.skipped.item() == (turn == 2)
+    for name, guarded in one.memory.items():
+        assert torch.equal(guarded.buffer, many.memory[name].buffer), name
+    assert [s.item() for s in one.steps] == [7.0, 16.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rate_in_a_tensor_is_read_in_each_step(backend: str) -> None:
+    device = device_of(backend)
+    rate = torch.tensor(0.5, device=device)
+    p = torch.ones(3, device=device)
+    tensors = StepTensors("sgd", [[p]], [0], [torch.zeros((), device=device)])
+    plan = kernels.step_plan(tensors, backend)
+    settings = [StepSettings(lr=rate, multipliers=[2.0])]
+    plan.step([torch.ones_like(p)], settings)
+    assert p.tolist() == [0.0] * 3
+    rate.fill_(1.0)
+    plan.step([torch.ones_like(p)], settings)
+    assert p.tolist() == [-2.0] * 3
+    plan.upload([StepSettings(lr=0.25, multipliers=[1.0])])
+    plan.step([torch.ones_like(p)], [StepSettings(lr=0.25, multipliers=[1.0])], StepOptions())
+    assert p.tolist() == [-2.25] * 3

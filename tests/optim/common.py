@@ -1,0 +1,157 @@
+"""Pairs of optimizers: a fused one and torch's, on equal parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+
+SHAPES = [(33, 17), (17,), (0,), (5, 3, 2), (), (64,)]
+BACKENDS = ["cpu", "torch"]
+
+
+class LoopLion(Optimizer):
+    """Lion (Chen et al. 2023, Algorithm 2), one tensor after the other, in float64."""
+
+    def __init__(self, params: Any, lr: Any = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": False})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                exact = state.setdefault("exact", param.double())
+                m = state.setdefault("m", torch.zeros_like(exact))
+                g = -param.grad.double() if group["maximize"] else param.grad.double()
+                exact.copy_(exact - lr * (torch.sign(beta1 * m + (1 - beta1) * g) + group["weight_decay"] * exact))
+                m.copy_(beta2 * m + (1 - beta2) * g)
+                param.copy_(exact)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A fused optimizer, its peer, and settings for three groups."""
+
+    name: str
+    fused: type[FusedOptimizer]
+    peer: type[Optimizer]
+    groups: list[dict[str, Any]] = field(default_factory=lambda: [{}, {}, {}])
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    tolerance: float = 1e-6
+    """Lion's is of 100 roundings to float32, of the parameter and of 1 - lr * weight_decay, against float64; torch rounds as we do"""
+
+
+_ADAM = [{"lr": 3e-3, "weight_decay": 0.1}, {"betas": (0.8, 0.9), "eps": 1e-4}, {"weight_decay": 0.0, "maximize": True}]
+_MOMENTUM = [
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    {"momentum": 0.8, "nesterov": True},
+    {"momentum": 0.9, "maximize": True, "lr": 1e-3},
+]
+RULES = [
+    Rule("adamw", FusedAdamW, AdamW, _ADAM),
+    Rule("adam", FusedAdam, Adam, _ADAM),
+    Rule("sgd", FusedSGD, SGD, _MOMENTUM, ("momentum_buffer",)),
+    Rule("plain sgd", FusedSGD, SGD, [{"weight_decay": 0.1}, {}, {"maximize": True}], ()),
+    Rule("lion", FusedLion, LoopLion, [{"lr": 3e-4, "weight_decay": 0.1}, {"betas": (0.8, 0.9)}, {"maximize": True}], ("exp_avg",), 1e-5),
+]
+TORCH_RULES = RULES[:-1]
+
+
+def names(rule: Rule) -> str:
+    return rule.name
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def groups(params: Sequence[Parameter], rule: Rule = RULES[0]) -> list[dict[str, Any]]:
+    cuts = [params[:2], params[2:4], params[4:]]
+    return [{"params": list(cut), **settings} for cut, settings in zip(cuts, rule.groups, strict=True)]
+
+
+def set_gradients(
+    params: Sequence[Parameter], step: int, skip: Callable[[int, int], bool] = lambda step, i: False, dtype: torch.dtype | None = None
+) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for i, param in enumerate(params):
+        gradient = torch.randn(param.shape, generator=generator)
+        param.grad = None if skip(step, i) else gradient.to(dtype or param.dtype)
+
+
+Make = Callable[[list[Parameter], type], Optimizer]
+
+
+class Pair:
+    """`ours` and `theirs`: equal parameters; `a` and `b`: the fused optimizer and its peer."""
+
+    def __init__(self, rule: Rule = RULES[0], make: Make | None = None, **options: Any) -> None:
+        self.rule = rule
+        self.ours, self.theirs = parameters(), parameters()
+        if make is None:
+            self.a: Any = rule.fused(groups(self.ours, rule), lr=1e-2, **options)
+            self.b: Any = rule.peer(groups(self.theirs, rule), lr=1e-2)
+        else:
+            self.a, self.b = make(self.ours, rule.fused), make(self.theirs, rule.peer)
+
+    def run(self, steps: int | range, skip: Callable[[int, int], bool] = lambda step, i: False) -> Iterator[int]:
+        """Steps both; yields after each."""
+        for step in range(steps) if isinstance(steps, int) else steps:
+            set_gradients(self.ours, step, skip)
+            set_gradients(self.theirs, step, skip)
+            self.a.step()
+            self.b.step()
+            yield step
+
+    def go(self, steps: int | range, skip: Callable[[int, int], bool] = lambda step, i: False) -> None:
+        for _ in self.run(steps, skip):
+            pass
+
+    def check(self) -> None:
+        assert_close(self.ours, self.theirs, self.rule.tolerance)
+        if self.rule.peer is not LoopLion:
+            assert_same_state(self.a, self.b)
+
+
+def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-6) -> None:
+    """Of the parameters' scale, which is 1."""
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=tolerance, atol=tolerance)
+
+
+def assert_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
+    """Torch's layout: the same names, dtypes, shapes and values, and equal groups. SGD counts steps here, torch's does not."""
+    one, other = ours.state_dict(), theirs.state_dict()
+    extra = {"step"} if isinstance(theirs, SGD) else set()
+    for key, values in other["state"].items():
+        values = {name: value for name, value in values.items() if value is not None}
+        assert one["state"][key].keys() == values.keys() | extra
+        for name, value in values.items():
+            found = one["state"][key][name]
+            assert (found.dtype, found.shape, found.device) == (value.dtype, value.shape, value.device)
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+    assert one["state"].keys() == other["state"].keys() or isinstance(theirs, SGD)
+    assert [group.keys() for group in one["param_groups"]] == [group.keys() for group in other["param_groups"]]
+    assert one["param_groups"] == other["param_groups"]
+
+
+def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of each parameter that has one, in the order of the groups."""
+    return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"] if param in optimizer.state]

@@ -1,0 +1,253 @@
+"""All four optimizers beside torch's: the same numbers, the same state, the same manners."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
+
+from hdet.optim import FusedAdamW, FusedOptimizer
+
+from .common import BACKENDS, RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients
+
+SKIPS: dict[str, Callable[[int, int], bool]] = {
+    "all": lambda step, i: False,
+    "one starts late": lambda step, i: i == 1 and step < 5,
+    "they alternate": lambda step, i: (step + i) % 3 == 0,
+    "none in some steps": lambda step, i: step % 2 == 1,
+    "one never": lambda step, i: i == 5,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_a_hundred_steps(rule: Rule, backend: str) -> None:
+    pair = Pair(rule, backend=backend)
+    pair.go(100)
+    pair.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES, ids=names)
+@pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS.keys())
+def test_gradients_that_are_none(rule: Rule, skip: Callable[[int, int], bool], backend: str) -> None:
+    pair = Pair(rule, backend=backend)
+    pair.go(20, skip)
+    pair.check()
+
+
+def _sequence(o: Optimizer) -> Any:
+    parts = [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.ExponentialLR(o, gamma=0.9)]
+    return lr_scheduler.SequentialLR(o, parts, milestones=[5])
+
+
+def _swa(o: Optimizer) -> Any:
+    return torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4)
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.95),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=12),  # moves betas or momentum as well
+    "SequentialLR": _sequence,
+    "SWALR": _swa,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=names)
+def test_torchs_schedulers(rule: Rule, name: str) -> None:
+    pair = Pair(rule, lambda params, cls: cls(params, lr=1e-2, **({"momentum": 0.9} if rule.name == "sgd" else {})))
+    both = [SCHEDULERS[name](optimizer) for optimizer in (pair.a, pair.b)]
+    for _ in pair.run(10):
+        for scheduler in both:
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    pair.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
+def test_a_tensor_as_the_rate(rule: Rule, dtype: torch.dtype, backend: str) -> None:
+    def make(params: list[Parameter], cls: type) -> Optimizer:
+        return cls(params, lr=torch.tensor(1e-2, dtype=dtype), **({"backend": backend} if cls is rule.fused else {}))
+
+    pair = Pair(rule, make)
+    for step in pair.run(8):
+        for optimizer in (pair.a, pair.b):
+            if step == 3:
+                optimizer.param_groups[0]["lr"] = torch.tensor(2e-2, dtype=dtype)
+            else:
+                optimizer.param_groups[0]["lr"].mul_(0.9)
+    pair.check()
+
+
+def test_a_float_becomes_a_tensor_of_the_same_value_that_then_changes() -> None:
+    pair = Pair(make=lambda params, cls: cls(params, lr=0.5))
+    for step in pair.run(6):
+        for optimizer in (pair.a, pair.b):
+            if step == 2:
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+            elif step > 2:
+                optimizer.param_groups[0]["lr"].mul_(0.5)
+    pair.check()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_a_multiplier_is_a_scaled_rate(rule: Rule) -> None:
+    pair = Pair(rule)
+    pair.a.multipliers[0][:] = [1.3, 0.7, 0.0]
+    rates = [group["lr"] for group in pair.a.param_groups]
+    for group, multiplier in zip(pair.b.param_groups, pair.a.multipliers[0], strict=True):
+        group["lr"] *= multiplier
+    pair.go(10)
+    assert_close(pair.ours, pair.theirs, rule.tolerance)
+    assert [group["lr"] for group in pair.a.param_groups] == rates
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decay_at_the_base_rate(backend: str) -> None:
+    """The step is scaled by the multiplier, the decay is not: AdamW at lr * rho with weight_decay / rho."""
+    ours, theirs = parameters(), parameters()
+    a = FusedAdamW(ours, lr=1e-2, weight_decay=0.3, decay_at="base", backend=backend)
+    b = torch.optim.AdamW(theirs, lr=1e-2 * 1.5, weight_decay=0.3 / 1.5)
+    a.multipliers[0][0] = 1.5
+    for step in range(10):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        a.step()
+        b.step()
+    assert_close(ours, theirs)
+
+
+def test_closure_and_hooks() -> None:
+    param = Parameter(torch.ones(3))
+    optimizer = FusedAdamW([param], lr=0.1)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert calls == ["before", "closure", "after"]
+    torch.testing.assert_close(param.detach(), torch.full((3,), 1 - 0.1 - 1e-3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_between_forward_and_backward_is_noticed(backend: str) -> None:
+    param = Parameter(torch.ones(3))
+    optimizer = FusedAdamW([param], lr=0.1, backend=backend)
+    param.grad = torch.ones(3)
+    loss = (param**2).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("whole_step", [False, True], ids=["model", "training step"])
+def test_a_compiled_model(whole_step: bool) -> None:
+    """The "eager" compiler of torch.compile: its front end without a code generator."""
+
+    def train(optimizer_class: type, compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        forward = torch.compile(model, backend="eager") if compiled and not whole_step else model
+
+        def step() -> None:
+            optimizer.zero_grad()
+            forward(torch.linspace(-1, 1, 20).view(4, 5)).square().mean().backward()
+            optimizer.step()
+
+        run = torch.compile(step, backend="eager") if compiled and whole_step else step
+        for _ in range(5):
+            run()
+        return list(model.parameters())
+
+    try:
+        assert_close(train(FusedAdamW, True), train(torch.optim.AdamW, False))
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_alone(how: Callable[[FusedOptimizer], FusedOptimizer], rule: Rule) -> None:
+    pair = Pair(rule)
+    pair.a.multipliers[0][1] = 1.5
+    pair.a.max_grad_norm = 1e6
+    set_gradients(pair.ours, 0)
+    pair.a.step()
+    other = how(pair.a)
+    assert other.multipliers == pair.a.multipliers and other.max_grad_norm == 1e6
+    copied = [param for group in other.param_groups for param in group["params"]]
+    before = [param.detach().clone() for param in pair.ours]
+    for optimizer, params in ((other, copied), (pair.a, pair.ours)):
+        set_gradients(params, 1)
+        optimizer.step()
+        if optimizer is other:
+            assert_equal(before, pair.ours)
+    assert_equal(copied, pair.ours)
+
+
+def test_gradients_are_not_kept() -> None:
+    param = Parameter(torch.ones(3))
+    optimizer = FusedAdamW([param])
+    param.grad = torch.ones(3)
+    alive = weakref.ref(param.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_another_dtype(rule: Rule, backend: str) -> None:
+    """A float32 parameter with bfloat16 gradients steps as with the same gradients in float32."""
+    ours, theirs = parameters(), parameters()
+    a, b = (rule.fused(groups(params, rule), lr=1e-2, backend=backend) for params in (ours, theirs))
+    for step in range(3):
+        set_gradients(theirs, step)
+        for one, other in zip(ours, theirs, strict=True):
+            other.grad = other.grad.bfloat16().float()  # type: ignore[union-attr]
+            one.grad_dtype = None
+            one.grad = other.grad.bfloat16()
+        a.step()
+        b.step()
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_gradients(backend: str) -> None:
+    pair = Pair(zero_gradients=True, backend=backend)
+    for _ in pair.run(3):
+        assert all(not param.grad.any() for param in pair.ours)
+    pair.check()
+    pair.a.zero_gradients = False
+    pair.go(range(3, 4))
+    assert all(param.grad.any() for param in pair.ours if param.numel())

@@ -1,0 +1,337 @@
+"""Parameter groups and parameters that change, and what is refused before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import AdamW, Optimizer
+
+from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+
+from .common import BACKENDS, RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients
+
+
+def _new_memory(optimizer: Optimizer, params: list[Parameter]) -> None:
+    params[0].data = params[0].data.clone()
+
+
+def _new_object(optimizer: Optimizer, params: list[Parameter]) -> None:
+    old, new = params[0], Parameter(params[0].data)  # of the same memory, with a state of its own
+    optimizer.state[new] = {key: value.clone() for key, value in optimizer.state.pop(old).items()}
+    optimizer.state[new]["exp_avg"].zero_()
+    params[0] = optimizer.param_groups[0]["params"][0] = new
+
+
+def _new_first_moment(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(17)
+
+
+def _new_second_moment(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.state[params[1]]["exp_avg_sq"] = torch.ones(17)
+
+
+def _new_step(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.state[params[0]]["step"] = torch.tensor(70.0)
+
+
+def _new_dictionary(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.state[params[1]] = {key: value.clone() for key, value in optimizer.state[params[1]].items()}
+    optimizer.state[params[1]]["exp_avg"].zero_()
+
+
+def _state_of_one_removed(optimizer: Optimizer, params: list[Parameter]) -> None:
+    del optimizer.state[params[3]]
+
+
+def _state_cleared(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def _state_replaced(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.state = copy.copy(optimizer.state)
+    for param in params:
+        optimizer.state[param] = {key: value.clone() for key, value in optimizer.state[param].items()}
+        optimizer.state[param]["exp_avg"].zero_()
+
+
+def _another_group(optimizer: Optimizer, params: list[Parameter]) -> None:
+    one, other = optimizer.param_groups[:2]
+    one["params"].extend(other["params"])
+    other["params"].clear()
+
+
+def _another_order(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.param_groups.reverse()
+
+
+def _added_group(optimizer: Optimizer, params: list[Parameter]) -> None:
+    params.append(Parameter(torch.ones(9)))
+    optimizer.add_param_group({"params": params[-1], "lr": 0.1})
+
+
+def _group_without_parameters(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.add_param_group({"params": []})
+
+
+def _other_settings(optimizer: Optimizer, params: list[Parameter]) -> None:
+    optimizer.param_groups[0].update(lr=0.02, betas=(0.7, 0.8), eps=1e-3, weight_decay=0.3, maximize=True)
+
+
+CHANGES = [
+    _new_memory,
+    _new_object,
+    _new_first_moment,
+    _new_second_moment,
+    _new_step,
+    _new_dictionary,
+    _state_of_one_removed,
+    _state_cleared,
+    _state_replaced,
+    _another_group,
+    _another_order,
+    _added_group,
+    _group_without_parameters,
+    _other_settings,
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_plan_was_made_for_may_change(change: Callable[[Optimizer, list[Parameter]], None], backend: str) -> None:
+    pair = Pair(backend=backend)
+    for step in pair.run(6):
+        if step == 2:
+            change(pair.a, pair.ours)
+            change(pair.b, pair.theirs)
+    pair.check()
+
+
+def test_a_plan_is_kept_while_nothing_changes() -> None:
+    pair = Pair()
+    kept = set()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(pair.a, 0.9)
+    for step in pair.run(6):
+        scheduler.step()
+        pair.a.multipliers[0][0] = 1 + step / 10
+        kept.add(id(pair.a._planned))
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_groups_without_parameters_and_without_gradients(rule: Rule) -> None:
+    pair = Pair(rule, lambda params, cls: cls([{"params": []}, {"params": params[:1]}, {"params": []}, {"params": params[1:]}], lr=1e-2))
+    pair.go(3, skip=lambda step, i: i > 0)
+    pair.go(range(3, 6), skip=lambda step, i: True)
+    pair.go(range(6, 8))
+    pair.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_parameters_of_several_dtypes(rule: Rule, backend: str) -> None:
+    """One plan for all; each steps as it would alone."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16] * 2
+    ours, alone = ([Parameter(p.detach().to(d)) for p, d in zip(parameters(), dtypes, strict=True)] for _ in range(2))
+    a = rule.fused(groups(ours, rule), lr=1e-2, backend=backend)
+    others = [
+        rule.fused([{**group, "params": [param]}], lr=1e-2, backend=backend)
+        for group in groups(alone, rule)
+        for param in group["params"]
+    ]
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(alone, step)
+        a.step()
+        for other in others:
+            other.step()
+    assert a._planned is not None and len(a._planned.parts) == 1
+    assert_equal(ours, alone)
+
+
+def test_a_parameter_changes_its_dtype() -> None:
+    pair = Pair(master_weights="fp32")
+    pair.go(2)
+    for dtype, masters in ((torch.bfloat16, 1), (torch.float32, 0)):
+        for param in pair.ours:
+            param.data = param.data.to(dtype)
+        set_gradients(pair.ours, 3)
+        pair.a.step()
+        assert sum("master_param" in pair.a.state[param] for param in pair.ours) == masters * len(pair.ours)
+
+
+def test_the_state_follows_a_parameter_to_its_device() -> None:
+    """Without a second device: a state that is elsewhere (meta) is asked to move, which meta tensors refuse by name."""
+    pair = Pair()
+    pair.go(1)
+    pair.a.state[pair.ours[0]]["exp_avg"] = torch.zeros(33, 17, device="meta")
+    set_gradients(pair.ours, 1)
+    with pytest.raises(NotImplementedError, match="meta"):
+        pair.a.step()
+
+
+def test_a_device_without_kernels_is_refused_by_name() -> None:
+    param = Parameter(torch.ones(2, device="meta"))
+    param.grad = torch.ones(2, device="meta")
+    optimizer = FusedAdamW([param])
+    with pytest.raises(ValueError, match="no native kernels for the device type meta"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_multipliers_follow_the_groups_and_the_copies_but_not_the_state() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params[:2])
+    assert optimizer.multipliers == [[1.0]]
+    optimizer.multipliers[0][0] = 1.5
+    optimizer.add_param_group({"params": (p for p in params[2:])})
+    assert optimizer.multipliers == [[1.5, 1.0]]
+    assert "multipliers" not in optimizer.state_dict()
+    assert not any("multiplier" in key for group in optimizer.param_groups for key in group)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.multipliers == [[1.5, 1.0]]
+    other = copy.deepcopy(optimizer)
+    other.multipliers[0][1] = 2.0
+    assert optimizer.multipliers == [[1.5, 1.0]]
+    optimizer.multipliers[0].append(1.0)
+    with pytest.raises(ValueError, match=r"multipliers\[0\] has 3 entries for 2 parameter groups"):
+        optimizer.step()
+    optimizer.multipliers.append([1.0, 1.0])
+    with pytest.raises(ValueError, match="multipliers has 2 lists for 1 replicas"):
+        optimizer.step()
+
+
+def test_frozen_parameters_of_any_dtype_are_left_alone() -> None:
+    frozen = Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    param = Parameter(torch.ones(3))
+    optimizer = FusedAdamW([frozen, param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert frozen.tolist() == [1, 1, 1]
+    assert param.tolist() != [1, 1, 1]
+    assert frozen not in optimizer.state
+
+
+def test_named_parameters() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = FusedAdamW(model.named_parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    AdamW(model.named_parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_torchs_arguments_are_accepted_and_what_cannot_be_done_is_refused() -> None:
+    param = [Parameter(torch.ones(3))]
+    options: dict[str, Any] = {"foreach": True, "fused": True, "maximize": False}
+    FusedAdamW(param, 1e-3, (0.9, 0.99), 1e-8, 1e-2, False, capturable=True, differentiable=False, **options)
+    FusedAdam(param, 1e-3, (0.9, 0.99), 1e-8, 0, False, capturable=True, differentiable=False, decoupled_weight_decay=False, **options)
+    FusedSGD(param, 1e-3, 0.9, 0, 0.1, True, differentiable=False, **options)
+    FusedLion(param, 1e-3, (0.9, 0.99), 0.1, maximize=True)
+    for cls, name in [(FusedAdamW, "amsgrad"), (FusedAdam, "amsgrad"), (FusedAdamW, "differentiable"), (FusedSGD, "differentiable")]:
+        with pytest.raises(ValueError, match=f"{name}=True of the defaults is not supported by {cls.__name__}"):
+            cls(param, **{name: True})
+    with pytest.raises(ValueError, match="use FusedAdamW"):
+        FusedAdam(param, decoupled_weight_decay=True)
+
+
+def test_defaults_are_torchs() -> None:
+    for rule in RULES[:4]:
+        ours, theirs = rule.fused([Parameter(torch.ones(1))]), rule.peer([Parameter(torch.ones(1))])
+        assert ours.defaults == theirs.defaults
+    lion = FusedLion([Parameter(torch.ones(1))])
+    assert (lion.defaults["lr"], lion.defaults["betas"], lion.defaults["weight_decay"]) == (1e-4, (0.9, 0.99), 0)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (FusedAdamW, {"lr": -1.0}, "lr=-1.0 of the defaults must be finite and not negative"),
+        (FusedAdamW, {"lr": NAN}, "lr=nan"),
+        (FusedAdamW, {"lr": torch.tensor([1.0, 2.0])}, "lr of the defaults must be a number or a one-element tensor"),
+        (FusedAdamW, {"eps": NAN}, "eps=nan"),
+        (FusedAdamW, {"weight_decay": -0.1}, "weight_decay=-0.1"),
+        (FusedAdamW, {"betas": (1.0, 0.9)}, "betas="),
+        (FusedLion, {"betas": (0.9, NAN)}, "betas="),
+        (FusedLion, {"lr": float("inf")}, "lr=inf"),
+        (FusedSGD, {"momentum": -0.1}, "momentum=-0.1"),
+        (FusedSGD, {"dampening": NAN}, "dampening=nan"),
+        (FusedSGD, {"nesterov": True}, "nesterov=True of the defaults needs momentum > 0"),
+        (FusedSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "and dampening 0, got 0.9 and 0.1"),
+        (FusedAdamW, {"backend": "metal"}, "backend='metal' is unknown"),
+        (FusedAdamW, {"master_weights": "fp64"}, "master_weights='fp64' is unknown"),
+        (FusedAdamW, {"moment_dtype": torch.float16}, "moment_dtype=torch.float16 is not supported"),
+        (FusedAdamW, {"seed": -1}, "seed=-1"),
+        (FusedAdamW, {"decay_at": "here"}, "decay_at='here' is unknown"),
+        (FusedAdamW, {"max_grad_norm": 0}, "max_grad_norm=0 must be positive"),
+        (FusedAdamW, {"max_grad_norm": NAN}, "max_grad_norm=nan must be positive"),
+    ],
+)
+def test_refused_options(cls: type[FusedOptimizer], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls([Parameter(torch.ones(2))], **options)  # type: ignore[call-arg]
+
+
+def test_refused_groups_leave_the_optimizer_as_it_was() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params[:1])
+    for group, error in [
+        ({"params": params[1:2], "lr": NAN}, ValueError),
+        ({"params": params[1:2], "amsgrad": True}, ValueError),
+        ({"params": [Parameter(torch.ones(2).double())]}, TypeError),
+        ({"params": params[:1]}, ValueError),  # torch: appears in more than one group
+    ]:
+        with pytest.raises(error), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == len(optimizer.multipliers[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda o, p: o.param_groups[1].update(lr=NAN), ValueError),
+        (lambda o, p: o.param_groups[1].update(betas=(0.9, 1.0)), ValueError),
+        (lambda o, p: o.multipliers[0].__setitem__(0, NAN), ValueError),
+        (lambda o, p: setattr(p[1], "grad", p[1].grad.to_sparse()), TypeError),
+        (lambda o, p: setattr(p[0], "grad", torch.randn(17, 33).t()), ValueError),
+        (lambda o, p: setattr(p[0], "data", p[0].data.double()), TypeError),
+        (lambda o, p: setattr(p[0], "data", torch.randn(17, 33).t()), ValueError),
+        (lambda o, p: setattr(p[1], "data", p[5].data[:17]), ValueError),
+    ],
+    ids=["nan rate", "beta", "nan multiplier", "sparse", "non-contiguous gradient", "dtype", "non-contiguous parameter", "overlap"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refused_steps_change_nothing(
+    spoil: Callable[[FusedAdamW, list[Parameter]], None], error: type[Exception], first: bool, backend: str
+) -> None:
+    params = parameters()
+    optimizer = FusedAdamW(groups(params), backend=backend)
+    set_gradients(params, 0)
+    if not first:
+        optimizer.step()
+    spoil(optimizer, params)
+    before = copy.deepcopy((optimizer.state_dict()["state"], [param.detach() for param in params]))
+    for _ in range(2):  # asked twice, it is refused twice
+        with pytest.raises(error):
+            optimizer.step()
+    torch.testing.assert_close((optimizer.state_dict()["state"], [param.detach() for param in params]), before, rtol=0, atol=0)
+
+
+def test_many_groups() -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = (cls([{"params": [p], "lr": 10.0**-i} for i, p in enumerate(ps)]) for cls, ps in ((FusedAdamW, ours), (AdamW, theirs)))
+    for step in range(4):
+        for optimizer, params in ((a, ours), (b, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert_close(ours, theirs)

@@ -1,0 +1,284 @@
+"""States: between ours and torch's in both directions, through files, in other precisions, damaged ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW
+
+from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+
+from .common import RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("passed_on", [copy.deepcopy, through_a_file], ids=["copy", "file"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
+@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
+def test_states_pass_both_ways_in_the_middle_of_a_run(rule: Rule, options: dict[str, bool], passed_on: Callable[[Any], Any]) -> None:
+    pair = Pair(rule)
+    pair.b = rule.peer(groups(pair.theirs, rule), lr=1e-2, **options)
+    pair.go(5)
+    from_torch, from_ours = passed_on(pair.b.state_dict()), passed_on(pair.a.state_dict())
+    pair.a, pair.b = rule.fused(groups(pair.ours, rule), lr=0.5), rule.peer(groups(pair.theirs, rule), lr=0.5, **options)
+    pair.a.load_state_dict(from_torch)
+    pair.b.load_state_dict(from_ours)
+    pair.go(range(5, 12))
+    pair.a.load_state_dict(passed_on(pair.a.state_dict()))
+    pair.go(range(12, 15))
+    assert_close(pair.ours, pair.theirs)
+    if rule.peer is not SGD:
+        assert all(state["step"].item() == 15 and state["step"].dtype == torch.float32 for state in state_of(pair.a))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_our_state_resumes_bitwise(rule: Rule) -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = (rule.fused(groups(params, rule), lr=1e-2) for params in (ours, theirs))
+    for step in range(8):
+        if step == 4:
+            state = through_a_file(a.state_dict())
+            a = rule.fused(groups(ours, rule), lr=0.5)
+            a.load_state_dict(state)
+        for optimizer, params in ((a, ours), (b, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("as_", [int, float, lambda x: torch.tensor(float(x), dtype=torch.float64), lambda x: torch.tensor([int(x)])])
+def test_steps_are_numbers_or_tensors_of_any_kind(as_: Callable[[Any], Any]) -> None:
+    pair = Pair()
+    pair.go(1)
+    state = copy.deepcopy(pair.b.state_dict())
+    for values in state["state"].values():
+        values["step"] = as_(values["step"].item())
+    for group in state["param_groups"]:  # what old versions of torch did not have
+        for key in ("decoupled_weight_decay", "fused", "differentiable", "capturable", "foreach"):
+            del group[key]
+    pair.a.load_state_dict(state)
+    pair.go(range(1, 3))
+    pair.check()
+
+
+@pytest.mark.parametrize("absent", ["key", "None", "state"])
+def test_a_momentum_buffer_may_be_missing(absent: str) -> None:
+    """As torch's SGD leaves it before its first momentum. dampening shows whether the next step counts as the first."""
+
+    def make(params: list[Parameter], cls: type) -> Any:
+        return cls(params, lr=1e-2, momentum=0.9, dampening=0.5)
+
+    pair = Pair(RULES[2], make)
+    pair.go(3)
+    state = copy.deepcopy(pair.b.state_dict())
+    if absent == "state":
+        state["state"] = {}
+    for values in state["state"].values():
+        values["momentum_buffer"] = None
+        if absent == "key":
+            del values["momentum_buffer"]
+    for optimizer in (pair.a, pair.b):
+        optimizer.load_state_dict(copy.deepcopy(state))
+    pair.go(range(3, 6))
+    pair.check()
+
+
+def test_torchs_sgd_does_not_count_steps_but_its_buffer_has_seen_one() -> None:
+    pair = Pair(RULES[2])  # group 0 dampens
+    pair.go(3)
+    pair.a.load_state_dict(copy.deepcopy(pair.b.state_dict()))
+    pair.go(range(3, 6))
+    pair.check()
+
+
+def test_momentum_may_begin_and_end_in_the_middle_of_a_run() -> None:
+    pair = Pair(RULES[2], lambda params, cls: cls(params, lr=1e-2, dampening=0.5))
+    for step in pair.run(12):
+        for optimizer in (pair.a, pair.b):
+            optimizer.param_groups[0]["momentum"] = 0.9 if 2 < step < 5 or 7 < step else 0.0
+    pair.check()
+
+
+@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
+def test_bfloat16_parameters_keep_float32_moments(rule: Rule) -> None:
+    """torch's load_state_dict would cast them to the parameter's dtype."""
+    ours, theirs = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
+    a, b = (rule.fused(groups(params, rule), lr=1e-2) for params in (ours, theirs))
+    for step in range(6):
+        if step == 3:
+            a.load_state_dict(through_a_file(a.state_dict()))
+            assert all(state[name].dtype == torch.float32 for state in state_of(a) for name in rule.moments)
+        for optimizer, params in ((a, ours), (b, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert_equal(ours, theirs)
+    assert all(torch.equal(x[name], y[name]) for x, y in zip(state_of(a), state_of(b), strict=True) for name in rule.moments)
+    peer = rule.peer(groups(theirs, rule), lr=1e-2)  # and torch's takes it, in its own way
+    peer.load_state_dict(a.state_dict())
+    peer.step()
+
+
+@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
+def test_torchs_bfloat16_moments_load(rule: Rule) -> None:
+    theirs = parameters(dtype=torch.bfloat16)
+    b = rule.peer(groups(theirs, rule), lr=1e-2)
+    set_gradients(theirs, 0)
+    b.step()
+    a = rule.fused(groups(parameters(dtype=torch.bfloat16), rule), lr=1e-2)
+    a.load_state_dict(b.state_dict())
+    for one, other in zip(state_of(a), state_of(b), strict=True):
+        for name in rule.moments:
+            assert one[name].dtype == torch.float32 and torch.equal(one[name], other[name].float())
+
+
+def test_loading_does_not_tie_the_step_counters_of_two_optimizers() -> None:
+    pair = Pair()
+    set_gradients(pair.theirs, 0)
+    pair.b.step()
+    pair.a.load_state_dict(pair.b.state_dict())
+    set_gradients(pair.ours, 0)
+    pair.a.step()
+    assert pair.b.state[pair.theirs[0]]["step"].item() == 1
+    assert pair.a.state[pair.ours[0]]["step"].item() == 2
+
+
+def test_an_adam_state_becomes_an_adamw_state_as_in_torch_but_not_the_other_way() -> None:
+    pair = Pair(RULES[1])
+    pair.go(2)
+    adamw = FusedAdamW(groups(pair.ours))
+    adamw.load_state_dict(pair.b.state_dict())
+    assert all(group["decoupled_weight_decay"] for group in adamw.param_groups)
+    with pytest.raises(ValueError, match="decoupled_weight_decay=True of parameter group 0 of the loaded state is AdamW"):
+        pair.a.load_state_dict(AdamW(groups(pair.theirs)).state_dict())
+
+
+def test_load_hooks_see_and_change_the_state() -> None:
+    pair = Pair()
+    pair.go(2)
+    seen: list[Any] = []
+
+    def pre(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append(len(state["state"]))
+        return {**state, "state": {k: {**v, "exp_avg": v["exp_avg"] + 1} for k, v in state["state"].items()}}
+
+    pair.a.register_load_state_dict_pre_hook(pre)
+    pair.a.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state[pair.ours[0]]["exp_avg"].clone()))
+    pair.a.load_state_dict(pair.b.state_dict())
+    assert seen[0] == 6
+    torch.testing.assert_close(seen[1], pair.b.state[pair.theirs[0]]["exp_avg"] + 1)
+    assert len(pair.a._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def test_what_is_not_a_parameters_is_carried() -> None:
+    pair = Pair()
+    pair.go(1)
+    state = pair.a.state_dict()
+    state["state"]["mine"] = {"a": 1}
+    state["state"][0]["note"] = 5
+    pair.a.load_state_dict(state)
+    assert pair.a.state["mine"] == {"a": 1} and pair.a.state[pair.ours[0]]["note"] == 5
+    pair.go(range(1, 2))
+    assert pair.a.state_dict()["state"]["mine"] == {"a": 1}
+
+
+def test_small_moments() -> None:
+    """A state in float32 loads into an optimizer with bfloat16 moments, and back."""
+    pair = Pair()
+    pair.go(2)
+    small = FusedAdamW(groups(parameters()), moment_dtype=torch.bfloat16)
+    small.load_state_dict(pair.b.state_dict())
+    for one, other in zip(state_of(small), state_of(pair.b), strict=True):
+        assert one["step"].dtype == torch.float32
+        assert torch.equal(one["exp_avg"], other["exp_avg"].bfloat16())
+    pair.a.load_state_dict(small.state_dict())
+    assert all(state["exp_avg_sq"].dtype == torch.float32 for state in state_of(pair.a))
+
+
+def _moment_of_another_model(state: dict[str, Any]) -> None:
+    state["state"][1]["exp_avg_sq"] = torch.zeros(18)
+
+
+def _no_second_moment(state: dict[str, Any]) -> None:
+    del state["state"][1]["exp_avg_sq"]
+
+
+def _no_step(state: dict[str, Any]) -> None:
+    del state["state"][1]["step"]
+
+
+def _amsgrad(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["amsgrad"] = True
+
+
+def _nan_rate(state: dict[str, Any]) -> None:
+    state["param_groups"][1]["lr"] = float("nan")
+
+
+def _no_betas(state: dict[str, Any]) -> None:
+    del state["param_groups"][2]["betas"]
+
+
+def _a_number_as_a_moment(state: dict[str, Any]) -> None:
+    state["state"][1]["exp_avg"] = 0.5
+
+
+def _another_number_of_groups(state: dict[str, Any]) -> None:
+    state["param_groups"].pop()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_moment_of_another_model, r"exp_avg_sq of parameter 1 has the shape \(18,\), the parameter \(17,\)"),
+        (_no_second_moment, "parameter 1 lacks exp_avg_sq"),
+        (_no_step, "parameter 1 lacks step"),
+        (_amsgrad, "amsgrad=True of parameter group 0 of the loaded state is not supported"),
+        (_nan_rate, "lr=nan of parameter group 1 of the loaded state"),
+        (_no_betas, "parameter group 2 of the loaded state lacks betas: it is not that of a FusedAdamW"),
+        (_a_number_as_a_moment, "exp_avg of parameter 1 is a float, not a tensor"),
+        (_another_number_of_groups, "different number of parameter groups"),
+    ],
+)
+def test_damaged_states_are_refused_and_leave_the_optimizer_as_it_was(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
+    pair = Pair()
+    pair.go(2)
+    state = copy.deepcopy(pair.b.state_dict())
+    pair.go(range(2, 3))
+    spoil(state)
+    before = copy.deepcopy(pair.a.state_dict())
+    with pytest.raises(ValueError, match=message):
+        pair.a.load_state_dict(state)
+    torch.testing.assert_close(pair.a.state_dict()["state"], before["state"], rtol=0, atol=0)
+    assert pair.a.state_dict()["param_groups"] == before["param_groups"]
+    assert not pair.a._optimizer_load_state_dict_pre_hooks
+    pair.go(range(3, 5))
+    pair.check()
+
+
+@pytest.mark.parametrize(
+    ("of", "into", "lacks"),
+    [(SGD, FusedAdamW, "betas"), (AdamW, FusedSGD, "momentum"), (FusedLion, FusedAdam, "eps"), (Adam, FusedLion, None)],
+)
+def test_states_of_another_rule_are_refused_by_name(of: type, into: type[FusedOptimizer], lacks: str | None) -> None:
+    theirs = parameters()
+    set_gradients(theirs, 0)
+    other = of(theirs, lr=1e-2)
+    other.step()
+    ours = into(parameters(), lr=1e-2)
+    if lacks is None:  # an Adam has all that a Lion needs
+        ours.load_state_dict(other.state_dict())
+        return
+    with pytest.raises(ValueError, match=f"lacks .*{lacks}"):
+        ours.load_state_dict(other.state_dict())
