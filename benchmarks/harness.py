@@ -39,21 +39,38 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
 
 
 def alternate(
-    candidates: dict[str, Callable[[], object]], repeats: int, *, barrier: bool = False, warmup: int = 2
+    candidates: dict[str, Callable[[], object]],
+    repeats: int,
+    *,
+    barrier: bool = False,
+    warmup: int = 2,
+    device: str = "cpu",
+    calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done."""
+    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done.
+
+    On CUDA a figure is the time until the device is done; ``calls`` in a row hide what the first launch waits for.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(-warmup, repeats):
         for name, call in candidates.items():
+            _wait(device)
             if barrier:
                 dist.barrier()
             start = time.perf_counter()
-            call()
+            for _ in range(calls):
+                call()
+            _wait(device)
             if barrier:
                 dist.barrier()
             if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / calls)
     return seconds
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def summary(seconds: dict[str, list[float]], floor: str) -> dict[str, dict[str, float]]:

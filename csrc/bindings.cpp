@@ -11,6 +11,7 @@
 #include "core/plan.h"
 #include "core/rank_one.h"
 #include "cpu/kernels.h"
+#include "gradients.h"
 #ifdef HDET_CUDA
 #include "cuda/kernels.h"
 #endif
@@ -74,6 +75,19 @@ void define_pair_plan(py::module_& m) {
   PlanClass<Plan>(m, "PairPlan")
       HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(all_float) HDET_FIELD(pairing) HDET_FIELD(sources) HDET_FIELD(source_lowers)
       HDET_FIELD(destinations) HDET_FIELD(masters) HDET_FIELD(scale);
+}
+
+void define_gradients(py::module_& m) {
+  using hdet::Gradients;
+  py::class_<Gradients> gradients(m, "Gradients");
+  gradients.def(py::init<const py::object&, const py::object&, const py::list&>(), py::arg("type"), py::arg("exchange"), py::arg("params"));
+  gradients.def("read", &Gradients::read, py::arg("gradients"));
+  gradients.def("forget", [](Gradients& self) { self.forget(); });
+  gradients.def("write_addresses", [](const Gradients& self, Address out) { self.write_addresses(at<Address>(out)); }, py::arg("out"));
+  gradients.def_property_readonly("types", &Gradients::types);
+  gradients.attr("UNUSUAL") = int{Gradients::kUnusual};
+  gradients.attr("MOVED") = int{Gradients::kMoved};
+  gradients.attr("RETYPED") = int{Gradients::kRetyped};
 }
 
 void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows,
@@ -140,6 +154,10 @@ void define_cpu(py::module_& m) {
 #ifdef HDET_CUDA
 void define_cuda(py::module_& m) {
   m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_rank_one", &hdet::cuda::rank_one, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_converge", &hdet::cuda::converge, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_rank_one", &hdet::cuda::rank_one, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
+  m.def("cuda_converge", &hdet::cuda::converge, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_pair", &hdet::cuda::pair, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def(
@@ -192,6 +210,7 @@ PYBIND11_MODULE(_C, m) {
   define_rank_one_plan(m);
   define_average_plan(m);
   define_pair_plan(m);
+  define_gradients(m);
 
   m.def("count_chunks", &hdet::count_chunks, py::arg("elements"));
   m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("rows"), py::arg("formats"));

@@ -23,8 +23,7 @@ from .fan_out import FanOut
 from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
 from .replicas import Replicas
-from .slots import LocalReplica, Slot, gather_slots
-from .window import LossWindow
+from .slots import Slot, gather_slots, local_replicas
 
 __all__ = ["Ensemble", "ReplicasDiverged", "Scheduler", "plain"]
 
@@ -102,12 +101,16 @@ class Ensemble:
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         coresident = self.replicas if isinstance(self.replicas, CoresidentReplicas) else None
         self._bucket_bytes = bucket_bytes
-        self._average = CoresidentAverage(optimizer) if coresident else BucketedAverage(self.parameters, self.replicas, bucket_bytes)
+        self._members = local_replicas(self.replicas, optimizer, self.parameters)
+        self._average: CoresidentAverage | BucketedAverage = (
+            CoresidentAverage(optimizer)
+            if coresident
+            else BucketedAverage(self.parameters, self.replicas, bucket_bytes, self._members[0].masters)
+        )
         self._probe = controller if isinstance(controller, ProbeController) else None
         if self._probe is not None:
             self._probe.watch(*self.replicas.sets([p for group in optimizer.param_groups for p in group["params"]]))
 
-        self._members = [LocalReplica(own, LossWindow(own[0].device)) for own in self.replicas.sets(self.parameters)]
         self._agreed = False
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
@@ -119,7 +122,7 @@ class Ensemble:
         probe_ms (milliseconds on this rank), notes (text)."""
         if coresident is not None:
             coresident.attach(optimizer)
-        self._fan_out = FanOut(optimizer, self.knobs)
+        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0])
         self._begin_cycle()
 
     # -- the loop --------------------------------------------------------------------------------------------------------

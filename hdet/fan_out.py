@@ -25,9 +25,11 @@ class FanOut:
     ``moved`` tells whether a step has been done since the last average.
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
     phantom step of a checkpoint library or several calls per training step count once.
+
+    ``first_replica``: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
     """
 
-    def __init__(self, optimizer: Optimizer, knobs: Sequence[GroupKnob]) -> None:
+    def __init__(self, optimizer: Optimizer, knobs: Sequence[GroupKnob], first_replica: int = 0) -> None:
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
             raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
         self.optimizer, self.knobs = optimizer, knobs
@@ -37,6 +39,8 @@ class FanOut:
         self.stepped = False
         self.moved = True  # since the last average; unknown at the beginning
         self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
+        if self.fused:
+            optimizer.first_replica = first_replica  # type: ignore[attr-defined]
         self._wrap()
         optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
 

@@ -22,11 +22,12 @@ __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 
 
 class CycleAverage:
-    """Running mean of some tensors, in place and in their own dtype: one more copy of the parameters."""
+    """Running mean of some tensors, in place: one more copy of the parameters, at least in float32."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [t.detach() for t in tensors]
-        self.means = [torch.empty_like(t) for t in self.tensors]
+        # In 16 bits the n-th sample, which counts 1 / n, would mostly be rounded away.
+        self.means = [torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.tensors]
         self.samples = 0
 
     @torch.no_grad()
@@ -35,12 +36,15 @@ class CycleAverage:
         self.samples += 1
         if self.samples == 1:
             torch._foreach_copy_(self.means, self.tensors)
-        else:
+        elif all(mean.dtype == tensor.dtype for mean, tensor in zip(self.means, self.tensors, strict=True)):
             torch._foreach_lerp_(self.means, self.tensors, 1.0 / self.samples)
+        else:
+            for mean, tensor in zip(self.means, self.tensors, strict=True):  # one cast tensor at a time
+                mean.lerp_(tensor.to(mean.dtype), 1.0 / self.samples)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swap contents, addresses stay: graphs and flat buffers that point at the parameters remain valid. Twice is the identity."""
+        """Swap contents, addresses stay: graphs and flat buffers that point at the parameters remain valid. Twice restores the tensors."""
         for tensor, mean in zip(self.tensors, self.means, strict=True):
             held = tensor.clone()
             tensor.copy_(mean)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from .converge import all_finite, digest
+from .optim.state import kept_masters
 from .replicas import Replicas
 from .window import LossWindow
 
-__all__ = ["LocalReplica", "Slot", "gather_slots"]
+__all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,19 @@ class LocalReplica:
     """A replica of this process in the running cycle."""
 
     parameters: Sequence[torch.Tensor]
+    masters: Callable[[], Sequence[torch.Tensor | None]]
+    """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split form, or None."""
     window: LossWindow
+
+
+def local_replicas(replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[LocalReplica]:
+    """The replicas that this process holds, each with its own of ``tensors``."""
+
+    def masters(place: int) -> list[torch.Tensor | None]:
+        kept = [kept_masters(optimizer.state.get(tensor, {})) for tensor in tensors]
+        return [found[place] if place < len(found) else None for found in kept]
+
+    return [LocalReplica(own, partial(masters, k), LossWindow(own[0].device)) for k, own in enumerate(replicas.sets(tensors))]
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,7 @@ def gather_slots(
 def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool) -> torch.Tensor:
     """(5 + the probe's width,) float64 on the parameters' device."""
     finite = all_finite(member.parameters)
-    marks = digest(member.parameters) if compare else finite.new_zeros(2)
+    # Masters may differ where their rounded copies do not.
+    marks = digest([*member.parameters, *(m for m in member.masters() if m is not None)]) if compare else finite.new_zeros(2)
     pieces = [finite.reshape(1), member.window.slots(), marks, *([] if probe is None else [probe])]
     return torch.cat([piece.to(member.parameters[0].device) for piece in pieces])

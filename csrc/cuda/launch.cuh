@@ -46,12 +46,17 @@ struct Grid {
 
 constexpr int64_t kSharedBytes = 48 * 1024;  // what a block gets without asking for more
 
+// Before the first of several launches, so that none is made if a later one is impossible.
+inline void check(const Grid& grid, const char* call) {
+  if (grid.blocks > std::numeric_limits<int32_t>::max()) throw std::runtime_error(std::string("hdet: too many chunks for ") + call);
+  if (grid.shared_bytes > kSharedBytes) throw std::runtime_error(std::string("hdet: too many replicas for ") + call);
+}
+
 // A grid without blocks launches nothing: it would be an error to CUDA.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, std::uintptr_t stream, const Arguments&... arguments) {
   if (grid.blocks == 0) return;
-  if (grid.blocks > std::numeric_limits<int32_t>::max()) throw std::runtime_error(std::string("hdet: too many chunks for ") + name);
-  if (grid.shared_bytes > kSharedBytes) throw std::runtime_error(std::string("hdet: too many replicas for ") + name);
+  check(grid, name);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../core/plan.h"
+#include "../core/rank_one.h"
 
 namespace hdet::cuda {
 
@@ -12,5 +12,9 @@ void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, 
 
 // Settings, norm, scaler and step counters -> control, rows, replica rows and weights.
 void launch_derive(const StepPlan& plan, std::uintptr_t stream);
+void launch_derive(const RankOnePlan& plan, std::uintptr_t stream);
+
+// What a converge of replicas on one line reads.
+void launch_derive_converge(const RankOnePlan& plan, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

@@ -1,5 +1,4 @@
 // An optimizer step on a GPU: norm (where one is asked for), derive, update.
-#include "../core/prepare.h"
 #include "kernels.h"
 #include "launch.cuh"
 #include "phases.cuh"
@@ -29,14 +28,15 @@ Kernel kernel_for(Rule rule, bool many, bool all_float) {
 }  // namespace
 
 void step(const StepPlan& plan, int device, std::uintptr_t stream) {
+  const char* const name = "cudaLaunchKernelEx(step)";
+  const bool many = plan.num_replicas > 1;
+  const auto shared = static_cast<int64_t>(many ? plan.num_replicas * sizeof(Replica) : 0);
+  const Grid grid{plan.num_chunks + counting_blocks(plan), kStepThreads, shared};
+  check(grid, name);
   const DeviceScope scope(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
-  const bool many = plan.num_replicas > 1;
-  const int64_t counting = (plan.num_tensors + kStepThreads - 1) / kStepThreads;
-  const auto shared = static_cast<int64_t>(many ? plan.num_replicas * sizeof(Replica) : 0);
-  launch("cudaLaunchKernelEx(step)", kernel_for(plan.rule, many, plan.all_float != 0), {plan.num_chunks + counting, kStepThreads, shared},
-         stream, plan);
+  launch(name, kernel_for(plan.rule, many, plan.all_float != 0), grid, stream, plan);
 }
 
 }  // namespace hdet::cuda

@@ -1,18 +1,11 @@
 // The update phase of a step on a GPU: a block for each chunk. What a step costs is its traffic: each stream is read once and written
 // once, 28 bytes a parameter for AdamW in float32 and 20 + 8K for K replicas. At 4.3 TB/s that leaves an H200 about 190 instructions
-// for an element; AdamW takes 60, two thirds of them in the exact division and root.
+// for an element; AdamW takes 75, two thirds of them in the exact division and root.
 #pragma once
 
-#include "../core/philox.h"
-#include "../core/rules.h"
-#include "block.cuh"
-#include "vec.cuh"
+#include "update.cuh"
 
 namespace hdet::cuda {
-
-// Small blocks: in a model of 1000-element tensors a block has 125 turns to share. What keeps the memory busy is the registers of
-// all blocks on a multiprocessor together: 1024 threads x 4 streams x 32 bytes in flight are 128 KiB, and 30 KiB would do.
-constexpr int kStepThreads = 128;
 
 // A replica's streams from a chunk's first element on, and what its step needs. Of one replica in registers, of many in shared memory.
 struct Replica {
@@ -23,48 +16,27 @@ struct Replica {
   bool in_step;
 };
 
-constexpr Formats kFloats{DType::f32, DType::f32, Master::none, DType::f32, DType::f32, DType::none, false};
-
-// kMany: any number of replicas, in batches of four whose loads are issued together; else one.
-// kFloat: StepPlan::all_float, formats known to the compiler.
+// kMany: any number of replicas, in batches whose loads are issued together; else one.
 template <class Rule, bool kMany, bool kFloat>
-struct Update {
+struct Update : Shared<Rule, kFloat> {
+  using Base = Shared<Rule, kFloat>;
+  using Base::chunk, Base::control, Base::formats, Base::gradient, Base::plan, Base::skipped;
   static constexpr int kBatch = !kMany ? 1 : kFloat ? 4 : 2;
-  static constexpr bool kSharesBits = Rule::kSecond && !kMany;  // one draw rounds the second moment and the parameter of replica 0
-  static constexpr bool kMayLackMomentum = Rule::kCoupled && !Rule::kSecond;  // SGD without momentum keeps nothing
 
-  const StepPlan& plan;
-  const Chunk chunk;
-  const Control control;
-  const HyperRow row;
-  Formats formats;
-  void *gradient, *exp_avg, *exp_avg_sq;
   Replica* replicas;  // in shared memory, where there are many
   Replica own;
 
-  __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c)
-      : plan(p), chunk(c), control(*p.control), row(p.rows[c.row]), formats(kFloat ? kFloats : unpack_formats(c.formats)) {
-    if constexpr (kFloat && kMayLackMomentum) {
-      if (unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
-    }
-    gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
-    exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
-    exp_avg_sq = Rule::kSecond ? advance(plan.exp_avg_sqs[chunk.tensor], formats.exp_avg_sq, chunk.offset) : nullptr;
+  __device__ __forceinline__ Update(const StepPlan& p, const Chunk& c) : Base(p, c) {
     if constexpr (kMany) replicas = dynamic_shared<Replica>();
     else own = replica_at(0);
   }
 
-  __device__ __forceinline__ bool keeps_first() const { return !kMayLackMomentum || formats.exp_avg != DType::none; }
-  __device__ __forceinline__ bool skipped() const { return control.skip != 0.0f; }
   __device__ __forceinline__ int count() const { return kMany ? plan.num_replicas : 1; }
   __device__ __forceinline__ bool packs() const { return !kMany && plan.finish == Finish::pack; }
   __device__ __forceinline__ bool means() const { return plan.finish == Finish::mean; }
   __device__ __forceinline__ void* bucket() const { return advance(plan.buckets[chunk.tensor], DType::f32, chunk.offset); }
-
-  // Whether 16-byte accesses hold eight elements in all streams.
   __device__ __forceinline__ bool wide() const {
-    return !kFloat && formats.gradient != DType::f32 && formats.param != DType::f32 && formats.master != Master::f32 &&
-           formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32 && formats.average != DType::f32;
+    return Base::narrow() && formats.param != DType::f32 && formats.master != Master::f32 && formats.average != DType::f32;
   }
 
   __device__ __forceinline__ Replica replica_at(int k) const {
@@ -94,9 +66,7 @@ struct Update {
   // Fills shared memory; then how the chunk is cut.
   __device__ __forceinline__ Cut prepare() {
     const int head = head_of(gradient, formats.gradient, wide());
-    // A group of four shares its random numbers with the elements 4q .. 4q + 3.
-    bool vectors = in_step(exp_avg, formats.exp_avg, head, wide()) && in_step(exp_avg_sq, formats.exp_avg_sq, head, wide()) &&
-                   !(formats.stochastic && head % 4 != 0);
+    bool vectors = Base::are_in_step(head, wide());
     if (packs()) vectors = vectors && in_step(bucket(), DType::f32, head, wide());
     if constexpr (kMany) {
       phase([&](int thread) {
@@ -113,45 +83,22 @@ struct Update {
     return cut(chunk.length, head, wide(), vectors);
   }
 
-  // Random numbers for the elements of this thread.
-  template <int kWidth>
-  __device__ __forceinline__ void random(uint32_t number, const Place& at, uint32_t (&bits)[kWidth]) const {
-    const auto id = static_cast<uint32_t>(plan.ids[chunk.tensor]);
-#pragma unroll
-    for (int i = 0; i < kWidth; i += 4) {
-      const int64_t element = chunk.offset + (i == 0 ? at.first : at.second);
-      const Random4 random = rounding_bits(plan.seed, row.step, number, id, element / 4);
-      if constexpr (kWidth == 1) {
-        const int lane = static_cast<int>(element % 4);
-        bits[0] = lane == 0 ? random.word[0] : lane == 1 ? random.word[1] : lane == 2 ? random.word[2] : random.word[3];
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) bits[i + j] = random.word[j];
-      }
-    }
-  }
-
   // One turn: everything that becomes of these elements.
   template <int kWidth>
   __device__ __forceinline__ void turn(const Place& at) const {
-    Raw<kWidth> raw_gradient, raw_first, raw_second, raw_params[kBatch];
-    load<Use::once>(formats.gradient, gradient, at, raw_gradient);
-    if (keeps_first()) load<Use::once>(formats.exp_avg, exp_avg, at, raw_first);
-    if (Rule::kSecond) load<Use::once>(formats.exp_avg_sq, exp_avg_sq, at, raw_second);
+    typename Base::template RawTurn<kWidth> raw;
+    Raw<kWidth> raw_params[kBatch];
+    Base::load_turn(at, raw);
     load_batch(0, at, raw_params);
 
-    float u[kWidth];
-    uint32_t bits[kWidth];  // of replica number 0
-    if (kSharesBits && formats.stochastic) random(0, at, bits);
-    if (skipped()) {
-      for (int i = 0; i < kWidth; ++i) u[i] = 0.0f;
-    } else {
-      directions(at, raw_gradient, raw_first, raw_second, raw_params[0], bits, u);
+    float u[kWidth] = {};
+    uint32_t bits[kWidth];
+    if (!skipped()) {
+      float p[kWidth] = {};
+      if (Rule::kCoupled && count() == 1) unpack(replica(0).param, raw_params[0], p);
+      Base::direction(at, raw, p, bits, u);
     }
-    if (plan.zero_gradients != 0) {
-      const float zeros[kWidth] = {};
-      store<Use::once>(formats.gradient, gradient, at, zeros);
-    }
+    if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
 
     float sums[kWidth];
 #pragma unroll
@@ -179,33 +126,10 @@ struct Update {
     }
   }
 
-  // Gradient and moments -> new moments, in memory, and u.
-  template <int kWidth>
-  __device__ __forceinline__ void directions(const Place& at, const Raw<kWidth>& raw_gradient, const Raw<kWidth>& raw_first,
-                                             const Raw<kWidth>& raw_second, const Raw<kWidth>& raw_param, uint32_t (&bits)[kWidth],
-                                             float (&u)[kWidth]) const {
-    float g[kWidth], m[kWidth] = {}, v[kWidth] = {}, p[kWidth] = {};
-    unpack(formats.gradient, raw_gradient, g);
-    if (keeps_first()) unpack(formats.exp_avg, raw_first, m);
-    if (Rule::kSecond) unpack(formats.exp_avg_sq, raw_second, v);
-    if (Rule::kCoupled && count() == 1) unpack(replica(0).param, raw_param, p);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], m[i], v[i]);
-    if (keeps_first()) store<Use::once>(formats.exp_avg, exp_avg, at, m);
-    if constexpr (Rule::kSecond) {
-      if (formats.stochastic && formats.exp_avg_sq == DType::bf16) {
-        if (!kSharesBits) random(0, at, bits);
-        store_halves<Use::once, kWidth>(exp_avg_sq, at, [&](int i) { return to_bf16(v[i], bits[i] >> 16); });
-      } else {
-        store<Use::once>(formats.exp_avg_sq, exp_avg_sq, at, v);
-      }
-    }
-  }
-
   // Replica k takes its step, and what is asked for is done with the result.
   template <int kWidth>
-  __device__ __forceinline__ void finish(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth],
-                                         uint32_t (&bits)[kWidth], float (&sums)[kWidth]) const {
+  __device__ __forceinline__ void finish(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth], uint32_t (&bits)[kWidth],
+                                         float (&sums)[kWidth]) const {
     const Replica r = replica(k);
     float p[kWidth];
     unpack(r.param, raw, p);
@@ -230,7 +154,8 @@ struct Update {
   __device__ __forceinline__ void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth], uint32_t (&bits)[kWidth]) const {
     if (formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16) {
       const int number = plan.first_replica + k;
-      if (!kSharesBits || number != 0) random(static_cast<uint32_t>(number), at, bits);
+      const bool drawn = !kMany && number == 0 && Base::draws_second();  // one draw serves the second moment and the parameter
+      if (!drawn) Base::random(static_cast<uint32_t>(number), at, bits);
       store_halves<Use::again, kWidth>(r.param.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
     } else {
       store(r.param, at, p);
@@ -248,15 +173,6 @@ struct Update {
     store<Use::once>(formats.average, average, at, x);
   }
 };
-
-// The last blocks of the grid count the step.
-__device__ __forceinline__ void count_steps(const StepPlan& plan, int64_t block) {
-  if (plan.control->skip != 0.0f) return;
-  threads([&](int thread) {
-    const int64_t tensor = block * kStepThreads + thread;
-    if (tensor < plan.num_tensors) count_step(plan, tensor);
-  });
-}
 
 template <class Rule, bool kMany, bool kFloat>
 constexpr int blocks_per_multiprocessor() {

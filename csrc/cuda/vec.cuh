@@ -18,6 +18,12 @@ namespace hdet::cuda {
 
 constexpr int kEight = 8;
 
+// A number of elements as an argument, for lambdas.
+template <int kWidth>
+struct Width {
+  static constexpr int value = kWidth;
+};
+
 // A pointer read from a table is generic to the compiler: it may be shared memory. Saying that it is global makes the accesses
 // ld.global/st.global, which are also the ones that can be vectorised without a check.
 template <class T>

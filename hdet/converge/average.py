@@ -5,13 +5,15 @@ Cost: one all_reduce of the parameters' bytes. Extra memory: at most one bucket,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import kernels
+from ..kernels.checks import FLOATS
 from ..replicas import Replicas
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable"]
@@ -21,22 +23,38 @@ DIRECT_BYTES = 1 << 20
 """A tensor this large is reduced where it lies: a copy into a bucket would cost more than its own collective."""
 
 
+class _Part(NamedTuple):
+    """A tensor, or a piece of one, and its master: float32, or int16, the lower half of a bfloat16 tensor's exact value."""
+
+    tensor: torch.Tensor
+    master: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.tensor if self.master is None or self.master.dtype == torch.int16 else self.master
+
+    @property
+    def lower(self) -> torch.Tensor | None:
+        return self.master if self.master is not None and self.master.dtype == torch.int16 else None
+
+
 @dataclass
 class _Filling:
-    """What travels together: ``flat`` is the used part of the bucket, ``views`` its pieces, ``sources`` those of the tensors."""
+    """What travels together: ``flat`` is the used part of the bucket, ``views`` its pieces, ``parts`` those of the tensors."""
 
     flat: torch.Tensor
     views: list[torch.Tensor] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
 
     def seal(self, used: int) -> _Filling:
-        """Full: prepare the way in and the way out. fp32 goes through one native call, what must be cast or gathered through torch's."""
+        """Full: prepare the way in, from the masters where there are any, and the way out, to both. Gathering is left to torch."""
         self.flat = self.flat[:used]
-        plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in self.sources) and self.flat.dtype == torch.float32
-        backend = "auto" if plain and self.flat.device.type in ("cpu", "cuda") else "torch"
-        self.pack = kernels.pair_plan(self.sources, self.views, backend=backend)
-        self.unpack = kernels.pair_plan(self.views, self.sources, backend=backend)
-        self.versioned = [t for t in self.sources if not t.is_inference()]
+        tensors, values, lowers, masters = zip(*((p.tensor, p.value, p.lower, p.master) for p in self.parts), strict=True)
+        native = all(t.dtype in FLOATS and t.is_contiguous() for t in tensors) and self.flat.dtype == torch.float32
+        backend = "auto" if native and self.flat.device.type in ("cpu", "cuda") else "torch"
+        self.pack = kernels.pair_plan(values, self.views, source_lowers=_unless_empty(lowers), backend=backend)
+        self.unpack = kernels.pair_plan(self.views, tensors, masters=_unless_empty(masters), backend=backend)
+        self.versioned = [t for t in tensors if not t.is_inference()]
         return self
 
     def average(self, weight: float, group: dist.ProcessGroup) -> None:
@@ -48,6 +66,10 @@ class _Filling:
         self.unpack.copy(1.0)
 
 
+def _unless_empty(column: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
+    return column if any(tensor is not None for tensor in column) else None
+
+
 class BucketedAverage:
     """Weighted in-place average of the same tensors on every replica.
 
@@ -56,6 +78,8 @@ class BucketedAverage:
             are reduced where they lie; the others travel in a bucket, filled as often as needed, 16-bit ones as fp32.
         replicas: who takes part.
         bucket_bytes: upper bound of the extra memory, in bytes; it is kept between calls.
+        masters: gives the master of each tensor or None, asked at every call: an optimizer makes them in its first step. float32,
+            or int16, the lower half of a bfloat16 tensor's exact value. The average is that of the masters; both are written.
 
     Guarantees: afterwards the tensors are bitwise equal on all replicas; the order and the number of collectives depend on
     shapes and dtypes alone; the host never waits for a CUDA device. Not for overlapping calls.
@@ -64,12 +88,19 @@ class BucketedAverage:
         ValueError: a tensor that is sparse, not floating point, or a DTensor; ``bucket_bytes`` below 1024.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        replicas: Replicas,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        masters: Callable[[], Sequence[torch.Tensor | None]] | None = None,
+    ) -> None:
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1024:
             raise ValueError(f"bucket_bytes must be a whole number of bytes >= 1024, got {bucket_bytes!r}")
         for i, tensor in enumerate(tensors):
             check_averageable(tensor, f"tensor {i}")
         self.tensors, self.replicas, self.bucket_bytes = list(tensors), replicas, bucket_bytes
+        self._masters = masters or (lambda: [None] * len(self.tensors))
         self._addresses: list[int] = []
         self._direct: list[torch.Tensor] = []
         self._fillings: list[_Filling] = []
@@ -102,20 +133,20 @@ class BucketedAverage:
 
     def _plan(self) -> None:
         """Who goes directly and what fills the bucket; rebuilt only if a tensor has moved."""
-        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        masters = self._masters()
+        addresses = [tensor.data_ptr() for pair in zip(self.tensors, masters, strict=True) for tensor in pair if tensor is not None]
         if addresses == self._addresses:
             return
         self._addresses, self._direct, self._fillings, self._memories = addresses, [], [], []
-        data = [t.detach() for t in self.tensors if t.numel()]
-        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in data:
-            wire = _wire_dtype(tensor.dtype)
+        kinds: dict[tuple[torch.device, torch.dtype], list[_Part]] = {}
+        for part in (_Part(t.detach(), master) for t, master in zip(self.tensors, masters, strict=True) if t.numel()):
+            tensor, wire = part.tensor, _wire_dtype(part.tensor.dtype)
             if tensor.is_contiguous() and tensor.dtype == wire and tensor.nbytes >= DIRECT_BYTES:
                 self._direct.append(tensor)
             else:
-                kinds.setdefault((tensor.device, wire), []).append(tensor)
+                kinds.setdefault((tensor.device, wire), []).append(part)
         for (device, dtype), members in kinds.items():
-            wanted = sum(t.numel() for t in members)
+            wanted = sum(part.tensor.numel() for part in members)
             memory = torch.empty(min(wanted, self.bucket_bytes // len(kinds) // dtype.itemsize), dtype=dtype, device=device)
             self._memories.append(memory)
             self._fillings += _fill(members, memory)
@@ -126,30 +157,33 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _fill(tensors: list[torch.Tensor], memory: torch.Tensor) -> Iterator[_Filling]:
+def _fill(parts: list[_Part], memory: torch.Tensor) -> Iterator[_Filling]:
     """Lay the tensors out over the bucket, as often as needed; a tensor may be cut between two fillings."""
     used = 0
     filling = _Filling(memory)
-    for tensor in tensors:
-        for piece in _pieces(tensor, memory.numel()):
-            if used + piece.numel() > memory.numel():
+    for part in parts:
+        for piece in _pieces(part, memory.numel()):
+            size = piece.tensor.numel()
+            if used + size > memory.numel():
                 yield filling.seal(used)
                 filling, used = _Filling(memory), 0
-            filling.views.append(memory[used : used + piece.numel()].view(piece.shape))
-            filling.sources.append(piece)
-            used += piece.numel()
+            filling.views.append(memory[used : used + size].view(piece.tensor.shape))
+            filling.parts.append(piece)
+            used += size
     yield filling.seal(used)
 
 
-def _pieces(tensor: torch.Tensor, capacity: int) -> Iterator[torch.Tensor]:
+def _pieces(part: _Part, capacity: int) -> Iterator[_Part]:
     """The tensor itself, or, larger than the bucket, pieces of it that fit."""
+    tensor, master = part
     if tensor.numel() <= capacity:
-        yield tensor
-    elif tensor.is_contiguous():
-        yield from tensor.view(-1).split(capacity)
+        yield part
+    elif tensor.is_contiguous():  # and so is a master
+        cuts = tensor.view(-1).split(capacity)
+        yield from map(_Part, cuts, [None] * len(cuts) if master is None else master.view(-1).split(capacity))
     else:
         for row in tensor.unbind(0):
-            yield from _pieces(row, capacity)
+            yield from _pieces(_Part(row), capacity)
 
 
 def _scale_(tensor: torch.Tensor, weight: float) -> None:

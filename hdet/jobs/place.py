@@ -51,10 +51,10 @@ def choose_device(device: str, processes: int) -> str:
     if native != hdet.kernels.USABLE:
         raise ValueError(f"the kernels cannot be used: {native}")
     if device == "cuda" and gpus < processes:
-        fewer = f"--replicas {gpus} or " if gpus >= 2 else ""  # one replica has nothing to be compared with
+        fewer = [f"--replicas {gpus}"] if gpus >= 2 else []  # one replica has nothing to be compared with
         what = f"{processes} replicas need {processes} GPUs" if processes > 1 else "one GPU is needed"
-        alone = "--coresident or " if gpus and processes > 1 else ""
-        raise ValueError(f"device is 'cuda': {what} and {gpus} can be used; pass {fewer}{alone}--device cpu")
+        ways = [*fewer, "--coresident"] if gpus else []
+        raise ValueError(f"device is 'cuda': {what} and {gpus} can be used; pass {' or '.join([*ways, '--device cpu'])}")
     return "cuda" if gpus >= processes and device != "cpu" else "cpu"
 
 

@@ -285,7 +285,8 @@ def check_replicas(params: Sequence[Sequence[Tensor]], masters: Sequence[Column]
 
 def _check_master_column(params: Sequence[Tensor], masters: Column, k: int, num_replicas: int) -> list[tuple[str, Tensor]]:
     if len(masters) != len(params):
-        raise ValueError(f"masters of replica {k} has {len(masters)} entries, but there are {len(params)} tensors")
+        whose = f"masters of replica {k}" if num_replicas > 1 else "masters (or lower halves)"
+        raise ValueError(f"{whose} has {len(masters)} entries, but there are {len(params)} tensors")
     named = [(i, f"master of {_of(i, k, num_replicas)}", master) for i, master in enumerate(masters) if master is not None]
     for i, name, master in named:
         check_tensor(master, name, params[i].device, (torch.float32, torch.int16))

@@ -17,8 +17,9 @@ from torch import Tensor
 from hdet.ranges import ranged
 
 from . import native
-from .interface import Column, StepTensors
+from .interface import Column, RankOneTensors, StepTensors
 from .native_plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
+from .native_rank_one import NativeRankOnePlan
 from .native_step import NativeStepPlan
 
 if native.missing is None:
@@ -61,7 +62,8 @@ class CudaMemory(native.Memory):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._tables: list[Tensor] = []
-        self._streams: set[int] = set()
+        self._mirrors: dict[int, Tensor] = {}  # what the device has, by the table's address there
+        self._streams: set[int] = set()  # those that have used the tables
 
     def place(self, table: Tensor) -> Tensor:
         if _capturing():
@@ -73,9 +75,13 @@ class CudaMemory(native.Memory):
 
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
+        mirror = self._mirrors.get(placed.data_ptr())
+        if mirror is not None and torch.equal(table, mirror):
+            return
         if _capturing():
-            raise RuntimeError(f"settings differ from those on the device. {_HOW_TO_CAPTURE}")
+            raise RuntimeError(f"gradients have moved, or hyperparameters have changed, since the last step. {_HOW_TO_CAPTURE}")
         _copy_without_waiting(table, placed)
+        self._mirrors[placed.data_ptr()] = table.clone()
 
     def room(self, count: int) -> Tensor:
         return self.place(torch.zeros(count, dtype=torch.uint8))
@@ -95,14 +101,21 @@ class CudaStepPlan(NativeStepPlan):
 
     memory: CudaMemory
 
-    def _take_gradients(self, gradients: Sequence[Tensor], addresses: list[int]) -> None:
-        if _capturing() and (addresses != self._addresses or [g.dtype for g in gradients] != self.gradient_dtypes):
-            raise RuntimeError(f"gradients are not where they were in the last step. {_HOW_TO_CAPTURE}")
-        super()._take_gradients(gradients, addresses)
-
     @ranged("hdet.step")
     def _run(self) -> None:
         _C.cuda_step(self.plan, self.device_number, self.memory.stream())
+
+
+class CudaRankOnePlan(NativeRankOnePlan):
+    memory: CudaMemory
+
+    @ranged("hdet.step")
+    def _run(self) -> None:
+        _C.cuda_rank_one(self.plan, self.device_number, self.memory.stream())
+
+    @ranged("hdet.converge")
+    def _run_converge(self) -> None:
+        _C.cuda_converge(self.plan, self.device_number, self.memory.stream())
 
 
 class CudaAveragePlan(NativeAveragePlan):
@@ -136,6 +149,9 @@ class CudaBackend:
 
     def step_plan(self, tensors: StepTensors) -> CudaStepPlan:
         return CudaStepPlan(tensors, CudaMemory(tensors.params[0][0].device))
+
+    def rank_one_plan(self, tensors: RankOneTensors) -> CudaRankOnePlan:
+        return CudaRankOnePlan(tensors, CudaMemory(tensors.bases[0].device))
 
     def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> CudaAveragePlan:
         return CudaAveragePlan(params, masters, CudaMemory(params[0][0].device))

@@ -22,9 +22,10 @@ class NativeStepPlan:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
         self.plan = self._new_plan()
-        self.shapes = [param.shape for param in tensors.params[0]]
+        self.count = len(tensors.params[0])
         self.device_number = tensors.params[0][0].get_device()
-        self.gradient_dtypes: list[torch.dtype] = [torch.float32] * len(self.shapes)
+        self.gradients = _C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
+        self.gradient_types = [native.DTYPES[torch.float32]] * self.count
         self.chunks = self._chunks()
         self.placed_chunks = memory.place(self.chunks)
         self._describe()
@@ -40,15 +41,15 @@ class NativeStepPlan:
         t = self.tensors
         first = [None if sets is None else sets[0] for sets in (t.masters, t.averages)]
         packed = native.formats(
-            len(self.shapes), None, t.params[0], first[0], t.exp_avgs, t.exp_avg_sqs, first[1], stochastic=t.stochastic is not None
+            self.count, None, t.params[0], first[0], t.exp_avgs, t.exp_avg_sqs, first[1], stochastic=t.stochastic is not None
         )
-        packed = [field | native.DTYPES[dtype] for field, dtype in zip(packed, self.gradient_dtypes, strict=True)]
+        packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
         return native.chunk_table(t.params[0], t.rows, packed)
 
     def _describe(self) -> None:
         plan, t = self.plan, self.tensors
         plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), native.num_chunks(self.chunks)
-        plan.num_tensors, plan.num_replicas, plan.num_rows = len(self.shapes), t.num_replicas, 1 + max(t.rows)
+        plan.num_tensors, plan.num_replicas, plan.num_rows = self.count, t.num_replicas, 1 + max(t.rows)
         plan.rule = RULES.index(t.rule)
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
         self._note_all_float()
@@ -56,10 +57,10 @@ class NativeStepPlan:
     def _note_all_float(self) -> None:
         t = self.tensors
         plain = native.only_float(*t.params, t.exp_avgs, t.exp_avg_sqs) and native.nothing_in(t.masters) and native.nothing_in(t.averages)
-        self.plan.all_float = int(plain and set(self.gradient_dtypes) <= {torch.float32})
+        self.plan.all_float = int(plain and set(self.gradient_types) <= {native.DTYPES[torch.float32]})
 
     def _point_to_tensors(self) -> None:
-        t, count = self.tensors, len(self.shapes)
+        t, count = self.tensors, self.count
         sets: list[tuple[str, Sequence[Column] | None]] = [
             ("params", t.params),
             ("masters", t.masters),
@@ -105,7 +106,7 @@ class NativeStepPlan:
         """The tables that steps write: addresses of gradients; settings (csrc/core/hyper.h), then addresses of rates."""
         plan = self.plan
         rows, replicas = plan.num_rows, plan.num_replicas
-        self.gradient_table = torch.zeros(len(self.shapes), dtype=torch.int64)
+        self.gradient_table = torch.zeros(self.count, dtype=torch.int64)
         self.placed_gradients = self.memory.place(self.gradient_table)
         plan.gradients = self.placed_gradients.data_ptr()
         self.num_settings = 2 + rows * (9 + replicas) + replicas
@@ -113,7 +114,6 @@ class NativeStepPlan:
         self.placed_settings = self.memory.place(self.settings_table)
         plan.settings = self.placed_settings.data_ptr()
         plan.rates = plan.settings + 8 * self.num_settings
-        self._addresses: list[int] = []
         self._settings: list[object] = []
         self._rates: list[Tensor | None] = []
         self._rate_addresses: list[int] = []
@@ -121,9 +121,8 @@ class NativeStepPlan:
         self._no_weights = (0.0,) * replicas
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        addresses = self._check_gradients(gradients)
         self._take_settings(settings, options)
-        self._take_gradients(gradients, addresses)
+        self._take_gradients(gradients)
         self._run()
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
@@ -132,34 +131,31 @@ class NativeStepPlan:
     def _run(self) -> None:
         raise NotImplementedError
 
-    def _check_gradients(self, gradients: Sequence[Tensor]) -> list[int]:
-        """The gradients' addresses, after a check that costs little. Anything unusual goes to the checks that can say what it is."""
+    def _take_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Writes where the gradients lie and how they are stored, if that has changed. Raises for gradients that cannot be used."""
+        changes = self.gradients.read(gradients if isinstance(gradients, list) else list(gradients))
+        if changes == 0:
+            return
         try:
-            addresses = [g.data_ptr() for g in gradients]
-            usual = (
-                [g.shape for g in gradients] == self.shapes
-                and False not in [g.is_contiguous() for g in gradients]
-                and {g.dtype for g in gradients} <= native.DTYPES.keys()
-                and {g.get_device() for g in gradients} <= {self.device_number}
-                and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
-            )
-        except (RuntimeError, AttributeError):  # sparse tensors have no address; None has no attributes
-            usual = False
-        if not usual:
-            check_gradients(gradients, self.tensors.params[0])
-        return addresses
+            self._write_gradients(gradients, changes)
+        except BaseException:
+            self.gradients.forget()
+            raise
 
-    def _take_gradients(self, gradients: Sequence[Tensor], addresses: list[int]) -> None:
-        dtypes = [g.dtype for g in gradients]
-        if dtypes != self.gradient_dtypes:  # rare: at the first step, if at all
-            self.gradient_dtypes = dtypes
+    def _write_gradients(self, gradients: Sequence[Tensor], changes: int) -> None:
+        types = self.gradients.types
+        if changes == _C.Gradients.UNUSUAL:  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+            check_gradients(gradients, self.tensors.params[0])
+            _C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
+            types = [native.DTYPES[g.dtype] for g in gradients]
+        else:
+            self.gradients.write_addresses(self.gradient_table.data_ptr())
+        self.memory.refresh(self.gradient_table, self.placed_gradients)
+        if types != self.gradient_types:  # rare: at the first step, if at all
+            self.gradient_types = types
             self.chunks.copy_(self._chunks())
             self.memory.refresh(self.chunks, self.placed_chunks)
             self._note_all_float()
-        if addresses != self._addresses:
-            _C.write_addresses(self.gradient_table.data_ptr(), addresses)
-            self.memory.refresh(self.gradient_table, self.placed_gradients)
-            self._addresses = addresses
 
     def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         """Writes the table of settings, if it differs from what was written last, and what the options change in the plan."""
@@ -180,8 +176,8 @@ class NativeStepPlan:
             self._take_options(options)
         if not same_settings:
             _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
-            self._rates, self._rate_addresses = rates, rate_addresses
             self._write_settings(values)
+            self._rates, self._rate_addresses = rates, rate_addresses
 
     def _write_settings(self, values: list[object]) -> None:
         _C.write_numbers(self.settings_table.data_ptr(), values)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..triton_kernels import average, norm, pair
 from ..triton_kernels import tables as t
-from ..triton_kernels.launch import REGISTERS, TABLE_BLOCK, Memory, block_for
+from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
 from .checks import check_shares
-from .interface import Column, StepTensors
+from .interface import Column, RankOneTensors, StepTensors
+from .triton_rank_one import TritonRankOnePlan
 from .triton_step import TritonStepPlan
 
 
@@ -44,9 +45,8 @@ class TritonAveragePlan:
             self.memory.refresh(self.weights, self.placed_weights)
             self._weights = list(weights)
         for variant, chunks in self.launches:
-            self.memory.launch(
-                average.average, len(chunks), chunks, self.addresses, self.placed_weights, V=variant, maxnreg=REGISTERS
-            )
+            tables = (chunks, self.addresses, self.placed_weights)
+            self.memory.launch(average.average, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
 
 
 class TritonPairPlan:
@@ -125,6 +125,9 @@ class TritonBackend:
 
     def step_plan(self, tensors: StepTensors) -> TritonStepPlan:
         return TritonStepPlan(tensors)
+
+    def rank_one_plan(self, tensors: RankOneTensors) -> TritonRankOnePlan:
+        return TritonRankOnePlan(tensors)
 
     def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> TritonAveragePlan:
         return TritonAveragePlan(params, masters)

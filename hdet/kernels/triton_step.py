@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..triton_kernels import hyper, norm, step
 from ..triton_kernels import tables as t
-from ..triton_kernels.launch import REGISTERS, TABLE_BLOCK, Memory, block_for
+from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
 from .checks import check_gradients, check_options, check_settings
 from .interface import PLAIN, StepOptions, StepSettings, StepTensors
 
@@ -66,8 +66,9 @@ class TritonStepPlan:
         self._no_weights = (0.0,) * replicas
         self._gradient_dtypes: list[torch.dtype] = []
         self._addresses: list[int] = []
-        self._settings: list[object] = []
-        self._rates: list[Tensor | None] = []  # kept alive: the table points to them
+        self._settings: list[float] = []
+        self._rates: list[Tensor | None] = [None] * self.num_rows  # kept alive: the table points to them
+        self._rate_addresses = [0] * self.num_rows
         self._options: StepOptions | None = None
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
@@ -77,27 +78,29 @@ class TritonStepPlan:
         self._run(options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        """Writes the table of settings, if it differs from what was written last."""
         rates = [s.lr if isinstance(s.lr, Tensor) else None for s in settings]
         rate_addresses = [0 if rate is None else rate.data_ptr() for rate in rates]
-        values: list[object] = [options.max_norm, options.average_weight]
+        values: list[float] = [options.max_norm, options.average_weight]
         for s, rate in zip(settings, rates, strict=True):
-            values += (s.lr if rate is None else 0.0, *s[2:])
+            values += (s.lr if rate is None else 0.0, *s[2:])  # type: ignore[arg-type]
         for s in settings:
             values += s.multipliers
         values += self._no_weights if options.weights is None else options.weights
-        values += rate_addresses
-        changed = values != self._settings or any(new is not old for new, old in zip(rates, self._rates, strict=True))
-        if changed:
+        same_rates = rate_addresses == self._rate_addresses and all(new is old for new, old in zip(rates, self._rates, strict=True))
+        same = values == self._settings and same_rates
+        if not same:
             check_settings(settings, self.tensors)
         if options is not self._options:
             check_options(options, self.tensors)
             self._options = options
-        if changed:
-            numbers = torch.tensor(values[: self.num_settings], dtype=torch.float64)
-            table = torch.cat((numbers, torch.tensor(rate_addresses).view(torch.float64)))
-            self.memory.refresh(table, self.placed_settings)
-            self._settings, self._rates = values, rates
+        if not same:
+            self._rates, self._rate_addresses = rates, rate_addresses
+            self._write_settings(values)
+
+    def _write_settings(self, values: list[float]) -> None:
+        rates = torch.tensor(self._rate_addresses, dtype=torch.int64).view(torch.float64)
+        self.memory.refresh(torch.cat((torch.tensor(values, dtype=torch.float64), rates)), self.placed_settings)
+        self._settings = values
 
     def _check_gradients(self, gradients: Sequence[Tensor]) -> list[int]:
         """The gradients' addresses, after a check that costs little. Anything unusual goes to the checks that can say what it is."""
@@ -106,7 +109,7 @@ class TritonStepPlan:
             usual = (
                 [g.shape for g in gradients] == self.shapes
                 and False not in [g.is_contiguous() for g in gradients]
-                and {g.dtype for g in gradients} <= t.KINDS.keys()
+                and {g.dtype for g in gradients} <= t.FORMATS.keys()
                 and {g.get_device() for g in gradients} <= {self.device_number}
                 and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
             )
@@ -140,7 +143,7 @@ class TritonStepPlan:
             t.formats_of(None if tensors.averages is None else tensors.averages[0], count),
             strict=True,
         )
-        self.launches: list[tuple[step.StepVariant, tuple[str, ...], Tensor]] = []
+        self.launches: list[tuple[step.StepVariant, tuple[int, ...], Tensor]] = []
         for formats, members in t.groups(list(columns)).items():
             variant = step.StepVariant(
                 tensors.rule,
@@ -154,53 +157,36 @@ class TritonStepPlan:
             self.launches.append((variant, formats, chunks))
 
     def _run(self, options: StepOptions) -> None:
-        memory, num_partials = self.memory, 0
-        if options.max_norm != 0:
-            num_partials = len(self.all_chunks)
-            block = min(block_for(max(self.elements)), TABLE_BLOCK)
-            memory.launch(
-                norm.squares, num_partials, self.all_chunks, self.placed_gradients, self.partials, ALIGNED=self.gradients_aligned, BLOCK=block
-            )
-        memory.launch(
-            hyper.derive,
-            1,
-            self.placed_settings,
-            self.partials,
-            self.one if options.grad_scale is None else options.grad_scale,
-            self.zero if options.found_inf is None else options.found_inf,
-            self.counters,
-            self.leaders,
-            self.placed_rates,
-            self.rows,
-            self.replica_rows,
-            self.weights,
-            self.control,
-            num_partials,
-            len(self.shapes),
-            self.num_rows,
-            self.tensors.num_replicas,
-            RULE=self.tensors.rule,
-            BLOCK=TABLE_BLOCK,
-            num_warps=8,
-        )
+        self._derive(options, self._sum_squares(options))
         for variant, formats, chunks in self.launches:
-            self._update(variant, formats, chunks, options)
+            streams = (*formats, t.FORMATS[torch.float32]) if options.finish == "pack" else formats
+            vector = t.vector(streams, self.aligned and self.gradients_aligned)
+            variant = replace(variant, finish=options.finish, zero_gradients=options.zero_gradients, vector=vector)
+            self._update(variant, chunks)
 
-    def _update(self, variant: step.StepVariant, formats: tuple[str, ...], chunks: Tensor, options: StepOptions) -> None:
-        streams = (*formats, "f32") if options.finish == "pack" else formats
-        vector = t.vector(streams, self.aligned and self.gradients_aligned)
-        self.memory.launch(
-            step.update,
-            len(chunks),
-            chunks,
-            self.placed_gradients,
-            self.addresses,
-            self.ids,
-            self.rows,
-            self.replica_rows,
-            self.weights,
-            self.control,
-            self.random,
-            V=replace(variant, finish=options.finish, zero_gradients=options.zero_gradients, vector=vector),
-            **({"maxnreg": REGISTERS} if variant.replicas > 1 else {}),
-        )
+    def _sum_squares(self, options: StepOptions) -> int:
+        """How many partial sums there are."""
+        if options.max_norm == 0:
+            return 0
+        programs, block = len(self.all_chunks), min(block_for(max(self.elements)), TABLE_BLOCK)
+        tables = (self.all_chunks, self.placed_gradients, self.partials)
+        self.memory.launch(norm.squares, programs, *tables, ALIGNED=self.gradients_aligned, BLOCK=block)
+        return programs
+
+    def _inputs(self, options: StepOptions) -> tuple[Tensor, ...]:
+        grad_scale = self.one if options.grad_scale is None else options.grad_scale
+        found_inf = self.zero if options.found_inf is None else options.found_inf
+        return (self.placed_settings, self.partials, grad_scale, found_inf, self.counters, self.leaders, self.placed_rates)
+
+    def _counts(self, num_partials: int) -> tuple[int, ...]:
+        return (num_partials, len(self.shapes), self.num_rows, self.tensors.num_replicas)
+
+    def _derive(self, options: StepOptions, num_partials: int) -> None:
+        derived = (self.rows, self.replica_rows, self.weights, self.control)
+        arguments = (*self._inputs(options), *derived, *self._counts(num_partials))
+        self.memory.launch(hyper.derive, 1, *arguments, RULE=self.tensors.rule, BLOCK=TABLE_BLOCK, num_warps=8)
+
+    def _update(self, variant: step.StepVariant, chunks: Tensor) -> None:
+        tables = (chunks, self.placed_gradients, self.addresses, self.ids)
+        derived = (self.rows, self.replica_rows, self.weights, self.control, self.random)
+        self.memory.launch(step.update, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))

@@ -176,6 +176,8 @@ class FusedOptimizer(Stepper):
         shares = normalised(weights, self.num_replicas)
         if self._planned is not None:
             self._planned.watch.check()
+        else:
+            plans.Watch((), [(param, self.state[param]) for param in self._listed() if param in self.state])  # takes over once
         self._average(self._listed(), shares)
 
     def _finish_others(self, params: Sequence[Tensor], finish: Finish) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -31,9 +31,11 @@ class Watch:
     their sum tells. A write through `.data` or by a foreign kernel is not seen.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.pairs = [(param, master) for param, master in pairs if not param.is_inference()]
-        self.params = [param for param, _ in self.pairs]
+    def __init__(self, stepped: Iterable[tuple[Tensor, dict[str, Any]]], others: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Parameters and their states: those that the plan's steps write to, and those they leave alone."""
+        ours = [pair for param, state in stepped for pair in _watched(param, state)]
+        self.pairs = [*ours, *(pair for param, state in others for pair in _watched(param, state))]
+        self.params, self.per_step = [param for param, _ in self.pairs], len(ours)
         self.adopt()
 
     def adopt(self) -> None:
@@ -50,8 +52,8 @@ class Watch:
             self.adopt()
 
     def wrote(self) -> None:
-        """Our own step has counted up every version by one."""
-        self.sum += len(self.params)
+        """Our own step has counted up the versions of what it writes to by one."""
+        self.sum += self.per_step
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Part:
 class Planned:
     """The plans of one step, one for each device, and everything they rely on.
 
+    `written`: the parameters in all their replicas; `watch`: over all masters.
     `entries` and `states`, by the parameter's place: what is to be added to its state, and the state with it.
     """
 
@@ -82,6 +85,7 @@ class Planned:
         written: list[Tensor],
         entries: Mapping[int, dict[str, Any]],
         states: Mapping[int, dict[str, Any]],
+        watch: Watch,
     ) -> None:
         self.params, self.sizes, self.absent, self.flags, self.parts = params, sizes, absent, flags, parts
         self.entries, self.places = entries, list(states)
@@ -90,7 +94,7 @@ class Planned:
         self.addresses = lists.addresses(self._chosen(params))
         keys = sorted({key for state in states.values() for key in state if key not in REPLICA_KEYS})
         self.columns = {key: [state.get(key) for state in states.values()] for key in keys}
-        self.watch = Watch([pair for i, state in states.items() for pair in _watched(params[i], state)])
+        self.watch = watch
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
@@ -101,7 +105,7 @@ class Planned:
     def settle(self, container: dict[Tensor, dict[str, Any]]) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
         for i, made in self.entries.items():
-            state = container[self.params[i]]
+            state = container.setdefault(self.params[i], {})
             state.update(made)
             for key in [key for key, value in made.items() if value is None]:
                 del state[key]
@@ -176,7 +180,8 @@ def _settings(hyper: Hyper, multipliers: tuple[float, ...], decay_at_base: bool,
 
 def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """The parameter's sets that have a float32 master, with it."""
-    return [pair for pair in zip(state_sets(state, param), kept_masters(state), strict=False) if pair[1].dtype == torch.float32]
+    pairs = zip(state_sets(state, param), kept_masters(state), strict=False)
+    return [(tensor, master) for tensor, master in pairs if master.dtype == torch.float32 and not tensor.is_inference()]
 
 
 def number_rows(groups: Sequence[int], steps: Sequence[float]) -> tuple[list[int], list[int]]:

@@ -69,7 +69,8 @@ class Layout:
         dtype = torch.int16 if key == "remainder" else torch.float32
         if found == key and len(kept) == len(sets) and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True)):
             return {}
-        made = [_master(p, kept[k] if k < len(kept) else None, key) for k, p in enumerate(sets)]
+        made = [_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [_master(sets[0], None, key)]
+        made += [_like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
         entries: dict[str, Any] = {key: made[0]}
         if found not in (None, key):
             entries[found] = None
@@ -137,6 +138,12 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
     current = kept.to(torch.bfloat16) == values
     values.copy_(torch.where(current, upper, values))
     return torch.where(current, lower, torch.zeros_like(lower))
+
+
+def _like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
+    """A new replica's master: where it equals the first replica it is meant to, to the last bit."""
+    own = torch.zeros_like(master) if master.dtype == torch.int16 else param.detach().to(torch.float32)
+    return torch.where(param == first, master, own)
 
 
 def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:

@@ -253,7 +253,9 @@ class Stepper(Optimizer):
             tensors = self._tensors([sets[i] for i in places], [states[i] for i in places], row_of, [flags[g] for g in groups_of], places)
             parts.append(Part(kernels.step_plan(tensors, self.backend), places, row_groups, device))
         written = [tensor for i in members for tensor in sets[i]]
-        return Planned(params, sizes, absent, flags, parts, written, entries, states)
+        others = [(param, self.state[param]) for param, none in zip(params, absent, strict=True) if none and param in self.state]
+        watch = plans.Watch([(params[i], states[i]) for i in members], others)
+        return Planned(params, sizes, absent, flags, parts, written, entries, states, watch)
 
     def _tensors(
         self, sets: list[list[Tensor]], states: list[dict[str, Any]], rows: list[int], keeps: list[bool], places: list[int]
@@ -272,7 +274,7 @@ class Stepper(Optimizer):
             moments[1] if len(moments) == 2 else None,
             plans.master_columns(states, count),
             averages if any(average is not None for average in averages[0]) else None,
-            [self._buckets[s[0]][0] for s in sets] if self._buckets else None,
+            [self._buckets[s[0]][0] for s in sets] if all(s[0] in self._buckets for s in sets) else None,
             places,
             self.seed if self.stochastic_rounding or small_second else None,
             self.first_replica,

@@ -15,8 +15,8 @@ class AverageVariant:
     """All that an average is compiled for."""
 
     replicas: int
-    param: str = "f32"
-    master: str = "none"
+    param: int = 1  # formats: numbers.py
+    master: int = 0
     vector: int = 4
     block: int = 1024
 
@@ -24,9 +24,8 @@ class AverageVariant:
 @triton.jit
 def parameter_pointers(addresses, offset, k, V: tl.constexpr):
     """Of replica k; `addresses` has params[K], then masters[K]."""
-    VECTOR: tl.constexpr = V.vector
-    param = pointer(tl.load(addresses + k), offset, V.param, VECTOR)
-    master = pointer(tl.load(addresses + V.replicas + k), offset, "f32" if V.master == "f32" else "u16", VECTOR)
+    param = pointer(tl.load(addresses + k), offset, V.param, V.vector)
+    master = pointer(tl.load(addresses + V.replicas + k), offset, V.master, V.vector)
     return param, master
 
 

@@ -3,6 +3,8 @@
 `settings` is one array of doubles: max_norm, average_weight; nine for each row; rho[rows][K] (Eq. 1); weights[K].
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -54,60 +56,113 @@ def derive_control(settings, partials, num_partials, grad_scale, found_inf, cont
     return skip, gradient_scale
 
 
+class Settings(NamedTuple):
+    """What the host wrote for ROWS rows, in float64, and what counts for all their replicas."""
+
+    lr: tl.tensor
+    beta1: tl.tensor
+    beta2: tl.tensor
+    eps: tl.tensor
+    weight_decay: tl.tensor
+    dampening: tl.tensor
+    nesterov: tl.tensor
+    maximize: tl.tensor
+    decay_at_base: tl.tensor
+    step: tl.tensor  # uint32, from 1
+
+
+@triton.jit
+def load_settings(settings, leaders, rates, row, live):
+    """`leaders` and `rates` hold addresses; a rate of address 0 is in the settings."""
+    source = settings + STEP_SETTINGS + row * ROW_SETTINGS
+    counter = tl.load(leaders + row, mask=live, other=0).to(tl.pointer_type(tl.float32))
+    address = tl.load(rates + row, mask=live, other=0)
+    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=live & (address != 0), other=0).to(tl.float64)
+    return Settings(
+        tl.where(live & (address != 0), rate, tl.load(source, mask=live, other=0)),
+        tl.load(source + 1, mask=live, other=0),
+        tl.load(source + 2, mask=live, other=0),
+        tl.load(source + 3, mask=live, other=0),
+        tl.load(source + 4, mask=live, other=0),
+        tl.load(source + 5, mask=live, other=0),
+        tl.load(source + 6, mask=live, other=0),
+        tl.load(source + 7, mask=live, other=0),
+        tl.load(source + 8, mask=live, other=0),
+        tl.load(counter, mask=live, other=0).to(tl.uint32) + 1,
+    )
+
+
+@triton.jit
+def store_row(target, s, gradient_scale, live, RULE: tl.constexpr):
+    """The HyperRow of each row."""
+    one = tl.full((ROWS,), 1.0, tl.float64)
+    lerp1 = one - s.beta1
+    inv_sqrt_correction2 = one
+    coupled_decay = one * 0
+    if RULE == "adamw" or RULE == "adam":
+        inv_sqrt_correction2 = one / tl.sqrt(one - power(s.beta2, s.step))
+    if RULE == "adam" or RULE == "sgd":
+        coupled_decay = s.weight_decay
+    if RULE == "sgd":
+        # torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
+        lerp1 = tl.where((s.step <= 1) | (s.beta1 == 0), one, one - s.dampening)
+    tl.store(target, tl.where(s.maximize != 0, -gradient_scale, gradient_scale), mask=live)
+    tl.store(target + 1, s.beta1.to(tl.float32), mask=live)
+    tl.store(target + 2, lerp1.to(tl.float32), mask=live)
+    tl.store(target + 3, s.beta2.to(tl.float32), mask=live)
+    tl.store(target + 4, (one - s.beta2).to(tl.float32), mask=live)
+    tl.store(target + 5, inv_sqrt_correction2.to(tl.float32), mask=live)
+    tl.store(target + 6, s.eps.to(tl.float32), mask=live)
+    tl.store(target + 7, coupled_decay.to(tl.float32), mask=live)
+    tl.store(target + 8, (s.nesterov != 0).to(tl.float32), mask=live)
+    tl.store(target + 9, s.step.to(tl.float32, bitcast=True), mask=live)
+
+
+@triton.jit
+def derive_decay(s, rate, RULE: tl.constexpr):
+    """1 - rate * weight_decay for decoupled rules; 1 for coupled ones."""
+    one = tl.full((ROWS,), 1.0, tl.float64)
+    if RULE == "adamw" or RULE == "lion":
+        return one - rate * s.weight_decay
+    else:
+        return one
+
+
+@triton.jit
+def correction1(s, RULE: tl.constexpr):
+    """What the step size is divided by: 1 - beta1^step for Adam's rules."""
+    one = tl.full((ROWS,), 1.0, tl.float64)
+    if RULE == "adamw" or RULE == "adam":
+        return one - power(s.beta1, s.step)
+    else:
+        return one
+
+
+@triton.jit
+def rho_settings(settings, num_rows):
+    return settings + STEP_SETTINGS + num_rows * ROW_SETTINGS
+
+
+@triton.jit
+def weight_settings(settings, num_rows, num_replicas):
+    return rho_settings(settings, num_rows) + num_rows * num_replicas
+
+
 @triton.jit
 def derive_rows(settings, gradient_scale, leaders, rates, rows, replica_rows, num_rows, num_replicas, RULE: tl.constexpr):
-    """HyperRow of every row, and (step_size, decay) of every [row][replica]; leaders and rates hold addresses."""
-    rho_settings = settings + STEP_SETTINGS + num_rows * ROW_SETTINGS
+    """HyperRow of every row, and (step_size, decay) of every [row][replica]."""
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
         live = row < num_rows
-        counter = tl.load(leaders + row, mask=live, other=0).to(tl.pointer_type(tl.float32))
-        step = tl.load(counter, mask=live, other=0).to(tl.uint32) + 1
-        source = settings + STEP_SETTINGS + row * ROW_SETTINGS
-        beta1 = tl.load(source + 1, mask=live, other=0)
-        beta2 = tl.load(source + 2, mask=live, other=0)
-        weight_decay = tl.load(source + 4, mask=live, other=0)
-        maximize = tl.load(source + 7, mask=live, other=0) != 0
-        nesterov = tl.load(source + 6, mask=live, other=0) != 0
-        one = tl.full((ROWS,), 1.0, tl.float64)
-        lerp1 = one - beta1
-        correction1 = one
-        inv_sqrt_correction2 = one
-        coupled_decay = one * 0
-        if RULE == "adamw" or RULE == "adam":
-            correction1 = one - power(beta1, step)
-            inv_sqrt_correction2 = one / tl.sqrt(one - power(beta2, step))
-        if RULE == "adam" or RULE == "sgd":
-            coupled_decay = weight_decay
-        if RULE == "sgd":
-            # torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
-            dampening = tl.load(source + 5, mask=live, other=0)
-            lerp1 = tl.where((step <= 1) | (beta1 == 0), one, one - dampening)
-
-        target = rows + row * HYPER_ROW
-        tl.store(target, tl.where(maximize, -gradient_scale, gradient_scale), mask=live)
-        tl.store(target + 1, beta1.to(tl.float32), mask=live)
-        tl.store(target + 2, lerp1.to(tl.float32), mask=live)
-        tl.store(target + 3, beta2.to(tl.float32), mask=live)
-        tl.store(target + 4, (one - beta2).to(tl.float32), mask=live)
-        tl.store(target + 5, inv_sqrt_correction2.to(tl.float32), mask=live)
-        tl.store(target + 6, tl.load(source + 3, mask=live, other=0).to(tl.float32), mask=live)
-        tl.store(target + 7, coupled_decay.to(tl.float32), mask=live)
-        tl.store(target + 8, nesterov.to(tl.float32), mask=live)
-        tl.store(target + 9, step.to(tl.float32, bitcast=True), mask=live)
-
-        rate_address = tl.load(rates + row, mask=live, other=0)
-        rate_live = live & (rate_address != 0)
-        rate = tl.load(rate_address.to(tl.pointer_type(tl.float32)), mask=rate_live, other=0).to(tl.float64)
-        lr = tl.where(rate_live, rate, tl.load(source, mask=live, other=0))
-        decay_at_base = tl.load(source + 8, mask=live, other=0) != 0
+        s = load_settings(settings, leaders, rates, row, live)
+        store_row(rows + row * HYPER_ROW, s, gradient_scale, live, RULE)
+        correction = correction1(s, RULE)
         for k in range(num_replicas):
-            rho = tl.load(rho_settings + row * num_replicas + k, mask=live, other=0)
-            decay = one
-            if RULE == "adamw" or RULE == "lion":
-                decay = one - tl.where(decay_at_base, lr, lr * rho) * weight_decay
-            tl.store(replica_rows + (row * num_replicas + k) * 2, (lr * rho / correction1).to(tl.float32), mask=live)
-            tl.store(replica_rows + (row * num_replicas + k) * 2 + 1, decay.to(tl.float32), mask=live)
+            place = row * num_replicas + k
+            rate = s.lr * tl.load(rho_settings(settings, num_rows) + place, mask=live, other=0)  # Eq. 2
+            decay = derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE)
+            tl.store(replica_rows + place * 2, (rate / correction).to(tl.float32), mask=live)
+            tl.store(replica_rows + place * 2 + 1, decay.to(tl.float32), mask=live)
 
 
 @triton.jit
@@ -122,7 +177,7 @@ def count_steps(counters, num_tensors, skip, BLOCK: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_partials", "num_tensors", "num_rows", "num_replicas"],
-    do_not_specialize_on_alignment=["grad_scale", "found_inf"],
+    do_not_specialize_on_alignment=["grad_scale", "found_inf", "rates"],
 )
 def derive(
     settings,
@@ -146,7 +201,6 @@ def derive(
     skip, gradient_scale = derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK)
     derive_rows(settings, gradient_scale, leaders, rates, rows, replica_rows, num_rows, num_replicas, RULE)
     for k in range(num_replicas):
-        weight = tl.load(settings + STEP_SETTINGS + num_rows * (ROW_SETTINGS + num_replicas) + k)
-        tl.store(weights + k, weight.to(tl.float32))
+        tl.store(weights + k, tl.load(weight_settings(settings, num_rows, num_replicas) + k).to(tl.float32))
     tl.debug_barrier()  # all rows have read their leader's counter
     count_steps(counters, num_tensors, skip, BLOCK)

@@ -24,6 +24,11 @@ def block_for(longest: int) -> int:
     return max(16, triton.next_power_of_2(longest)) if interpreted else BLOCK
 
 
+def registers_for(replicas: int) -> dict[str, int]:
+    """An option for ptxas, where there is ptxas."""
+    return {"maxnreg": REGISTERS} if replicas > 1 and torch.version.hip is None else {}
+
+
 class Memory:
     """Tables in the memory of one device, and launches on its current stream."""
 

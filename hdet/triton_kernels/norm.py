@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .chunks import TAIL, load_chunk, whole_vectors
 from .hyper import total
-from .numbers import load, pointer
+from .numbers import BF16, F16, F32, load, pointer
 
 
 @triton.jit
@@ -31,12 +31,12 @@ def squares(chunks, tensors, partials, ALIGNED: tl.constexpr, BLOCK: tl.constexp
     chunk = load_chunk(chunks)
     address = tl.load(tensors + 2 * chunk.tensor)
     kind = tl.load(tensors + 2 * chunk.tensor + 1)
-    if kind == 1:
-        result = chunk_squares(address, chunk, "f32", 4 if ALIGNED else 1, BLOCK)
-    elif kind == 2:
-        result = chunk_squares(address, chunk, "bf16", 8 if ALIGNED else 1, BLOCK)
+    if kind == F32:
+        result = chunk_squares(address, chunk, F32, 4 if ALIGNED else 1, BLOCK)
+    elif kind == BF16:
+        result = chunk_squares(address, chunk, BF16, 8 if ALIGNED else 1, BLOCK)
     else:
-        result = chunk_squares(address, chunk, "f16", 8 if ALIGNED else 1, BLOCK)
+        result = chunk_squares(address, chunk, F16, 8 if ALIGNED else 1, BLOCK)
     tl.store(partials + tl.program_id(0), result)
 
 

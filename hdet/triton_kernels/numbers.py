@@ -1,7 +1,6 @@
 """Numbers in memory and random numbers: csrc/core/numbers.h and csrc/core/philox.h in Triton.
 
-A stream is an address from a table and a format: "f32", "bf16", "f16", or "u16" for the lower half of the split form; "none" where
-there is none.
+A stream is an address from a table and a format, by the numbers of numbers.h: DType, or Master for a master.
 
 VECTOR is how many elements a thread moves at a time: 16 bytes of a launch's widest stream where all its addresses are multiples of
 16, so 4 elements beside float32 and 8 otherwise; 1 where some address is not. Streams of one launch move in equal vectors, because
@@ -10,6 +9,10 @@ values would have to change threads between vectors of different lengths.
 
 import triton
 import triton.language as tl
+
+NONE, F32, BF16, F16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SPLIT = tl.constexpr(2)
+"""a master that is the lower half of a bfloat16 parameter, 16 bits as well"""
 
 
 @triton.jit
@@ -62,10 +65,10 @@ def lower_half(x):
 @triton.jit
 def pointer(address, element, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
     """To one element of a tensor: the start of a chunk, whose offset in bytes is a multiple of 16."""
-    if FORMAT == "f32":
+    if FORMAT == F32:
         p = (address + element * 4).to(tl.pointer_type(tl.float32))
         return tl.multiple_of(p, 4 * VECTOR)
-    elif FORMAT == "f16":
+    elif FORMAT == F16:
         p = (address + element * 2).to(tl.pointer_type(tl.float16))
         return tl.multiple_of(p, 2 * VECTOR)
     else:
@@ -80,7 +83,7 @@ def load(p, offsets, mask, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False)
         x = tl.load(p + offsets, mask=mask, other=0, eviction_policy="evict_first")
     else:
         x = tl.load(p + offsets, mask=mask, other=0)
-    if FORMAT == "bf16":
+    if FORMAT == BF16:
         return from_bf16(x)
     else:
         return x.to(tl.float32)
@@ -89,9 +92,9 @@ def load(p, offsets, mask, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False)
 @triton.jit
 def store(p, offsets, mask, x, FORMAT: tl.constexpr, STREAMED: tl.constexpr = False):
     """Rounds to nearest."""
-    if FORMAT == "bf16":
+    if FORMAT == BF16:
         x = to_bf16(x)
-    elif FORMAT == "f16":
+    elif FORMAT == F16:
         x = x.to(tl.float16)
     if STREAMED:
         tl.store(p + offsets, x, mask=mask, eviction_policy="evict_first")
@@ -102,9 +105,9 @@ def store(p, offsets, mask, x, FORMAT: tl.constexpr, STREAMED: tl.constexpr = Fa
 @triton.jit
 def load_parameter(param, master, offsets, mask, PARAM: tl.constexpr, MASTER: tl.constexpr):
     """The value of the master where there is one, else the parameter."""
-    if MASTER == "f32":
-        return load(master, offsets, mask, "f32")
-    elif MASTER == "split":
+    if MASTER == F32:
+        return load(master, offsets, mask, F32)
+    elif MASTER == SPLIT:
         return join(tl.load(param + offsets, mask=mask, other=0), tl.load(master + offsets, mask=mask, other=0))
     else:
         return load(param, offsets, mask, PARAM)
@@ -112,10 +115,10 @@ def load_parameter(param, master, offsets, mask, PARAM: tl.constexpr, MASTER: tl
 
 @triton.jit
 def store_parameter(param, master, offsets, mask, x, PARAM: tl.constexpr, MASTER: tl.constexpr):
-    if MASTER == "f32":
+    if MASTER == F32:
         tl.store(master + offsets, x, mask=mask)
         store(param, offsets, mask, x, PARAM)
-    elif MASTER == "split":
+    elif MASTER == SPLIT:
         tl.store(param + offsets, upper_half(x), mask=mask)
         tl.store(master + offsets, lower_half(x), mask=mask)
     else:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .chunks import TAIL, load_chunk, whole_vectors
-from .numbers import load_parameter, pointer, store_parameter
+from .numbers import SPLIT, load_parameter, pointer, store_parameter
 from .rules import running_average, scaled
 
 
@@ -16,10 +16,10 @@ class PairVariant:
     """All that a pairing is compiled for."""
 
     pairing: str
-    source: str = "f32"
-    lower: str = "none"  # "split": the source has a lower half
-    param: str = "f32"
-    master: str = "none"
+    source: int = 1  # formats: numbers.py
+    lower: int = 0  # SPLIT: the source has a lower half
+    param: int = 1
+    master: int = 0
     vector: int = 4
     block: int = 1024
 
@@ -45,7 +45,7 @@ def pair_block(p, scale, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
     mask = offsets < end
     if V.pairing == "swap":
         exchange(p.source, p.param, offsets, mask)
-        if V.lower == "split" and V.master == "split":
+        if V.lower == SPLIT and V.master == SPLIT:
             exchange(p.lower, p.master, offsets, mask)
     else:
         read = offsets < tl.where(scale != 0, end, 0)
@@ -65,10 +65,10 @@ def pair(chunks, addresses, scale, V: tl.constexpr):
     chunk = load_chunk(chunks)
     addresses += chunk.tensor * 4
     p = Pointers(
-        pointer(tl.load(addresses), chunk.offset, V.source, VECTOR),
-        pointer(tl.load(addresses + 1), chunk.offset, "u16", VECTOR),
-        pointer(tl.load(addresses + 2), chunk.offset, V.param, VECTOR),
-        pointer(tl.load(addresses + 3), chunk.offset, "f32" if V.master == "f32" else "u16", VECTOR),
+        pointer(tl.load(addresses), chunk.offset, V.source, V.vector),
+        pointer(tl.load(addresses + 1), chunk.offset, V.lower, V.vector),
+        pointer(tl.load(addresses + 2), chunk.offset, V.param, V.vector),
+        pointer(tl.load(addresses + 3), chunk.offset, V.master, V.vector),
     )
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .chunks import BATCH, TAIL, load_chunk, whole_vectors
-from .numbers import load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
+from .numbers import BF16, F32, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
 from .rules import HYPER_ROW, add_weighted, direction, load_row, running_average, scaled, take_step
 
 SHARED = tl.constexpr(3)
@@ -16,16 +16,16 @@ SHARED = tl.constexpr(3)
 
 @dataclass(frozen=True)
 class StepVariant:
-    """All that a step is compiled for. Formats are named as in numbers.py."""
+    """All that a step is compiled for. Formats are those of numbers.py."""
 
     rule: str
     replicas: int
-    gradient: str = "f32"
-    param: str = "f32"
-    master: str = "none"
-    exp_avg: str = "f32"
-    exp_avg_sq: str = "f32"
-    average: str = "none"
+    gradient: int = 1
+    param: int = 1
+    master: int = 0
+    exp_avg: int = 1
+    exp_avg_sq: int = 1
+    average: int = 0
     stochastic: bool = False
     first: bool = True  # the plan's first replica is replica 0, so that it can share random bits with the second moment
     finish: str = "store"
@@ -59,9 +59,8 @@ class Place(NamedTuple):
 
 @triton.jit
 def parameter_pointers(place, k, V: tl.constexpr):
-    VECTOR: tl.constexpr = V.vector
-    param = pointer(tl.load(place.addresses + k), place.offset, V.param, VECTOR)
-    master = pointer(tl.load(place.addresses + V.replicas + k), place.offset, "f32" if V.master == "f32" else "u16", VECTOR)
+    param = pointer(tl.load(place.addresses + k), place.offset, V.param, V.vector)
+    master = pointer(tl.load(place.addresses + V.replicas + k), place.offset, V.master, V.vector)
     return param, master
 
 
@@ -79,22 +78,23 @@ def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def new_direction(shared, place, row, start, offsets, mask, live, param, V: tl.constexpr, BLOCK: tl.constexpr):
     """Reads the gradient, moves the moments, returns u and the random bits of replica 0."""
+    RULE: tl.constexpr = V.rule
     gradient = load(shared.gradient, offsets, mask, V.gradient, True) * row.gradient_scale
     exp_avg = gradient * 0
     exp_avg_sq = exp_avg
-    if V.exp_avg != "none":
+    if V.exp_avg != NONE:
         exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
-    if V.exp_avg_sq != "none":
+    if V.exp_avg_sq != NONE:
         exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
-    u, exp_avg, exp_avg_sq = direction(row, gradient, param, exp_avg, exp_avg_sq, V.rule)
+    u, exp_avg, exp_avg_sq = direction(row, gradient, param, exp_avg, exp_avg_sq, RULE)
     bits = tl.zeros((BLOCK,), tl.uint32)
-    if V.stochastic and (V.exp_avg_sq == "bf16" or (V.first and V.param == "bf16")):
+    if V.stochastic and (V.exp_avg_sq == BF16 or (V.first and V.param == BF16)):
         bits = rounding_bits(place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK)
-    if V.exp_avg != "none":
+    if V.exp_avg != NONE:
         store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg, True)
-    if V.exp_avg_sq == "bf16" and V.stochastic:
+    if V.exp_avg_sq == BF16 and V.stochastic:
         tl.store(shared.exp_avg_sq + offsets, to_bf16_stochastic(exp_avg_sq, bits >> 16), mask=live, eviction_policy="evict_first")
-    elif V.exp_avg_sq != "none":
+    elif V.exp_avg_sq != NONE:
         store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq, True)
     return u, bits
 
@@ -102,7 +102,7 @@ def new_direction(shared, place, row, start, offsets, mask, live, param, V: tl.c
 @triton.jit
 def store_own(place, row, param, master, start, offsets, live, x, bits, k: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
     """A replica keeps its own new parameter."""
-    if V.stochastic and V.param == "bf16" and V.master == "none":
+    if V.stochastic and V.param == BF16 and V.master == NONE:
         if k > 0 or not V.first:
             bits = rounding_bits(place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK)
         tl.store(param + offsets, to_bf16_stochastic(x, bits & 0xFFFF), mask=live)
@@ -114,7 +114,6 @@ def store_own(place, row, param, master, start, offsets, live, x, bits, k: tl.co
 def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK elements from `start` of the chunk on, those before `end`."""
     K: tl.constexpr = V.replicas
-    VECTOR: tl.constexpr = V.vector
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end
     live = offsets < tl.where(place.skip == 0, end, 0)
@@ -133,8 +132,8 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
             x = old[k - batch]
             new = take_step(tl.load(place.replica_rows + 2 * k), tl.load(place.replica_rows + 2 * k + 1), x, u)
             new = tl.where(place.skip == 0, new, x)
-            if V.average != "none":
-                average = pointer(tl.load(place.addresses + 2 * K + k), place.offset, V.average, VECTOR)
+            if V.average != NONE:
+                average = pointer(tl.load(place.addresses + 2 * K + k), place.offset, V.average, V.vector)
                 moving = offsets < tl.where((place.skip == 0) & (place.average_weight != 0), end, 0)
                 moved = running_average(load(average, offsets, moving, V.average), new, place.average_weight)
                 store(average, offsets, moving, moved, V.average)
@@ -153,6 +152,30 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def locate(chunk, gradients, addresses, ids, replica_rows, weights, control, random, V: tl.constexpr):
+    """The streams of a chunk, and what its blocks must know."""
+    columns = addresses + chunk.tensor * (SHARED + 3 * V.replicas)
+    shared = Shared(
+        pointer(tl.load(gradients + 2 * chunk.tensor), chunk.offset, V.gradient, V.vector),
+        pointer(tl.load(columns), chunk.offset, V.exp_avg, V.vector),
+        pointer(tl.load(columns + 1), chunk.offset, V.exp_avg_sq, V.vector),
+        pointer(tl.load(columns + 2), chunk.offset, F32, V.vector),
+    )
+    place = Place(
+        columns + SHARED,
+        replica_rows + chunk.row * (2 * V.replicas),
+        weights,
+        chunk.offset,
+        tl.load(random),
+        tl.load(random + 1).to(tl.int32),
+        tl.load(ids + chunk.tensor),
+        tl.load(control),
+        tl.load(control + 3),
+    )
+    return shared, place
+
+
+@triton.jit
 def update(
     chunks,
     gradients,  # [tensor][2] address, type
@@ -167,25 +190,7 @@ def update(
 ):
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)
-    offset = chunk.offset
-    columns = addresses + chunk.tensor * (SHARED + 3 * V.replicas)
-    shared = Shared(
-        pointer(tl.load(gradients + 2 * chunk.tensor), offset, V.gradient, VECTOR),
-        pointer(tl.load(columns), offset, V.exp_avg, VECTOR),
-        pointer(tl.load(columns + 1), offset, V.exp_avg_sq, VECTOR),
-        pointer(tl.load(columns + 2), offset, "f32", VECTOR),
-    )
-    place = Place(
-        columns + SHARED,
-        replica_rows + chunk.row * (2 * V.replicas),
-        weights,
-        offset,
-        tl.load(random),
-        tl.load(random + 1).to(tl.int32),
-        tl.load(ids + chunk.tensor),
-        tl.load(control),
-        tl.load(control + 3),
-    )
+    shared, place = locate(chunk, gradients, addresses, ids, replica_rows, weights, control, random, V)
     row = load_row(rows + chunk.row * HYPER_ROW)
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):

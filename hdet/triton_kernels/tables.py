@@ -15,20 +15,19 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 16384
 
-FORMATS = {None: "none", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-MASTERS = {None: "none", torch.float32: "f32", torch.int16: "split"}
-KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""in the order of csrc/core/numbers.h: DType"""
+FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
+"""in the order of csrc/core/numbers.h: DType, Master"""
 
 Column = Sequence[Tensor | None]
 Format = TypeVar("Format", bound=Hashable)
 
 
-def formats_of(column: Column | None, count: int, names: dict[torch.dtype | None, str] = FORMATS) -> list[str]:
+def formats_of(column: Column | None, count: int, codes: dict[torch.dtype | None, int] = FORMATS) -> list[int]:
     """How each tensor of a column is stored."""
     if column is None:
-        return ["none"] * count
-    return [names[None if tensor is None else tensor.dtype] for tensor in column]
+        return [0] * count
+    return [codes[None if tensor is None else tensor.dtype] for tensor in column]
 
 
 def address_table(*columns: Column | None, count: int) -> Tensor:
@@ -42,7 +41,7 @@ def address_table(*columns: Column | None, count: int) -> Tensor:
 
 def typed_addresses(addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
     """[tensor][2] address, type: what the norm reads, whose kernel takes tensors of any format."""
-    return torch.tensor((addresses, [KINDS[dtype] for dtype in dtypes]), dtype=torch.int64).T.contiguous()
+    return torch.tensor((addresses, [FORMATS[dtype] for dtype in dtypes]), dtype=torch.int64).T.contiguous()
 
 
 def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
@@ -65,6 +64,6 @@ def chunk_table(members: Sequence[int], elements: Sequence[int], rows: Sequence[
     return torch.stack((offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner], row[owner]), dim=1)
 
 
-def vector(formats: Sequence[str], aligned: bool) -> int:
+def vector(formats: Sequence[int], aligned: bool) -> int:
     """Elements a thread moves at a time (numbers.py): 16 bytes of the widest stream, if every address is a multiple of 16."""
-    return (4 if "f32" in formats else 8) if aligned else 1
+    return (4 if 1 in formats else 8) if aligned else 1

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hdet.converge import BucketedAverage, all_finite, digest
+from hdet.kernels import rounding
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
@@ -139,3 +140,42 @@ def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
     swapped[[0, 1]] = a[[1, 0]]
     # A sum over a tensor does not see the order inside it; nothing in HDET exchanges elements.
     assert torch.equal(digest([swapped, b]), same)
+
+
+# -- masters -----------------------------------------------------------------------------------------------------------------
+
+
+def with_masters(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
+    """Parameters, masters and their exact values: a float32 master, a split one, a larger one of each kind, none."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors, masters, values = [], [], []
+    for shape in ((5,), (40, 50)):
+        for kind in ("fp32", "split"):
+            value = torch.randn(shape, generator=generator)
+            upper, lower = rounding.split(value)
+            tensors.append(value.bfloat16() if kind == "fp32" else upper)
+            masters.append(value.clone() if kind == "fp32" else lower)
+            values.append(value)
+    tensors.append(torch.full((3,), float(rank)))
+    return tensors, [*masters, None], [*values, tensors[-1].clone()]
+
+
+def average_with_masters(rank: int, world: int, bucket_bytes: int) -> Any:
+    tensors, masters, _ = with_masters(rank)
+    BucketedAverage(tensors, Replicas.from_group(), bucket_bytes, lambda: masters)()
+    return [t.float() for t in tensors], masters
+
+
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20])
+def test_the_average_is_that_of_the_masters_and_both_are_written(bucket_bytes: int) -> None:
+    ranks = run_ranks(average_with_masters, 2, bucket_bytes)
+    values = [with_masters(rank)[2] for rank in range(2)]
+    for tensors, masters in ranks:
+        for i, (tensor, master) in enumerate(zip(tensors, masters, strict=True)):
+            mean = values[0][i] * 0.5 + values[1][i] * 0.5
+            if master is None:
+                assert torch.equal(tensor, mean)
+            elif master.dtype == torch.int16:
+                assert torch.equal(rounding.join(tensor.bfloat16(), master), mean)
+            else:
+                assert torch.equal(master, mean) and torch.equal(tensor, mean.bfloat16().float())

@@ -22,7 +22,8 @@ def batch(key: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(net(data[0]), data[1])
+    dtype = next(net.parameters()).dtype
+    return nn.functional.mse_loss(net(data[0].to(dtype)), data[1].to(dtype))
 
 
 def probe(net: nn.Module, **settings: Any) -> hdet.ProbeController:
@@ -34,7 +35,7 @@ class Run:
 
     def __init__(self, rank: int, *, spread: float = 0.3, total: int = 40, interval: int = 5, lr: float = 3e-3, **settings: Any) -> None:
         self.rank, self.index = rank, 0
-        self.net = model()
+        self.net = model().to(settings.pop("dtype", torch.float32))
         self.wrapped = DistributedDataParallel(self.net) if torch.distributed.is_initialized() else self.net
         self.optimizer = settings.pop("optimizer", torch.optim.AdamW)(
             self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0)
@@ -73,7 +74,7 @@ class CoresidentRun:
 
     def __init__(self, count: int, *, spread: float = 0.3, total: int = 40, interval: int = 5, lr: float = 3e-3, **settings: Any) -> None:
         self.index = 0
-        self.net = model()
+        self.net = model().to(settings.pop("dtype", torch.float32))
         self.replicas = hdet.CoresidentReplicas(self.net, count)
         make = settings.pop("optimizer", hdet.FusedAdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0))

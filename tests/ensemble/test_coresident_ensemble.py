@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def controller_of(name: str | None) -> Any:
 def process(rank: int, world: int, steps: int, settings: dict[str, Any]) -> Any:
     """Weights of this rank after every step, records, values."""
     records: list[Any] = []
-    run = Run(rank, optimizer=hdet.FusedAdamW, **{**settings, "controller": controller_of(settings.get("controller"))})
+    run = Run(rank, **{"optimizer": hdet.FusedAdamW, **settings, "controller": controller_of(settings.get("controller"))})
     run.ensemble.log = lambda record, step: records.append({key: value for key, value in record.items() if key not in TIMES})
     weights = []
     for _ in range(steps):
@@ -51,6 +52,17 @@ CASES = {
     "softmax average": {"average": "softmax", "spread": 0.9, "lr": 3e-2},
     "spread and decay": {"weight_decay": 0.1},
     "no spread": {"spread": 0.0},
+    "Adam": {"optimizer": hdet.FusedAdam},
+    "SGD": {"optimizer": partial(hdet.FusedSGD, momentum=0.9), "lr": 1e-3},
+    "Lion": {"optimizer": hdet.FusedLion, "lr": 1e-4},
+    "clipped": {"optimizer": partial(hdet.FusedAdamW, max_grad_norm=0.5)},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16, float32 masters": {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-4},
+    "bfloat16, split": {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="split"), "controller": "probe"},
+    "bfloat16, stochastic": {
+        "dtype": torch.bfloat16,
+        "optimizer": partial(hdet.FusedAdamW, stochastic_rounding=True, moment_dtype=torch.bfloat16),
+    },
 }
 
 
@@ -205,6 +217,27 @@ def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> Non
     rows = run.ensemble._measure()
     assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
     assert not torch.equal(rows[0], rows[1]) and run.replicas.index == 0
+
+
+TINY = {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-7}
+
+
+def masters_after_converge(rank: int, world: int) -> Any:
+    run = Run(rank, **TINY).steps(3)
+    before = run.weights(), run.optimizer.state[run.net[0].weight]["master_param"].clone()
+    run.ensemble.converge()
+    return *before, run.optimizer.state[run.net[0].weight]["master_param"]
+
+
+def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
+    """At a tiny rate two replicas' bfloat16 parameters are still equal when their masters are not."""
+    ranks = run_ranks(masters_after_converge, 2)
+    assert torch.equal(ranks[0][0], ranks[1][0]) and not torch.equal(ranks[0][1], ranks[1][1])
+    assert all(torch.equal(rank[2], 0.5 * ranks[0][1] + 0.5 * ranks[1][1]) for rank in ranks)
+    run = CoresidentRun(2, **TINY).steps(3)
+    run.ensemble.converge()
+    state = run.optimizer.state[run.net[0].weight]
+    assert torch.equal(state["master_param"], ranks[0][2]) and torch.equal(state["replica_masters"][0], ranks[0][2])
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------------------

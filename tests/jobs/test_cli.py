@@ -53,7 +53,10 @@ def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "device is 'cuda'" in message and "999" in message
 
 
-@pytest.mark.parametrize(("gpus", "remedy"), [(0, "pass --device cpu"), (1, "pass --device cpu"), (3, "pass --replicas 3 or --device cpu")])
+@pytest.mark.parametrize(
+    ("gpus", "remedy"),
+    [(0, "pass --device cpu"), (1, "pass --coresident or --device cpu"), (3, "pass --replicas 3 or --coresident or --device cpu")],
+)
 def test_remedy_for_too_few_gpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path, gpus: int, remedy: str
 ) -> None:

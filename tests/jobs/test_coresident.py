@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,19 @@ from .harness import Finished, one_line, run_cli, tiny, wait_until_gone
 from .test_runs import events, same
 
 
-@pytest.fixture(scope="module")
-def together(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
-    """The comparison of the fixture `compared`, in one process. One thread, as there: a matrix product may depend on their number."""
-    out = tmp_path_factory.mktemp("runs") / "together"
+@pytest.fixture(scope="module", autouse=True)
+def one_core() -> Iterator[None]:
+    """As in the processes: a matrix product may depend on the number of threads. Users' runs take all cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        return out, run_cli("train", "--compare", "--coresident", *tiny(text_folder), "--out", str(out))
+        yield
+
+
+@pytest.fixture(scope="module")
+def together(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """The comparison of the fixture `compared`, in one process."""
+    out = tmp_path_factory.mktemp("runs") / "together"
+    return out, run_cli("train", "--compare", "--coresident", *tiny(text_folder), "--out", str(out))
 
 
 @pytest.mark.parametrize("mode", ["fixed", "hdet"])

@@ -182,7 +182,7 @@ LOW = torch.ones(2, dtype=BF16)
         ([torch.ones(4, 3).t()], [torch.ones(3, 4)], {}, "source 0 of shape .* is not contiguous"),
         ([torch.ones(2)], [torch.ones(2, device="meta")], {}, "destination 0 is on meta"),
         ([LOW], [torch.ones(2)], {"source_lowers": [torch.ones(2)]}, "lower half of source 0 has the dtype torch.float32"),
-        ([LOW], [torch.ones(2)], {"source_lowers": []}, "masters of replica 0 has 0 entries|source_lowers has 0 entries"),
+        ([LOW], [torch.ones(2)], {"source_lowers": []}, "lower halves. has 0 entries, but there are 1"),
         ([torch.ones(2)], [torch.ones(2)], {"masters": [torch.ones(2)]}, "own master"),
         ([torch.ones(2)], [LOW], {"masters": [torch.ones(3)]}, "has the shape"),
         ([torch.ones(2)], [LOW.half()], {"masters": [torch.ones(2, dtype=I16)]}, "has the dtype torch.int16; it must be torch.float32"),

@@ -32,7 +32,9 @@ def copies(optimizer: Any, params: list[Parameter]) -> Any:
 def test_a_grad_scaler(rule: Rule, unscale: bool, backend: str) -> None:
     """As torch.amp.GradScaler drives torch's optimizer; infinite gradients skip the step and its counters."""
     pair = Pair(rule, backend=backend)
-    sides = [(o, ps, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)) for o, ps in ((pair.a, pair.ours), (pair.b, pair.theirs))]
+    sides = [
+        (o, ps, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)) for o, ps in ((pair.a, pair.ours), (pair.b, pair.theirs))
+    ]
     for step in range(12):
         for optimizer, params, scaler in sides:
             before = copies(optimizer, params)

@@ -140,9 +140,7 @@ def test_parameters_of_several_dtypes(rule: Rule, backend: str) -> None:
     ours, alone = ([Parameter(p.detach().to(d)) for p, d in zip(parameters(), dtypes, strict=True)] for _ in range(2))
     a = rule.fused(groups(ours, rule), lr=1e-2, backend=backend)
     others = [
-        rule.fused([{**group, "params": [param]}], lr=1e-2, backend=backend)
-        for group in groups(alone, rule)
-        for param in group["params"]
+        rule.fused([{**group, "params": [param]}], lr=1e-2, backend=backend) for group in groups(alone, rule) for param in group["params"]
     ]
     for step in range(4):
         set_gradients(ours, step)

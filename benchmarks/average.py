@@ -1,0 +1,81 @@
+"""The weighted mean of K co-resident sets, and the operations between two sets, beside torch's ways. JSON lines; see compare.py.
+
+python benchmarks/average.py [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from compare import Options, Shapes, compare, free, main
+
+from hdet import kernels as hk
+
+
+def average(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int = 8) -> dict[str, Any]:
+    """Every set is read and written once: 8K bytes. torch: the mean of a stack, copied back to all sets."""
+    ours, theirs = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
+    plan, weights = hk.average_plan(ours, None, options.backend), [1 / count] * count
+
+    def in_torch() -> None:
+        for tensors in zip(*theirs, strict=True):
+            mean = torch.stack(tensors).mean(0)
+            for tensor in tensors:
+                tensor.copy_(mean)
+
+    return compare(options, f"average of {count}", name, shapes, lambda: plan.average(weights), in_torch, 8 * count, **notes)
+
+
+def lerp(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
+    """A running average: 12 bytes."""
+    new, ours, theirs = (options.randn(shapes) for _ in range(3))
+    plan = hk.pair_plan(new, ours, backend=options.backend)
+    return compare(options, "lerp", name, shapes, lambda: plan.lerp(0.01), lambda: torch._foreach_lerp_(theirs, new, 0.01), 12, **notes)
+
+
+def swap(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
+    """The probe's exchange: 16 bytes. torch: over a third set."""
+    one, other, kept = (options.randn(shapes) for _ in range(3))
+    plan = hk.pair_plan(one, other, backend=options.backend)
+
+    def in_torch() -> None:
+        torch._foreach_copy_(kept, one)
+        torch._foreach_copy_(one, other)
+        torch._foreach_copy_(other, kept)
+
+    return compare(options, "swap", name, shapes, plan.swap, in_torch, 16, **notes)
+
+
+def pack(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
+    """bfloat16 parameters into a float32 bucket, scaled: 6 bytes."""
+    params, ours, theirs = options.randn(shapes, torch.bfloat16), options.zeros(shapes), options.zeros(shapes)
+    plan = hk.pair_plan(params, ours, backend=options.backend)
+
+    def in_torch() -> None:
+        torch._foreach_copy_(theirs, params)
+        torch._foreach_mul_(theirs, 0.25)
+
+    return compare(options, "scaled copy, bf16 to fp32", name, shapes, lambda: plan.copy(0.25), in_torch, 6, **notes)
+
+
+def norm(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
+    """The global norm: 4 bytes."""
+    gradients = options.randn(shapes)
+    plan = hk.norm_plan(gradients, options.backend)
+    return compare(options, "norm", name, shapes, plan.norm, lambda: torch.nn.utils.get_total_norm(gradients), 4, **notes)
+
+
+def run(device: str = "cpu", backend: str = "auto", quick: bool = False) -> list[dict[str, Any]]:
+    """All records."""
+    options, records = Options(device, backend, quick), []
+    for benchmark, memory in ((average, 64 + 40), (lerp, 12), (swap, 12), (pack, 10), (norm, 4)):
+        for name, shapes, notes in options.shapes(memory):
+            if benchmark is average or not quick or name == "GPT-2 124M":
+                records.append(benchmark(options, name, shapes, notes))
+                free()
+    return records
+
+
+if __name__ == "__main__":
+    main(run, __doc__)

@@ -1,0 +1,167 @@
+// The rank-one step on a GPU: gradient, moments, base and displacement are read, and K sets of parameters only written: 28 bytes a
+// parameter for AdamW and its line, and 4 (or, in 16 bits, 2) for each set.
+#include "kernels.h"
+#include "launch.cuh"
+#include "phases.cuh"
+#include "update.cuh"
+
+namespace hdet::cuda {
+namespace {
+
+// One set of parameters from a chunk's first element on, and where on the line it stands.
+struct Output {
+  void* stream;
+  ReplicaRow row;
+  bool in_step;
+};
+
+// Base, displacement and the outputs of a chunk.
+struct Line {
+  const RankOnePlan& plan;
+  const Chunk& chunk;
+  const DType type;  // of the outputs
+  const RankOneRow row;
+  void* const base;
+  void* const displacement;
+  Output* const outputs;  // in shared memory
+
+  __device__ __forceinline__ Line(const RankOnePlan& p, const Chunk& c, DType type)
+      : plan(p),
+        chunk(c),
+        type(type),
+        row(p.lines[c.row]),
+        base(advance(p.bases[c.tensor], DType::f32, c.offset)),
+        displacement(advance(p.displacements[c.tensor], DType::f32, c.offset)),
+        outputs(dynamic_shared<Output>()) {}
+
+  // Fills shared memory; whether these streams are in step after `head` elements. Base and displacement are float32: never wide.
+  __device__ __forceinline__ bool prepare(int head) const {
+    phase([&](int thread) {
+      for (int k = thread; k < plan.num_replicas; k += kStepThreads) {
+        void* const stream = advance(plan.params[k * plan.num_tensors + chunk.tensor], type, chunk.offset);
+        outputs[k] = {stream, plan.replica_rows[static_cast<int64_t>(chunk.row) * plan.num_replicas + k], in_step(stream, type, head, false)};
+      }
+    });
+    bool vectors = in_step(base, DType::f32, head, false) && in_step(displacement, DType::f32, head, false);
+    for (int k = 0; k < plan.num_replicas; ++k) vectors = vectors && outputs[k].in_step;
+    return vectors;
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void load_turn(const Place& at, Raw<kWidth>& raw_base, Raw<kWidth>& raw_displacement) const {
+    load<Use::once>(DType::f32, base, at, raw_base);
+    load<Use::once>(DType::f32, displacement, at, raw_displacement);
+  }
+
+  // Along u. The base is written where it has changed.
+  template <int kWidth>
+  __device__ __forceinline__ void move(const Place& at, const float (&u)[kWidth], float (&b)[kWidth], float (&d)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) move_on_line(row, u[i], b[i], d[i]);
+    if (row.folds != 0.0f) store_floats<Use::once>(base, at, b);
+    store_floats<Use::once>(displacement, at, d);
+  }
+};
+
+template <class Rule, bool kFloat>
+__global__ void __launch_bounds__(kStepThreads, 4) rank_one_kernel(const __grid_constant__ RankOnePlan plan) {
+  if (blockIdx.x >= plan.num_chunks) return count_steps(plan, blockIdx.x - plan.num_chunks);
+  const Chunk chunk = plan.chunks[blockIdx.x];
+  const Shared<Rule, kFloat> shared(plan, chunk);
+  const Line line(plan, chunk, kFloat ? DType::f32 : shared.formats.param);
+  const int head = head_of(line.base, DType::f32, false);
+  const bool in_line = line.prepare(head);
+  const bool vectors = in_line && in_step(shared.gradient, shared.formats.gradient, head, false) && shared.are_in_step(head, false);
+
+  const auto turn = [&](const Place& at, auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    typename Shared<Rule, kFloat>::template RawTurn<kWidth> raw;
+    Raw<kWidth> raw_base, raw_displacement;
+    shared.load_turn(at, raw);
+    line.load_turn(at, raw_base, raw_displacement);
+    float u[kWidth] = {}, b[kWidth], d[kWidth];
+    uint32_t bits[kWidth];
+    const float no_param[kWidth] = {};
+    if (!shared.skipped()) shared.direction(at, raw, no_param, bits, u);
+    if (plan.zero_gradients != 0) shared.template clear_gradient<kWidth>(at);
+    unpack(DType::f32, raw_base, b);
+    unpack(DType::f32, raw_displacement, d);
+    line.move(at, u, b, d);
+#pragma unroll 1
+    for (int k = 0; k < plan.num_replicas; ++k) {
+      const Output output = line.outputs[k];
+      float p[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) p[i] = take_step(output.row, b[i], d[i]);
+      store<Use::again>(line.type, output.stream, at, p);
+    }
+  };
+  const Cut parts = cut(chunk.length, head, false, vectors);
+  threads([&](int thread) {
+    over_elements<kStepThreads>(
+        parts, chunk.length, thread, [&](const Place& at) { turn(at, Width<kEight>{}); }, [&](const Place& at) { turn(at, Width<1>{}); });
+  });
+}
+
+// All replicas meet at their mean, which becomes the base.
+__global__ void __launch_bounds__(kStepThreads, 8) converge_kernel(const __grid_constant__ RankOnePlan plan) {
+  const Chunk chunk = plan.chunks[blockIdx.x];
+  const Line line(plan, chunk, unpack_formats(chunk.formats).param);
+  const int head = head_of(line.base, DType::f32, false);
+  const bool vectors = line.prepare(head);
+
+  const auto turn = [&](const Place& at, auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    Raw<kWidth> raw_base, raw_displacement;
+    line.load_turn(at, raw_base, raw_displacement);
+    float b[kWidth], d[kWidth];
+    const float u[kWidth] = {};
+    unpack(DType::f32, raw_base, b);
+    unpack(DType::f32, raw_displacement, d);
+    line.move(at, u, b, d);
+#pragma unroll 1
+    for (int k = 0; k < plan.num_replicas; ++k) store<Use::again>(line.type, line.outputs[k].stream, at, b);
+  };
+  const Cut parts = cut(chunk.length, head, false, vectors);
+  threads([&](int thread) {
+    over_elements<kStepThreads>(
+        parts, chunk.length, thread, [&](const Place& at) { turn(at, Width<kEight>{}); }, [&](const Place& at) { turn(at, Width<1>{}); });
+  });
+}
+
+using Kernel = void (*)(RankOnePlan);
+
+Kernel kernel_for(Rule rule, bool all_float) {
+  switch (rule) {
+    case Rule::adam: return all_float ? rank_one_kernel<AdamRule, true> : rank_one_kernel<AdamRule, false>;
+    case Rule::sgd: return all_float ? rank_one_kernel<SgdRule, true> : rank_one_kernel<SgdRule, false>;
+    case Rule::lion: return all_float ? rank_one_kernel<LionRule, true> : rank_one_kernel<LionRule, false>;
+    case Rule::adamw: break;
+  }
+  return all_float ? rank_one_kernel<AdamWRule, true> : rank_one_kernel<AdamWRule, false>;
+}
+
+int64_t shared_bytes(const RankOnePlan& plan) { return static_cast<int64_t>(plan.num_replicas * sizeof(Output)); }
+
+}  // namespace
+
+void rank_one(const RankOnePlan& plan, int device, std::uintptr_t stream) {
+  const char* const name = "cudaLaunchKernelEx(rank_one)";
+  const Grid grid{plan.num_chunks + counting_blocks(plan), kStepThreads, shared_bytes(plan)};
+  check(grid, name);
+  const DeviceScope scope(device);
+  if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
+  launch_derive(plan, stream);
+  launch(name, kernel_for(plan.rule, plan.all_float != 0), grid, stream, plan);
+}
+
+void converge(const RankOnePlan& plan, int device, std::uintptr_t stream) {
+  const char* const name = "cudaLaunchKernelEx(converge)";
+  const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan)};
+  check(grid, name);
+  const DeviceScope scope(device);
+  launch_derive_converge(plan, stream);
+  launch(name, converge_kernel, grid, stream, plan);
+}
+
+}  // namespace hdet::cuda

@@ -1,0 +1,121 @@
+// What all updates of a step have in common: a chunk's gradient and moments, and the direction that replicas share.
+#pragma once
+
+#include "../core/philox.h"
+#include "../core/prepare.h"
+#include "../core/rules.h"
+#include "block.cuh"
+#include "vec.cuh"
+
+namespace hdet::cuda {
+
+// Small blocks: in a model of 1000-element tensors a block has 125 turns to share. What keeps the memory busy is the registers of
+// all blocks on a multiprocessor together: 1024 threads x 4 streams x 32 bytes in flight are 128 KiB, and 30 KiB would do.
+constexpr int kStepThreads = 128;
+
+constexpr Formats kFloats{DType::f32, DType::f32, Master::none, DType::f32, DType::f32, DType::none, false};
+
+// kFloat: StepPlan::all_float, formats known to the compiler.
+template <class Rule, bool kFloat>
+struct Shared {
+  static constexpr bool kMayLackMomentum = Rule::kCoupled && !Rule::kSecond;  // SGD without momentum keeps nothing
+
+  template <int kWidth>
+  struct RawTurn {
+    Raw<kWidth> gradient, first, second;
+  };
+
+  const StepPlan& plan;
+  const Chunk chunk;
+  const Control control;
+  const HyperRow row;
+  Formats formats;
+  void *gradient, *exp_avg, *exp_avg_sq;
+
+  __device__ __forceinline__ Shared(const StepPlan& p, const Chunk& c)
+      : plan(p), chunk(c), control(*p.control), row(p.rows[c.row]), formats(kFloat ? kFloats : unpack_formats(c.formats)) {
+    if (kFloat && kMayLackMomentum && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
+    gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
+    exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
+    exp_avg_sq = Rule::kSecond ? advance(plan.exp_avg_sqs[chunk.tensor], formats.exp_avg_sq, chunk.offset) : nullptr;
+  }
+
+  __device__ __forceinline__ bool keeps_first() const { return !kMayLackMomentum || formats.exp_avg != DType::none; }
+  __device__ __forceinline__ bool skipped() const { return control.skip != 0.0f; }
+  __device__ __forceinline__ bool draws_second() const { return Rule::kSecond && formats.stochastic && formats.exp_avg_sq == DType::bf16; }
+
+  // Whether 16-byte accesses hold eight elements in all of these streams.
+  __device__ __forceinline__ bool narrow() const {
+    return !kFloat && formats.gradient != DType::f32 && formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32;
+  }
+
+  // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two of them.
+  __device__ __forceinline__ bool are_in_step(int head, bool wide) const {
+    return in_step(exp_avg, formats.exp_avg, head, wide) && in_step(exp_avg_sq, formats.exp_avg_sq, head, wide) &&
+           !(formats.stochastic && head % 4 != 0);
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
+    load<Use::once>(formats.gradient, gradient, at, raw.gradient);
+    if (keeps_first()) load<Use::once>(formats.exp_avg, exp_avg, at, raw.first);
+    if (Rule::kSecond) load<Use::once>(formats.exp_avg_sq, exp_avg_sq, at, raw.second);
+  }
+
+  // Gradient and moments -> new moments, in memory, and u. `p`: the parameter, for coupled rules. `bits`: those of replica number 0
+  // afterwards, if draws_second().
+  template <int kWidth>
+  __device__ __forceinline__ void direction(const Place& at, const RawTurn<kWidth>& raw, const float (&p)[kWidth], uint32_t (&bits)[kWidth],
+                                            float (&u)[kWidth]) const {
+    float g[kWidth], m[kWidth] = {}, v[kWidth] = {};
+    unpack(formats.gradient, raw.gradient, g);
+    if (keeps_first()) unpack(formats.exp_avg, raw.first, m);
+    if (Rule::kSecond) unpack(formats.exp_avg_sq, raw.second, v);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], m[i], v[i]);
+    if (keeps_first()) store<Use::once>(formats.exp_avg, exp_avg, at, m);
+    if (draws_second()) {
+      random(0, at, bits);
+      store_halves<Use::once, kWidth>(exp_avg_sq, at, [&](int i) { return to_bf16(v[i], bits[i] >> 16); });
+    } else if (Rule::kSecond) {
+      store<Use::once>(formats.exp_avg_sq, exp_avg_sq, at, v);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void clear_gradient(const Place& at) const {
+    const float zeros[kWidth] = {};
+    store<Use::once>(formats.gradient, gradient, at, zeros);
+  }
+
+  // Random numbers for the elements of this thread.
+  template <int kWidth>
+  __device__ __forceinline__ void random(uint32_t number, const Place& at, uint32_t (&bits)[kWidth]) const {
+    const auto id = static_cast<uint32_t>(plan.ids[chunk.tensor]);
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      const int64_t element = chunk.offset + (i == 0 ? at.first : at.second);
+      const Random4 random = rounding_bits(plan.seed, row.step, number, id, element / 4);
+      if constexpr (kWidth == 1) {
+        const int lane = static_cast<int>(element % 4);
+        bits[0] = lane == 0 ? random.word[0] : lane == 1 ? random.word[1] : lane == 2 ? random.word[2] : random.word[3];
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bits[i + j] = random.word[j];
+      }
+    }
+  }
+};
+
+// Blocks after those of the chunks count the step: the update reads no counter, so all multiprocessors can share the work.
+inline int64_t counting_blocks(const StepPlan& plan) { return (plan.num_tensors + kStepThreads - 1) / kStepThreads; }
+
+__device__ __forceinline__ void count_steps(const StepPlan& plan, int64_t block) {
+  if (plan.control->skip != 0.0f) return;
+  threads([&](int thread) {
+    const int64_t tensor = block * kStepThreads + thread;
+    if (tensor < plan.num_tensors) count_step(plan, tensor);
+  });
+}
+
+}  // namespace hdet::cuda

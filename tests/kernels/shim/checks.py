@@ -1,0 +1,353 @@
+"""What the shim is for, besides the tables of the other backends: the bits of the CPU backend, accesses, launches, copies, capture.
+
+Not collected by itself: test_shim.py runs it in a process with the sanitizers, with `-p tests.kernels.shim.plugin`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet import _C, kernels
+from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors, cuda, native
+
+from ..cases import CHUNK, SIZES, Guarded
+from ..problem import Problem, final_tensors
+from ..table import BF16, CASES, F16, F32, SETTINGS, STORAGE, Case, Format
+from ..test_far_offsets import SIZES as FAR_SIZES
+from ..test_far_offsets import FarStepPlan, move_addresses, move_chunks, step_tensors
+from .plugin import state
+
+counted = ctypes.CDLL(os.environ["HDET_SHIM"])
+BACKENDS = ("cpu", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def reset() -> Iterator[None]:
+    state.stream, state.capturing, state.copies, state.used = 77, False, 0, []
+    yield
+    assert counted.shim_device() == 0, "the device was not put back"
+
+
+def test_this_is_the_shim() -> None:
+    assert _C.build_info()["compiler"] == "shim" and _C.cuda
+    assert isinstance(kernels.select("cuda", torch.device("cpu")), cuda.CudaBackend)
+
+
+# the bits of the CPU backend
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, bits in one.items():
+        assert torch.equal(bits, other[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_steps_have_the_bits_of_the_cpu(case: Case) -> None:
+    assert_same(*(final_tensors(case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)) for backend in BACKENDS))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("storage", list(STORAGE))
+@pytest.mark.parametrize("shifts", [(0,), (1,), (0, 2), (4, 12)], ids=str)
+def test_averages_have_the_bits_of_the_cpu(shifts: tuple[int, ...], storage: str, count: int) -> None:
+    sizes = [5, 0, CHUNK + 3, 1, 17, 40]
+    dtypes = [STORAGE[storage][i % len(STORAGE[storage])] for i in range(len(sizes))]
+    weights = [float(k % 3 + (k == 0)) for k in range(count)]  # some are 0
+    results = []
+    for backend in BACKENDS:
+        columns = [[dtype[part] for dtype in dtypes] for part in (0, 1)]
+        sets = [[Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, dtypes=columns[part]) for k in range(count)] for part in (0, 1)]
+        masters = [s.tensors for s in sets[1]] if sets[1][0].given() else None
+        kernels.average_plan([s.tensors for s in sets[0]], masters, backend).average([w / sum(weights) for w in weights])
+        results.append([s.buffer for part in sets for s in part])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+PAIRS = list(itertools.product([F32, BF16, F16], [F32, BF16, F16], [None, F32, torch.int16]))
+
+
+@pytest.mark.parametrize("shifts", [(0, 0), (1, 1), (0, 2), (4, 12)], ids=str)
+@pytest.mark.parametrize(("source", "target", "master"), [p for p in PAIRS if p[2] != torch.int16 or p[1] == BF16])
+def test_pairs_have_the_bits_of_the_cpu(
+    source: torch.dtype, target: torch.dtype, master: torch.dtype | None, shifts: tuple[int, int]
+) -> None:
+    sizes = [5, 0, CHUNK + 3, 1, 17, 40]
+    results = []
+    for backend in BACKENDS:
+        sources, lowers, targets, masters = (
+            Guarded(sizes, shift, seed, dtypes=dtype)
+            for seed, (shift, dtype) in enumerate(
+                [(shifts[0], source), (shifts[0], torch.int16), (shifts[1], target), (shifts[0], master or F32)]
+            )
+        )
+        split = source == BF16 and master == torch.int16
+        plan = kernels.pair_plan(
+            sources.tensors,
+            targets.tensors,
+            source_lowers=lowers.tensors if split else None,
+            masters=masters.tensors if master else None,
+            backend=backend,
+        )
+        left = []
+        for turn in range(6):
+            if turn < 4:
+                (plan.copy, plan.lerp)[turn % 2]((0.3, 0.25, 0.0, 1.0)[turn])
+            elif source == target and master in (None, torch.int16):
+                plan.swap()
+            left += [g.buffer.clone() for g in (sources, lowers, targets, masters)]
+        results.append(left)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [SIZES["vector edges"], [CHUNK + 5, 0, 3, 2049]], ids=["vector edges", "chunk edges"])
+@pytest.mark.parametrize("formats", [(F32, F32, F32), (BF16, BF16, F32), (F16, F32, BF16)], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
+def test_lines_have_the_bits_of_the_cpu(rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: list[int]) -> None:
+    output, gradient, moment = formats
+    decay = 0.1 if rule in ("adamw", "lion") else 0.0
+    settings = [
+        SETTINGS._replace(multipliers=[0.5 + 0.25 * k for k in range(count)], weight_decay=decay, decay_at_base=decay > 0, lr=lr)
+        for lr in (0.02, 0.01)
+    ]
+    weights = [1 / count] * count
+    results = []
+    for backend in BACKENDS:
+        base, displacement, first, second = (Guarded(sizes, place % 3, place, dtypes=(F32, F32, moment, moment)[place]) for place in range(4))
+        for guarded in (displacement, first, second):
+            guarded.zero()
+        outputs = [Guarded(sizes, k % 2, 9 + k, dtypes=output) for k in range(count)]
+        steps = [torch.zeros(()) for _ in sizes]
+        tensors = RankOneTensors(
+            rule,
+            base.tensors,
+            displacement.tensors,
+            [g.tensors for g in outputs],
+            [i % 2 for i in range(len(sizes))],
+            steps,
+            first.tensors,
+            second.tensors if rule in ("adamw", "adam") else None,
+            stochastic=5,
+        )
+        plan = kernels.rank_one_plan(tensors, backend)
+        left = []
+        for turn in range(7):
+            gradients = Guarded(sizes, 1, 100 + turn, dtypes=gradient)
+            if turn == 5:
+                gradients.tensors[0][-1] = math.nan  # skipped, with a fold pending
+            mean = turn in (2, 4)
+            options = StepOptions(
+                max_norm=50.0, zero_gradients=turn > 2, finish="mean" if mean else "store", weights=weights if mean else None
+            )
+            plan.step(gradients.tensors, settings, options)
+            if turn in (3, 6):
+                plan.converge(weights)
+            left += [g.buffer.clone() for g in (base, displacement, first, second, *outputs, gradients)] + [torch.stack(steps)]
+        results.append(left)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# accesses and launches
+
+
+def launched() -> int:
+    return counted.shim_launches()
+
+
+def test_launches() -> None:
+    problem = Problem(Case("", sizes=(5, 0, CHUNK + 1)), "cpu")
+    plan = kernels.step_plan(problem.tensors, "cuda")
+    for max_norm, launches in ((0.0, 2), (1.0, 3)):
+        gradients, settings, options = problem.arguments(0)
+        before = launched()
+        plan.step(gradients.tensors, settings, StepOptions(max_norm=max_norm))
+        assert launched() - before == launches
+    before = launched()
+    kernels.average_plan([[t] for t in torch.randn(3, 50)], backend="cuda").average([0.2, 0.3, 0.5])
+    kernels.pair_plan([torch.randn(5)], [torch.randn(5)], backend="cuda").copy()
+    assert launched() - before == 2
+    kernels.average_plan([[torch.empty(0)]] * 2, backend="cuda").average([0.5, 0.5])
+    assert launched() - before == 2, "an empty grid is an error to CUDA"
+
+
+def streamed(bytes_each: int) -> int:
+    return counted.shim_accesses(bytes_each)
+
+
+@pytest.mark.parametrize(
+    ("form", "shift", "size", "accesses"),
+    [
+        # g, m, v are read and m, v written, with hints for streaming: 5 accesses for a vector. Parameters pass without.
+        (Format(), 0, 4096, {16: 5 * 1024}),
+        (Format(), 0, 12, {16: 5 * 4}),  # three groups, one of them twice
+        (Format(), 3, 4097, {16: 5 * 1024, 4: 5 * 1}),  # a head of one
+        (Format(BF16, None, BF16, BF16, BF16), 0, 4096, {16: 5 * 512}),
+        (Format(BF16, F32, BF16), 0, 4096, {8: 1024, 16: 4 * 1024 + 2 * 1024}),  # the master is read and written as well
+    ],
+)
+def test_vectors_are_used_where_they_can_be(form: Format, shift: int, size: int, accesses: dict[int, int]) -> None:
+    problem = Problem(Case("", sizes=(size,), formats=(form,), shifts=(shift,)), "cpu")
+    gradients, settings, options = problem.arguments(0)
+    before = {width: streamed(width) for width in (2, 4, 8, 16)}
+    kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
+    assert {width: streamed(width) - count for width, count in before.items() if streamed(width) != count} == accesses
+
+
+def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
+    problem = Problem(Case("", sizes=(100,), shifts=(0, 1, 0)), "cpu")
+    gradients, settings, options = problem.arguments(0)
+    before = streamed(16)
+    kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
+    assert streamed(16) == before
+
+
+# offsets past 2^31, without the memory: chunks lie that far out, and addresses as far back
+
+
+def run_far(plan: Any, gradients: list[Tensor], settings: list[StepSettings], options: StepOptions, tensors: list[Tensor | None]) -> None:
+    plan._take_settings(settings, options)
+    plan._take_gradients(gradients)
+    move_chunks(plan.placed_chunks)
+    move_addresses(plan.addresses, tensors)
+    move_addresses(plan.placed_gradients, gradients)
+    plan._run()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stochastic_step_far_out(count: int) -> None:
+    results = []
+    for backend in BACKENDS:
+        tensors = step_tensors(BF16, stochastic=77, ids=[5, 9])
+        sets = [[t.clone() for t in tensors.params[0]] for _ in range(count)]
+        tensors = StepTensors(**{**vars(tensors), "params": sets})
+        gradients, settings = Guarded(FAR_SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0] * count)]
+        far = [t for part in (*sets, tensors.exp_avgs, tensors.exp_avg_sqs) for t in part]  # type: ignore[union-attr]
+        if backend == "cpu":
+            plan = FarStepPlan(tensors, native.Memory())
+            plan.move()
+            plan.step(gradients, settings)
+        else:
+            run_far(kernels.step_plan(tensors, "cuda"), gradients, settings, StepOptions(max_norm=math.inf), far)
+        results.append(far)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_average_and_a_pair_far_out() -> None:
+    results = []
+    for far in (False, True):
+        sets = [Guarded(FAR_SIZES, k, k, dtypes=BF16).tensors for k in range(3)]
+        target = Guarded(FAR_SIZES, 1, 5).tensors
+        average = kernels.average_plan(sets, backend="cuda")
+        pair = kernels.pair_plan(sets[0], target, backend="cuda")
+        if far:
+            move_chunks(average.chunks)  # type: ignore[attr-defined]
+            move_addresses(average.addresses, [t for row in sets for t in row])  # type: ignore[attr-defined]
+            move_chunks(pair.chunks)  # type: ignore[attr-defined]
+            move_addresses(pair.addresses, [*sets[0], *target])  # type: ignore[attr-defined]
+        average.average([0.2, 0.3, 0.5])
+        pair.copy(0.5)
+        results.append([*(t for row in sets for t in row), *target])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# copies, streams and capture
+
+
+def prepared() -> tuple[Problem, Any, list[Tensor], list[StepSettings]]:
+    problem = Problem(Case("", sizes=(5, 40, 0), rows=2), "cpu")
+    gradients, settings, _ = problem.arguments(0)
+    settings = [s._replace(lr=0.1) for s in settings]
+    plan = kernels.step_plan(problem.tensors, "cuda")
+    plan.step(gradients.tensors, settings)
+    state.copies = 0
+    return problem, plan, gradients.tensors, settings
+
+
+def test_what_has_not_changed_is_not_copied() -> None:
+    _, plan, gradients, settings = prepared()
+    plan.step(gradients, settings)
+    assert state.copies == 0
+    other = [s._replace(lr=s.lr * 0.5) for s in settings]
+    plan.step(gradients, other)
+    assert state.copies == 1
+    plan.upload(other)
+    plan.step([g.clone() for g in gradients], other)
+    assert state.copies == 2
+    average = kernels.average_plan([[t] for t in torch.randn(2, 50)], backend="cuda")
+    average.average([0.5, 0.5])
+    average.average([0.5, 0.5])
+    assert state.copies == 3
+
+
+def test_tables_are_kept_for_every_stream_that_uses_them() -> None:
+    _, plan, gradients, settings = prepared()
+    tables = len(set(state.used))
+    assert tables == len(state.used) >= 6
+    plan.step(gradients, settings)
+    assert len(state.used) == tables
+    for stream in (5, 77, 5):
+        state.stream = stream
+        plan.step(gradients, settings)
+    assert len(state.used) == 2 * tables and {stream for stream, _ in state.used} == {77, 5}
+
+
+def test_a_captured_step_copies_nothing_and_says_what_it_needs() -> None:
+    problem, plan, gradients, settings = prepared()
+    state.capturing = True
+    plan.step(gradients, settings)
+    assert state.copies == 0
+    before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
+    changed = [s._replace(lr=0.3) for s in settings]
+    for call in (
+        lambda: plan.step([g.clone() for g in gradients], settings),
+        lambda: plan.step(gradients, changed),
+        lambda: plan.upload(changed),
+    ):
+        with pytest.raises(RuntimeError, match=r"warm-up.*zero_grad\(set_to_none=False\).*write_hyperparameters"):
+            call()
+    with pytest.raises(RuntimeError, match="first call, which cannot be captured"):
+        kernels.step_plan(problem.tensors, "cuda")
+    assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
+    assert state.copies == 0
+    plan.step(gradients, settings)  # the refusals have left nothing behind
+    assert state.copies == 0
+
+
+@pytest.mark.parametrize("how", [{"lr": 0.3}, {"weight_decay": 0.7}, {"beta1": 0.3, "beta2": 0.4}, {"multipliers": [1.7]}])
+def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
+    one, two = prepared(), prepared()
+    changed = [s._replace(**how) for s in one[3]]
+    one[1].step(one[2], changed)
+    two[1].upload(changed)
+    two[1]._run()  # what a replay runs
+    assert_same({k: v.buffer for k, v in one[0].memory.items()}, {k: v.buffer for k, v in two[0].memory.items()})
+
+
+# failures
+
+
+def test_a_failing_call_is_named_and_leaves_everything() -> None:
+    problem, plan, _, _ = prepared()
+    before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
+    launches = launched()
+    with pytest.raises(RuntimeError, match=r"hdet: cudaSetDevice failed: reported by the shim \(cudaErrorInvalidDevice\)"):
+        _C.cuda_step(plan.plan, 7, 0)
+    plan.plan.num_replicas = 2000
+    with pytest.raises(RuntimeError, match="too many replicas for cudaLaunchKernelEx"):
+        _C.cuda_step(plan.plan, 0, 0)
+    plan.plan.num_replicas = 1
+    plan.plan.num_chunks = 2**31
+    with pytest.raises(RuntimeError, match="too many chunks for cudaLaunchKernelEx"):
+        _C.cuda_step(plan.plan, 0, 0)
+    assert launched() == launches
+    assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())

@@ -1,0 +1,60 @@
+"""A pytest plugin that puts the shim in the place of hdet._C and lets backend="cuda" work on tensors in host memory.
+
+Loaded before anything of hdet: `pytest -p tests.kernels.shim.plugin`. HDET_SHIM is the module's path.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+
+loader = importlib.machinery.ExtensionFileLoader("hdet._C", os.environ["HDET_SHIM"])
+spec = importlib.util.spec_from_loader("hdet._C", loader)
+assert spec is not None
+assert not [name for name in sys.modules if name.startswith("hdet")]
+import pytest  # noqa: E402
+import torch  # noqa: E402  (before hdet._C, as hdet itself does)
+
+module = importlib.util.module_from_spec(spec)
+loader.exec_module(module)
+sys.modules["hdet._C"] = module
+
+from hdet import kernels  # noqa: E402
+from hdet.kernels import cuda  # noqa: E402
+from tests.kernels import cases  # noqa: E402
+
+NONE = SimpleNamespace(params={})
+
+state = SimpleNamespace(stream=77, capturing=False, copies=0, used=[])
+"""what tests of hdet/kernels/cuda.py change and count"""
+
+
+def _copy(table: torch.Tensor, placed: torch.Tensor) -> None:
+    state.copies += 1
+    placed.copy_(table)
+
+
+cuda._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
+cuda._capturing = lambda: state.capturing
+cuda._placed = lambda table, device: table.clone()  # type: ignore[misc]
+cuda._copy_without_waiting = _copy
+cuda._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]
+
+_select = kernels.select
+
+
+def select(backend: str, device: torch.device) -> kernels.Backend:
+    return cuda.CudaBackend() if backend == "cuda" else _select(backend, device)
+
+
+kernels.select = select
+cases.BACKENDS[:] = ["cuda"]
+cases.device_of = lambda backend: "cpu"
+
+
+def pytest_collection_modifyitems(config: object, items: list[pytest.Item]) -> None:
+    """Of the tables that every backend runs only what "cuda" runs; of the rest only what was written for the shim."""
+    items[:] = [item for item in items if item.path.name == "checks.py" or getattr(item, "callspec", NONE).params.get("backend") == "cuda"]

@@ -1,0 +1,112 @@
+"""The native CPU loops: instruction sets, threads, tables and offsets."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hdet import _C, kernels
+
+from .cases import CHUNK
+from .problem import Problem, final_tensors
+from .table import BF16, CASES, F16, F32, I16, Case, Format
+
+MIXED = (
+    Format(average=F32),
+    Format(BF16, None, BF16, BF16, BF16, BF16),
+    Format(BF16, I16, BF16),
+    Format(F16, F32, F16, F32, BF16),
+    Format(BF16, F32, F32, BF16),
+)
+# enough for a parallel region, every kind of stream, and both ways of finishing
+WIDE = [
+    Case("one replica", sizes=(3, 5 * CHUNK + 1, 0, 17, 2 * CHUNK, 40), shifts=(1,), max_norm=1.0),
+    Case(
+        "mixed",
+        sizes=(1, 3, 16, 17, 1000, CHUNK + 13, 3 * CHUNK + 5, 2 * CHUNK, 33, 0, 129),
+        formats=MIXED,
+        replicas=5,
+        rows=2,
+        shifts=(0, 1, 2, 3),
+        max_norm=1.0,
+        average_weights=(1.0, 0.25),
+        stochastic=9,
+        finish="mean",
+        weights=(0.2,) * 5,
+        zero_gradients=True,
+    ),
+]
+cpu: Any = functools.partial(kernels.step_plan, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    "case", [*WIDE, *(case for case in CASES if case.rule != "adamw" and "all float" in case.name)], ids=lambda c: c.name
+)
+def test_instruction_sets_and_threads_give_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for isa in _C.isa:
+        for threads in (1, 2, 5):
+            monkeypatch.setenv("HDET_ISA", isa)
+            torch.set_num_threads(threads)
+            results.append(final_tensors(case, cpu))
+    assert len(results) == 3 * len(_C.isa) >= 3
+    for result in results[1:]:
+        for name, bits in result.items():
+            assert torch.equal(bits, results[0][name]), name
+
+
+def test_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDET_ISA", "z80")
+    problem = Problem(Case("", sizes=(100,), max_norm=1.0, zero_gradients=True), "cpu")
+    before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
+    gradients, settings, options = problem.arguments(0)
+    untouched = gradients.buffer.clone()
+    with pytest.raises(ValueError, match="HDET_ISA=z80 is not available here; choose one of: .*baseline"):
+        cpu(problem.tensors).step(gradients.tensors, settings, options)
+    assert torch.equal(untouched, gradients.buffer)
+    assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
+
+
+def chunk_table(elements: list[int], rows: list[int], formats: list[int]) -> torch.Tensor:
+    table = torch.zeros(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
+    _C.write_chunks(table.data_ptr(), elements, rows, formats)
+    return table
+
+
+def test_chunks_of_a_tensor_past_two_to_the_31_elements() -> None:
+    elements = [5, 2**33 + 3, 0, 1]
+    table = chunk_table(elements, [0, 1, 1, 2], [7, 8, 9, 10])
+    chunks = list(struct.iter_unpack("=qqiiii", bytes(table.numpy().tobytes())))
+    assert len(chunks) == 1 + 2**33 // CHUNK + 1 + 1
+    assert chunks[0] == (0, 0, 0, 5, 0, 7)
+    assert chunks[-2] == (2**33, 5 + 2**33, 1, 3, 1, 8)
+    assert chunks[-1] == (0, 8 + 2**33, 3, 1, 2, 10)
+    assert sum(chunk[3] for chunk in chunks) == sum(elements)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+def test_a_step_past_two_to_the_31_elements(case: Case) -> None:
+    """Simulated: all chunks lie 2^33 elements further on, and all addresses as many before their tensors."""
+    case = replace(case, stochastic=None, steps=2)  # random numbers depend on the element
+    here, there = Problem(case, "cpu"), Problem(case, "cpu")
+    for problem, shift in ((here, 0), (there, 2**33)):
+        gradients, settings, options = problem.arguments(1)
+        plan = cpu(problem.tensors)
+        plan._take_settings(settings, options)
+        plan._take_gradients(gradients.tensors)
+        plan.chunks.view(torch.int64).view(-1, 4)[:, 0] += shift
+        indexed = [*gradients.given(), *(t for name, guarded in problem.memory.items() if name != "steps" for t in guarded.given())]
+        widths = {t.data_ptr(): t.element_size() for t in indexed}
+        for table in (plan.addresses, plan.gradient_table):
+            for place, address in enumerate(table.tolist()):
+                table[place] -= shift * widths.get(address, 0)
+        plan._run()
+        problem.memory["gradients"] = gradients
+    for name, guarded in here.memory.items():
+        assert torch.equal(guarded.buffer, there.memory[name].buffer), name
+    assert here.steps[0].item() == 1

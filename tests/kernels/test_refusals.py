@@ -1,0 +1,250 @@
+"""What a step refuses: by name, with a remedy, and before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hdet import kernels
+from hdet.kernels import StepOptions, StepSettings, StepTensors
+
+from .problem import Problem
+from .table import BF16, F16, F32, I16, SETTINGS, Case, Format
+
+BACKENDS = ["cpu", "torch"]  # the checks are shared by all
+NAN, INF = float("nan"), float("inf")
+
+
+def refused(
+    problem: Problem,
+    backend: str,
+    error: type[Exception],
+    message: str,
+    spoil: Callable[[list[Any]], None] = lambda gradients: None,
+    options: StepOptions | None = None,
+    **changes: Any,
+) -> None:
+    """A step that works, then one that is refused and changes nothing, then one that works again."""
+    plan = kernels.step_plan(problem.tensors, backend)
+    for turn in range(3):
+        gradients, settings, usual = problem.arguments(turn)
+        before = {name: guarded.buffer.clone() for name, guarded in (*problem.memory.items(), ("gradients", gradients))}
+        if turn != 1:
+            plan.step(gradients.tensors, settings, usual)
+            continue
+        given = list(gradients.tensors)
+        spoil(given)
+        with pytest.raises(error, match=message):
+            plan.step(given, [s._replace(**changes) for s in settings], options or usual)
+        for name, guarded in (*problem.memory.items(), ("gradients", gradients)):
+            assert torch.equal(before[name], guarded.buffer), name
+    assert problem.steps[0].item() == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("gradient", "error", "message"),
+    [
+        (torch.randn(40)[::4], ValueError, r"gradient of parameter 1 of shape \(10,\) is not contiguous .*: use .contiguous"),
+        (
+            torch.randn(10).double(),
+            TypeError,
+            "gradient of parameter 1 has the dtype torch.float64; it must be torch.float32, torch.bf.* use .to",
+        ),
+        (torch.randn(10).view(2, 5), ValueError, r"gradient of parameter 1 has the shape \(2, 5\), but the parameter has \(10,\)"),
+        (torch.eye(10)[0].to_sparse(), TypeError, "gradient of parameter 1 has the layout torch.sparse_coo; .* use .to_dense"),
+        (torch.empty(10, device="meta"), ValueError, "gradient of parameter 1 is on meta, but the first tensor is on cpu"),
+        (None, TypeError, "gradient of parameter 1 is None; leave parameters without a gradient out"),
+        (3.0, TypeError, "gradient of parameter 1 must be a tensor, not float"),
+    ],
+)
+def test_gradients(backend: str, gradient: Any, error: type[Exception], message: str) -> None:
+    def spoil(gradients: list[Any]) -> None:
+        gradients[1] = gradient
+
+    refused(Problem(Case("", sizes=(6, 10)), "cpu"), backend, error, message, spoil)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_number_of_gradients(backend: str) -> None:
+    refused(Problem(Case("", sizes=(6, 10)), "cpu"), backend, ValueError, "1 gradients for 2 parameters", list.pop)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["lr", "beta1", "beta2", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [NAN, -0.1, INF, -INF])
+def test_hyperparameters(backend: str, name: str, value: float) -> None:
+    refused(Problem(Case("", sizes=(10,)), "cpu"), backend, ValueError, f"{name} .*of row 0 must be .* got .*{value}", **{name: value})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        (Case("", replicas=2), {"multipliers": [1.0]}, "multipliers of row 0 has 1 entries for 2 replicas"),
+        (Case("", replicas=2), {"multipliers": [1.0, NAN]}, "multipliers of row 0 must be finite"),
+        (Case("", replicas=2), {"multipliers": [1.0, -1.0]}, "multipliers of row 0 must be finite and not negative"),
+        (Case(""), {"beta1": 1.0}, r"beta1 and beta2 of row 0 must be in \[0, 1\)"),
+        (Case("", rule="lion"), {"beta2": 1.0}, r"beta1 and beta2 of row 0 must be in \[0, 1\)"),
+        (Case(""), {"lr": torch.ones(2)}, "lr of row 0 must hold one number"),
+        (Case(""), {"lr": torch.ones(1).double()}, "lr of row 0 has the dtype torch.float64"),
+        (Case(""), {"lr": torch.ones(1, device="meta")}, "lr of row 0 is on meta"),
+        (Case("", rule="sgd"), {"dampening": NAN}, "momentum of row 0 .* dampening finite, got .*nan"),
+        (Case("", rule="sgd"), {"nesterov": True, "dampening": 0.1}, "nesterov of row 0 needs momentum > 0 and dampening 0"),
+        (Case("", rule="sgd"), {"nesterov": True, "beta1": 0.0}, "nesterov of row 0 needs momentum > 0"),
+        (
+            Case("", rule="sgd", formats=(Format(exp_avg=None),), settings=SETTINGS._replace(beta1=0.0)),
+            {"beta1": 0.9},
+            "momentum is 0.9, but exp_avg",
+        ),
+        (
+            Case("", rule="adam", replicas=2, settings=SETTINGS._replace(weight_decay=0.0)),
+            {"weight_decay": 0.1},
+            "weight_decay=0.1 .* adamw or lion",
+        ),
+        (
+            Case("", rule="sgd", replicas=3, settings=SETTINGS._replace(weight_decay=0.0)),
+            {"weight_decay": 0.1},
+            "3 replicas cannot share moments",
+        ),
+    ],
+)
+def test_settings(backend: str, case: Case, changes: dict[str, Any], message: str) -> None:
+    refused(Problem(case, "cpu"), backend, (ValueError, TypeError), message, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_number_of_settings(backend: str) -> None:
+    problem = Problem(Case("", sizes=(3, 4), rows=2), "cpu")
+    gradients, settings, _ = problem.arguments(0)
+    with pytest.raises(ValueError, match="1 settings for 2 rows"):
+        kernels.step_plan(problem.tensors, backend).step(gradients.tensors, settings[:1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grad_scale": torch.ones(2)}, "grad_scale must hold one number"),
+        ({"grad_scale": 3.0}, "grad_scale must be a tensor, not float"),
+        ({"found_inf": torch.zeros(1, dtype=F16)}, "found_inf has the dtype torch.float16"),
+        ({"found_inf": torch.zeros(1, device="meta")}, "found_inf is on meta"),
+        ({"max_norm": -1.0}, "max_norm=-1.0 must not be negative"),
+        ({"max_norm": NAN}, "max_norm=nan must not be negative"),
+        ({"average_weight": 1.1}, r"average_weight=1.1 must be in \[0, 1\]"),
+        ({"average_weight": NAN}, r"average_weight=nan must be in \[0, 1\]"),
+        ({"average_weight": 0.5}, "average_weight=0.5, but the plan has no averages"),
+        ({"finish": "sum"}, "finish='sum' is unknown; choose store, mean, pack"),
+        ({"finish": "pack", "weights": [1.0]}, 'finish="pack" needs a plan with buckets'),
+        ({"finish": "mean"}, "finish='mean' needs 2 weights, got None"),
+        ({"finish": "mean", "weights": [1.0]}, "finish='mean' needs 2 weights"),
+        ({"finish": "mean", "weights": [1.0, 1.0]}, r"weights must be finite, not negative and sum to 1, got \[1.0, 1.0\]: divide"),
+        ({"finish": "mean", "weights": [2.0, -1.0]}, "weights must be finite and not negative"),
+        ({"finish": "mean", "weights": [NAN, 1.0]}, "weights must be finite and not negative"),
+    ],
+)
+def test_options(backend: str, options: dict[str, Any], message: str) -> None:
+    problem = Problem(Case("", replicas=2), "cpu")
+    refused(problem, backend, (ValueError, TypeError), message, options=StepOptions(**options))  # type: ignore[arg-type]
+
+
+X, Y = torch.zeros(10), torch.zeros(6)
+LOW = [X.bfloat16(), Y.bfloat16()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": "rprop"}, "rule='rprop' is unknown; choose adamw, adam, sgd, lion"),
+        (
+            {"params": [[X.double(), Y]]},
+            "parameter 0 has the dtype torch.float64; it must be torch.float32, torch.bfloat16 or torch.float16",
+        ),
+        ({"params": [[torch.zeros(20)[::2], Y]]}, r"parameter 0 .* is not contiguous \(strides \(2,\)\): use .contiguous"),
+        ({"params": [[X.to_sparse(), Y]]}, "parameter 0 has the layout torch.sparse_coo"),
+        ({"params": [[X, Y.to("meta")]]}, "parameter 1 is on meta, but the first tensor is on cpu"),
+        ({"params": [[3, X]]}, "parameter 0 must be a tensor, not int"),
+        ({"params": [[X, Y], [X]]}, "params of replica 1 has 1 entries, but there are 2 parameters"),
+        (
+            {"params": [[X, Y], [torch.zeros(10).half(), torch.zeros(6)]]},
+            "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0",
+        ),
+        (
+            {"params": [[X, Y], [torch.zeros(10), torch.zeros(2, 3)]]},
+            r"parameter 1 of replica 1 has the shape \(2, 3\), but parameter 1 has",
+        ),
+        ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
+        ({"exp_avgs": [torch.zeros(10), torch.zeros(5)]}, "exp_avg of parameter 1 has the shape"),
+        (
+            {"exp_avgs": [torch.zeros(10).half(), torch.zeros(6)]},
+            "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32 or torch",
+        ),
+        ({"exp_avgs": None}, "exp_avgs of parameter 0 is missing; adamw needs it"),
+        ({"exp_avg_sqs": [torch.zeros(10), None]}, "exp_avg_sqs of parameter 1 is missing; adamw needs it"),
+        ({"exp_avg_sqs": [torch.zeros(10)]}, "exp_avg_sqs has 1 entries, but there are 2 parameters"),
+        ({"rule": "lion"}, "exp_avg_sqs given, but lion keeps no second moment"),
+        ({"rule": "sgd"}, "exp_avg_sqs given, but sgd keeps no second moment"),
+        ({"rule": "lion", "exp_avgs": [X, None], "exp_avg_sqs": None}, "exp_avgs of parameter 1 is missing; lion needs it"),
+        ({"steps": [torch.tensor(0), torch.tensor(0.0)]}, "step of parameter 0 has the dtype torch.int64"),
+        ({"steps": [torch.zeros(1), torch.tensor(0.0)]}, "step of parameter 0 must be a 0-d float32 tensor"),
+        ({"steps": [torch.tensor(0.0)] * 2}, "step of parameter 0 and step of parameter 1 overlap"),
+        ({"rows": [0, 2]}, r"rows must number the settings from 0 without a gap, got \[0, 2\]"),
+        ({"rows": [0]}, "rows has 1 entries"),
+        ({"masters": [[torch.zeros(10), None]]}, r"master of parameter 0 \(torch.float32\) has the dtype torch.float32; it must be None"),
+        ({"params": [LOW], "masters": [[torch.zeros(10).half(), None]]}, "master of parameter 0 has the dtype torch.float16"),
+        ({"params": [[x.half() for x in LOW]], "masters": [[torch.zeros(10, dtype=I16), None]]}, "int16; it must be torch.float32"),
+        ({"params": [LOW], "masters": [[torch.zeros(9), None]]}, "master of parameter 0 has the shape"),
+        ({"masters": [[None, None]] * 2}, "masters has 2 lists for 1 replicas"),
+        ({"averages": [[torch.zeros(10, dtype=F16), None]]}, "average of parameter 0 has the dtype torch.float16"),
+        ({"params": [[X, Y]], "averages": [[X, None]]}, "overlap in memory"),
+        (
+            {"buckets": [torch.zeros(10, dtype=BF16), torch.zeros(6)]},
+            "bucket of parameter 0 has the dtype torch.bfloat16; it must be torch.float32",
+        ),
+        ({"params": [LOW, [x.clone() for x in LOW]], "buckets": [torch.zeros(10), torch.zeros(6)]}, "buckets are for one replica, not 2"),
+        ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),
+        ({"first_replica": 65536}, "first_replica=65536 is out of range"),
+        ({"params": [[]]}, "no parameters"),
+    ],
+)
+def test_plans(change: dict[str, Any], message: str) -> None:
+    usual = Problem(Case("", sizes=(10, 6)), "cpu").tensors
+    with pytest.raises((ValueError, TypeError), match=message):
+        kernels.step_plan(replace(usual, **change))
+
+
+def test_tensors_that_wrap_others_are_refused() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    usual = Problem(Case("", sizes=(10,)), "cpu").tensors
+    with pytest.raises(TypeError, match="parameter 0 is a TwoTensor, which wraps other tensors; pass its local tensor"):
+        kernels.step_plan(replace(usual, params=[[TwoTensor(torch.zeros(10), torch.zeros(10))]]))
+
+
+def test_masters_and_averages_of_replicas_are_alike() -> None:
+    problem = Problem(Case("", sizes=(10,), replicas=2, formats=(Format(BF16, F32, average=F32),)), "cpu").tensors
+    assert problem.masters is not None and problem.averages is not None
+    with pytest.raises(
+        TypeError, match="master of tensor 0 of replica 1 has the dtype torch.int16, but that of replica 0 has torch.float32"
+    ):
+        kernels.step_plan(replace(problem, masters=[problem.masters[0], [torch.zeros(10, dtype=I16)]]))
+    with pytest.raises(TypeError, match="average of tensor 0 of replica 1 has the dtype None, but that of replica 0 has torch.float32"):
+        kernels.step_plan(replace(problem, averages=[problem.averages[0], [None]]))
+
+
+def test_what_looks_odd_and_is_allowed() -> None:
+    x = torch.zeros(3)
+    tensors = StepTensors("sgd", [[x]], [0], [torch.tensor(0.0)], [torch.zeros(3)])
+    for s in (
+        StepSettings(lr=0.0),
+        StepSettings(lr=1.0, multipliers=[0.0]),
+        StepSettings(lr=1.0, beta1=1.5, dampening=-2.0),
+        StepSettings(lr=torch.tensor([[0.5]])),
+    ):
+        for backend in BACKENDS:
+            kernels.step_plan(tensors, backend).step([torch.ones(3)], [s], StepOptions(max_norm=math.inf))

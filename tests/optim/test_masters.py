@@ -1,0 +1,284 @@
+"""Parameters of 16 bits: masters, the split form, stochastic rounding, small moments."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hdet.kernels.rounding import join
+from hdet.optim import FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+
+from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, set_gradients, state_of
+
+KINDS = [("fp32", torch.bfloat16), ("fp32", torch.float16), ("split", torch.bfloat16), ("split", torch.float16)]
+
+
+def exact(optimizer: FusedOptimizer, params: list[Parameter]) -> list[Tensor]:
+    """The float32 values of parameters with masters."""
+    values = []
+    for param in params:
+        state = optimizer.state[param]
+        assert ("remainder" in state) == (optimizer.master_weights == "split" and param.dtype == torch.bfloat16)
+        assert ("master_param" in state) != ("remainder" in state)
+        values.append(join(param.detach(), state["remainder"]) if "remainder" in state else state["master_param"])
+    return values
+
+
+def step_both(a: Any, ours: list[Parameter], b: Any, theirs: list[Parameter], step: int) -> None:
+    """`theirs` in float32 gets the very gradients of `ours`."""
+    set_gradients(ours, step)
+    for one, other in zip(ours, theirs, strict=True):
+        other.grad = one.grad.float()  # type: ignore[union-attr]
+    a.step()
+    b.step()
+
+
+def bfloat16_run(**options: Any) -> tuple[list[Parameter], FusedAdamW]:
+    params = parameters(dtype=torch.bfloat16)
+    return params, FusedAdamW(groups(params), lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("master_weights", "dtype"), KINDS)
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_masters_step_as_float32_parameters_would(rule: Rule, master_weights: str, dtype: torch.dtype, backend: str) -> None:
+    ours = parameters(dtype=dtype)
+    theirs = [Parameter(param.detach().float()) for param in ours]
+    a = rule.fused(groups(ours, rule), lr=1e-2, backend=backend, master_weights=master_weights)
+    b = rule.fused(groups(theirs, rule), lr=1e-2, backend=backend)
+    for step in range(5):
+        step_both(a, ours, b, theirs, step)
+    assert_equal(exact(a, ours), theirs)
+    if (master_weights, dtype) != ("split", torch.bfloat16):
+        assert_equal(ours, [param.to(dtype) for param in theirs])
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_float32_parameters_need_no_master(master_weights: str) -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params, master_weights=master_weights)
+    set_gradients(params, 0)
+    optimizer.step()
+    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in state_of(optimizer))
+
+
+# -- in the state --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_a_run_with_masters_resumes_bitwise(master_weights: str, model_first: bool) -> None:
+    ours, a = bfloat16_run(master_weights=master_weights)
+    for step in range(3):
+        set_gradients(ours, step)
+        a.step()
+    file = io.BytesIO()
+    torch.save({"model": [param.detach() for param in ours], "optimizer": a.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    theirs, b = bfloat16_run(master_weights=master_weights)
+    set_gradients(theirs, 50)  # it has gone elsewhere
+    b.step()
+    if not model_first:
+        b.load_state_dict(saved["optimizer"])
+    with torch.no_grad():
+        for param, value in zip(theirs, saved["model"], strict=True):
+            param.copy_(value)  # as Module.load_state_dict
+    if model_first:
+        b.load_state_dict(saved["optimizer"])
+    for step in range(3, 6):
+        for optimizer, params in ((a, ours), (b, theirs)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert_equal(ours, theirs)
+    assert_equal(exact(a, ours), exact(b, theirs))
+
+
+@pytest.mark.parametrize("of", [None, "torch"])
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_states_without_masters_get_them_from_the_parameter(master_weights: str, of: str | None) -> None:
+    ours, old = bfloat16_run()
+    if of == "torch":
+        old = torch.optim.AdamW(groups(ours), lr=1e-2)  # type: ignore[assignment]
+    set_gradients(ours, 0)
+    old.step()
+    a = FusedAdamW(groups(ours), lr=1e-2, master_weights=master_weights)
+    a.load_state_dict(old.state_dict())
+    theirs = [Parameter(param.detach().float()) for param in ours]
+    b = FusedAdamW(groups(theirs), lr=1e-2)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    step_both(a, ours, b, theirs, 1)
+    assert_equal(exact(a, ours), theirs)
+
+
+@pytest.mark.parametrize(("of", "into"), [("fp32", "split"), ("split", "fp32")])
+def test_masters_change_their_form_exactly(of: str, into: str) -> None:
+    ours, a = bfloat16_run(master_weights=of)
+    theirs = [Parameter(param.detach().float()) for param in ours]
+    b = FusedAdamW(groups(theirs), lr=1e-2)
+    for step in range(3):
+        step_both(a, ours, b, theirs, step)
+    other = FusedAdamW(groups(ours), lr=1e-2, master_weights=into)
+    other.load_state_dict(a.state_dict())
+    for step in range(3, 5):
+        step_both(other, ours, b, theirs, step)
+    assert_equal(exact(other, ours), theirs)
+
+
+def test_masters_that_nobody_keeps_are_dropped_with_a_warning() -> None:
+    ours, a = bfloat16_run(master_weights="fp32")
+    set_gradients(ours, 0)
+    a.step()
+    other = FusedAdamW(groups(ours), lr=1e-2)
+    with pytest.warns(UserWarning, match="has master weights, this optimizer keeps none"):
+        other.load_state_dict(a.state_dict())
+    set_gradients(ours, 1)
+    other.step()
+    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in state_of(other))
+
+
+# -- parameters that others write to -------------------------------------------------------------------------------------
+
+
+def test_what_is_written_to_a_parameter_in_place_is_taken_over() -> None:
+    """Only where it is not the rounded master any more: elsewhere the master keeps its lower bits."""
+    ours, a = bfloat16_run(master_weights="fp32")
+    for step in range(3):
+        set_gradients(ours, step)
+        a.step()
+    expected = [master.clone() for master in exact(a, ours)]
+    with torch.no_grad():
+        ours[0][3:5] = 7.0
+        ours[5].add_(0)  # nothing new
+    expected[0][3:5] = 7.0
+    theirs = [Parameter(value) for value in expected]
+    b = FusedAdamW(groups(theirs), lr=1e-2)
+    b.load_state_dict({**a.state_dict(), "state": {k: _without_master(v) for k, v in copy.deepcopy(a.state_dict()["state"]).items()}})
+    step_both(a, ours, b, theirs, 3)
+    assert_equal(exact(a, ours), theirs)
+
+
+def _without_master(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != "master_param"}
+
+
+def test_the_model_is_loaded_between_two_steps() -> None:
+    ours, a = bfloat16_run(master_weights="fp32")
+    set_gradients(ours, 0)
+    a.step()
+    with torch.no_grad():
+        for param in ours:
+            param.fill_(5.0)
+    for param in ours:
+        param.grad = torch.zeros_like(param)
+    for group in a.param_groups:
+        group["lr"] = 0.0
+    a.step()
+    assert all((param == 5).all() for param in ours)
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_refresh_masters(master_weights: str) -> None:
+    """A write through .data is not noticed by itself."""
+    ours, a = bfloat16_run(master_weights=master_weights)
+    for step in range(2):
+        set_gradients(ours, step)
+        a.step()
+    ours[0].data.fill_(5.0)
+    a.refresh_masters()
+    assert_equal(exact(a, ours), [param.float() for param in ours])
+    set_gradients(ours, 2)
+    ours[0].grad = torch.zeros_like(ours[0])
+    a.param_groups[0]["lr"] = 0.0
+    a.step()
+    assert (ours[0] == 5).all()
+
+
+def test_masters_are_not_looked_at_while_nobody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, a = bfloat16_run(master_weights="fp32")
+    set_gradients(ours, 0)
+    a.step()
+    monkeypatch.setattr("hdet.optim.plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
+    for step in range(1, 4):
+        set_gradients(ours, step)
+        a.step()
+
+
+# -- rounding ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_rounding_is_unbiased_where_rounding_to_nearest_stands_still(backend: str) -> None:
+    def run(stochastic: bool) -> Tensor:
+        param = Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = FusedSGD([param], lr=1.0, stochastic_rounding=stochastic, backend=backend)
+        for _ in range(20):
+            param.grad = torch.full_like(param, -1e-3)  # an eighth of bfloat16's spacing at 1
+            optimizer.step()
+        return param.detach().float()
+
+    assert (run(False) == 1).all()
+    moved = run(True)
+    # 20 * 1e-3; one element's standard deviation is below sqrt(20) / 2 * 2^-7
+    torch.testing.assert_close(moved.mean().item(), 1 + 20 * torch.tensor(1e-3).bfloat16().item(), rtol=0, atol=5 * 0.0175 / 64)
+    assert moved.unique().numel() > 2
+
+
+def test_random_numbers_follow_from_the_seed_alone() -> None:
+    def run(seed: int, late: bool = False) -> list[Parameter]:
+        params = parameters(dtype=torch.bfloat16)
+        optimizer = FusedAdamW(groups(params), lr=1e-2, stochastic_rounding=True, seed=seed)
+        for step in range(3):
+            if late and step == 1:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = FusedAdamW(groups(params), lr=1e-2, stochastic_rounding=True, seed=seed)
+                optimizer.load_state_dict(state)
+            torch.manual_seed(step)  # the global generator plays no part
+            set_gradients(params, step)
+            optimizer.step()
+        return params
+
+    assert_equal(run(1), run(1))
+    assert_equal(run(1), run(1, late=True))
+    assert not torch.equal(run(1)[0], run(2)[0])
+
+
+def test_a_parameters_random_numbers_do_not_depend_on_the_others_gradients() -> None:
+    def run(skip: bool) -> Parameter:
+        params = parameters(dtype=torch.bfloat16)
+        optimizer = FusedSGD(params, lr=1e-2, stochastic_rounding=True)
+        set_gradients(params, 0, skip=lambda step, i: skip and i == 0)
+        optimizer.step()
+        return params[5]
+
+    assert torch.equal(run(False), run(True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moments_in_bfloat16_do_not_stand_still(backend: str) -> None:
+    """exp_avg_sq moves by a thousandth of the way, less than half of bfloat16's spacing."""
+    param = Parameter(torch.zeros(4096))
+    optimizer = FusedAdamW([param], moment_dtype=torch.bfloat16, backend=backend)
+    for step in range(60):
+        param.grad = torch.full_like(param, 1.0 if step < 30 else 2.0)
+        optimizer.step()
+    state = optimizer.state[param]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    exact_average = (1 - 0.999**30) * 0.999**30 + 4 * (1 - 0.999**30)
+    torch.testing.assert_close(state["exp_avg_sq"].float().mean().item(), exact_average, rtol=2e-3, atol=0)
+
+
+def test_moments_in_bfloat16_of_one_moment_rules() -> None:
+    for cls, name in ((FusedLion, "exp_avg"), (FusedSGD, "momentum_buffer")):
+        params = parameters()
+        options: dict[str, Any] = {"momentum": 0.9} if cls is FusedSGD else {}
+        optimizer = cls(params, moment_dtype=torch.bfloat16, **options)  # type: ignore[operator]
+        set_gradients(params, 0)
+        optimizer.step()
+        assert all(state[name].dtype == torch.bfloat16 for state in state_of(optimizer))

@@ -1,0 +1,431 @@
+"""Several replicas that share gradients and moments, and steps that end with an average."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hdet.kernels.rounding import join
+from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
+
+from .common import BACKENDS, RULES, SHAPES, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
+
+RHOS = [0.5, 1.0, 1.75]
+WEIGHTS = [0.2, 0.5, 0.3]
+
+
+def without_coupled_decay(rule: Rule, params: list[Parameter]) -> list[dict[str, Any]]:
+    made = groups(params, rule)
+    for group in made:
+        if rule.fused in (FusedAdam, FusedSGD):
+            group["weight_decay"] = 0.0
+    return made
+
+
+def replicated(
+    count: int = 3, rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
+    """Parameters, their optimizer, and K sets that begin equal and have multipliers of their own."""
+    params = parameters(dtype=dtype)
+    optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
+    optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
+    optimizer.multipliers = [[rho] * 3 for rho in RHOS[:count]]
+    return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
+
+
+def run(optimizer: FusedOptimizer, params: list[Parameter], steps: range, **options: Any) -> None:
+    for step in steps:
+        set_gradients(params, step, **options)
+        optimizer.step()
+
+
+def values(optimizer: FusedOptimizer, k: int) -> list[Tensor]:
+    """Copies of the float32 values of replica k."""
+    found = []
+    for param, tensor in zip(optimizer.replica_parameters(0), optimizer.replica_parameters(k), strict=True):
+        state = optimizer.state[param]
+        masters = [state.get("master_param", state.get("remainder")), *state.get("replica_masters", [])]
+        if masters[0] is None:
+            found.append(tensor.detach().float().clone())
+        else:
+            found.append(masters[k].clone() if masters[k].dtype == torch.float32 else join(tensor.detach(), masters[k]))
+    return found
+
+
+def mean(sets: list[list[Tensor]], weights: list[float]) -> list[Tensor]:
+    """In float32, in order, as the kernels add up."""
+    means = []
+    for tensors in zip(*sets, strict=True):
+        total = torch.full_like(tensors[0], -0.0)
+        for tensor, weight in zip(tensors, weights, strict=True):
+            if weight != 0:
+                total = total + torch.tensor(weight, dtype=torch.float32) * tensor
+        means.append(total)
+    return means
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_replicas_step_as_separate_runs_would(rule: Rule, dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
+    params, optimizer, sets = replicated(3, rule, dtype, master_weights=master_weights, backend=backend)
+    run(optimizer, params, range(5))
+    for k, rho in enumerate(RHOS):
+        alone = parameters(dtype=dtype)
+        other = rule.fused(without_coupled_decay(rule, alone), lr=1e-2, master_weights=master_weights, backend=backend)
+        other.multipliers = [[rho] * 3]
+        run(other, alone, range(5))
+        assert_equal(sets[k], alone)
+        assert_equal(values(optimizer, k), values(other, 0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+def test_average_replicas(dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
+    params, optimizer, sets = replicated(3, dtype=dtype, master_weights=master_weights, backend=backend)
+    run(optimizer, params, range(3))
+    expected = mean([values(optimizer, k) for k in range(3)], WEIGHTS)
+    versions = [tensor._version for tensors in sets for tensor in tensors]
+    optimizer.average_replicas([10 * w for w in WEIGHTS])  # divided by their sum
+    for k in range(3):
+        torch.testing.assert_close(values(optimizer, k), expected, rtol=1e-6, atol=1e-7)
+        assert_equal(values(optimizer, k), values(optimizer, 0))
+        assert_equal(sets[k], sets[0])
+    assert all(tensor._version > v for tensor, v in zip([t for s in sets for t in s], versions, strict=True))
+    before = values(optimizer, 1)
+    run(optimizer, params, range(3, 4))  # and they part again, with their masters
+    assert not torch.equal(sets[0][0], sets[2][0])
+    assert not torch.equal(values(optimizer, 1)[0], before[0])
+
+
+def test_the_plan_of_the_average_is_kept_until_memory_moves() -> None:
+    params, optimizer, sets = replicated()
+    run(optimizer, params, range(1))
+    plans = []
+    for _ in range(3):
+        optimizer.average_replicas(WEIGHTS)
+        plans += [averaging.plan for averaging in optimizer._averaging.values()]
+        run(optimizer, params, range(1))
+    assert plans[0] is plans[1] is plans[2]
+    params[0].data = params[0].data.clone()
+    optimizer.average_replicas(WEIGHTS)
+    assert_equal(sets[0], sets[2])
+
+
+def test_a_replica_of_weight_zero_is_not_read_and_frozen_parameters_are_left_alone() -> None:
+    params = parameters()
+    params[5].requires_grad_(False)
+    optimizer = FusedAdamW(params, lr=1e-2)
+    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+    frozen = [tensor.detach().clone().fill_(k) for k, tensor in enumerate(optimizer._sets[params[5]])]
+    for tensor, value in zip(optimizer._sets[params[5]], frozen, strict=True):
+        tensor.data.copy_(value)
+    optimizer.replica_parameters(1)[0].fill_(float("nan"))
+    optimizer.average_replicas([3.0, 0.0])
+    assert_equal(optimizer.replica_parameters(0)[:5], optimizer.replica_parameters(1)[:5])
+    assert not params[0].isnan().any()
+    assert_equal(optimizer._sets[params[5]], frozen)
+
+
+# -- how a step ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("skip", [None, 1, "all"], ids=["all gradients", "one missing", "no gradients"])
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_a_step_that_ends_with_the_mean(rule: Rule, skip: Any, backend: str) -> None:
+    """The same as the step and then the average, also for parameters that have no gradient in that step. Once."""
+    (ours, a, sets), (theirs, b, others) = (replicated(3, rule, backend=backend) for _ in range(2))
+    run(a, ours, range(3))
+    run(b, theirs, range(3))
+    a.finish_next_step("mean", WEIGHTS)
+    for optimizer, params in ((a, ours), (b, theirs)):
+        run(optimizer, params, range(3, 4), skip=lambda step, i: i == skip or skip == "all")
+    b.average_replicas(WEIGHTS)
+    for k in range(3):
+        assert_equal(sets[k], others[k])
+        assert_equal(sets[k], sets[0])
+    run(a, ours, range(4, 5))
+    run(b, theirs, range(4, 5))
+    for k in range(3):
+        assert_equal(sets[k], others[k])
+    assert not torch.equal(sets[0][0], sets[1][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_the_mean_of_masters(master_weights: str, backend: str) -> None:
+    (ours, a, sets), (theirs, b, _) = (
+        replicated(3, dtype=torch.bfloat16, master_weights=master_weights, backend=backend) for _ in range(2)
+    )
+    a.finish_next_step("mean", WEIGHTS)
+    run(a, ours, range(1))
+    run(b, theirs, range(1))
+    b.average_replicas(WEIGHTS)
+    for k in range(3):
+        torch.testing.assert_close(values(a, k), values(b, k), rtol=1e-6, atol=1e-7)
+        assert_equal(sets[k], sets[0])
+
+
+def test_a_refused_step_leaves_the_mean_for_the_next() -> None:
+    params, optimizer, sets = replicated()
+    run(optimizer, params, range(1))
+    optimizer.finish_next_step("mean", WEIGHTS)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr"):
+        run(optimizer, params, range(1, 2))
+    optimizer.param_groups[0]["lr"] = 1e-2
+    run(optimizer, params, range(1, 2))
+    assert_equal(sets[0], sets[2])
+
+
+def test_a_skipped_step_ends_with_the_mean_all_the_same() -> None:
+    params, optimizer, sets = replicated(max_grad_norm=1.0)
+    run(optimizer, params, range(1))
+    expected = mean([values(optimizer, k) for k in range(3)], WEIGHTS)
+    optimizer.finish_next_step("mean", WEIGHTS)
+    set_gradients(params, 1)
+    params[0].grad[0, 0] = float("inf")  # type: ignore[index]
+    optimizer.step()
+    assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 1
+    assert_close(params, expected)
+    assert_equal(sets[0], sets[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("skip", [None, 1, "all"], ids=["all gradients", "one missing", "no gradients"])
+@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+def test_a_step_that_ends_in_buckets(dtype: torch.dtype, master_weights: str | None, skip: Any, backend: str) -> None:
+    (ours, a, _), (theirs, b, _) = (replicated(1, dtype=dtype, master_weights=master_weights, backend=backend) for _ in range(2))
+    run(a, ours, range(2))
+    run(b, theirs, range(2))
+    before = [param.detach().clone() for param in ours]
+    flat = torch.full((sum(param.numel() for param in ours),), 9.0)
+    buckets = dict(
+        zip(ours, [part.view(shape) for part, shape in zip(flat.split([p.numel() for p in ours]), SHAPES, strict=True)], strict=True)
+    )
+    a.finish_next_step("pack", [0.25], buckets)
+    for optimizer, params in ((a, ours), (b, theirs)):
+        run(optimizer, params, range(2, 3), skip=lambda step, i: i == skip or skip == "all")
+    assert_equal(list(buckets.values()), [0.25 * value for value in values(b, 0)])
+    assert_equal(ours, before)
+    for one, other in zip(state_of(a), state_of(b), strict=True):
+        assert_equal([one["exp_avg"], one["exp_avg_sq"], one["step"]], [other["exp_avg"], other["exp_avg_sq"], other["step"]])
+    run(a, ours, range(3, 4))  # stores again
+    assert not torch.equal(ours[0], before[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("skip", [None, 1], ids=["all gradients", "one missing"])
+def test_running_averages(skip: int | None, backend: str) -> None:
+    params, optimizer, sets = replicated(2, backend=backend)
+    averages = {param: [torch.full_like(param, float("nan")) for _ in range(2)] for param in params[:5]}
+    expected: list[list[Tensor]] = []
+    for step in range(4):
+        optimizer.average_next_step(averages, 1 / (step + 1))
+        if step == 3:
+            optimizer.finish_next_step("mean", [0.5, 0.5])
+        (stepped, alone, others) = replicated(2, backend=backend)
+        run(alone, stepped, range(step + 1), skip=lambda step, i: i == skip)
+        run(optimizer, params, range(step, step + 1), skip=lambda step, i: i == skip)
+        for k in range(2):
+            fresh = [tensor.detach().clone() for tensor in others[k][:5]]
+            if step == 0:
+                expected.append(fresh)
+            else:
+                expected[k] = [old + (new - old) / (step + 1) for old, new in zip(expected[k], fresh, strict=True)]
+    for k in range(2):
+        torch.testing.assert_close([averages[param][k] for param in params[:5]], expected[k], rtol=1e-6, atol=1e-7)
+    assert_equal(sets[0], sets[1])
+    kept = [averages[param][0].clone() for param in params[:5]]
+    run(optimizer, params, range(4, 5))  # once is once
+    assert_equal([averages[param][0] for param in params[:5]], kept)
+    optimizer.average_next_step({}, 0)
+    assert not optimizer._averages
+
+
+def test_a_plan_with_averages_is_kept() -> None:
+    params, optimizer, _ = replicated(1)
+    averages = {param: [torch.zeros_like(param)] for param in params}
+    plans = set()
+    for step in range(4):
+        if step != 2:
+            optimizer.average_next_step(dict(averages), 0.5)
+        run(optimizer, params, range(step, step + 1))
+        plans.add(id(optimizer._planned))
+    assert len(plans) == 1
+
+
+def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer, sets = replicated(2)
+    with pytest.raises(RuntimeError, match="before"):
+        optimizer.write_hyperparameters()
+    run(optimizer, params, range(1))
+    written: list[Any] = []
+    plan = optimizer._planned.parts[0].plan  # type: ignore[union-attr]
+    monkeypatch.setattr(plan, "upload", lambda settings, options: written.append((settings, options)))
+    optimizer.param_groups[1]["lr"] = 0.25
+    optimizer.multipliers[1][1] = 3.0
+    optimizer.max_grad_norm = 2.0
+    optimizer.finish_next_step("mean", [1, 3])
+    before = [tensor.detach().clone() for tensor in sets[1]]
+    optimizer.write_hyperparameters()
+    ((settings, options),) = written
+    assert settings[1].lr == 0.25 and settings[1].multipliers == (0.5, 3.0)
+    assert (options.max_norm, options.finish, options.weights) == (2.0, "mean", (0.25, 0.75))
+    assert_equal(sets[1], before)
+    run(optimizer, params, range(1, 2))
+    assert not torch.equal(sets[0][0], sets[1][0])  # the mean was for the replay
+
+
+# -- the state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+def test_a_state_from_the_middle_of_a_cycle_resumes_bitwise(dtype: torch.dtype, master_weights: str | None) -> None:
+    ours, a, sets = replicated(3, dtype=dtype, master_weights=master_weights)
+    run(a, ours, range(3))
+    saved, model = copy.deepcopy(a.state_dict()), [param.detach().clone() for param in ours]
+    assert len(saved["state"][0]["replica_params"]) == 2
+    theirs, b, others = replicated(3, dtype=dtype, master_weights=master_weights)
+    run(b, theirs, range(7, 9))
+    with torch.no_grad():
+        for param, value in zip(theirs, model, strict=True):
+            param.copy_(value)
+    b.load_state_dict(saved)
+    assert all(one is other for k in range(3) for one, other in zip(b.replica_parameters(k), others[k], strict=True))  # in place
+    for optimizer, params in ((a, ours), (b, theirs)):
+        run(optimizer, params, range(3, 5))
+        optimizer.average_replicas(WEIGHTS)
+        run(optimizer, params, range(5, 6))
+    for k in range(3):
+        assert_equal(sets[k], others[k])
+        assert_equal(values(a, k), values(b, k))
+
+
+def test_states_of_another_number_of_replicas() -> None:
+    params, three, _ = replicated(3)
+    run(three, params, range(2))
+    state = three.state_dict()
+    _, two, sets = replicated(2)
+    before = copy.deepcopy([tensor.detach() for tensor in sets[1]])
+    with pytest.raises(ValueError, match="the loaded state has 3 replicas, this optimizer 2"):
+        two.load_state_dict(state)
+    assert_equal(sets[1], before)
+    alone, one, _ = replicated(1)
+    one.load_state_dict(state)
+    assert not any("replica_params" in values for values in state_of(one))
+    run(one, alone, range(2, 3))
+    two.load_state_dict(one.state_dict())  # one becomes several: the sets are the caller's to fill
+    assert_equal(sets[1], before)
+    run(two, two.replica_parameters(0), range(3, 4))  # type: ignore[arg-type]
+    assert all(len(values["replica_params"]) == 1 for values in state_of(two))
+
+
+def test_a_copy_has_its_own_replicas() -> None:
+    params, a, sets = replicated(2)
+    run(a, params, range(2))
+    b = copy.deepcopy(a)
+    before = copy.deepcopy([tensor.detach() for tensor in sets[1]])
+    run(b, b.replica_parameters(0), range(2, 4))  # type: ignore[arg-type]
+    assert_equal(sets[1], before)
+    run(a, params, range(2, 4))
+    for k in range(2):
+        assert_equal(a.replica_parameters(k), b.replica_parameters(k))
+
+
+def test_stochastic_rounding_differs_between_replicas_and_follows_their_number() -> None:
+    params, optimizer, sets = replicated(2, RULES[2], torch.bfloat16, stochastic_rounding=True)
+    optimizer.multipliers = [[1.0] * 3, [1.0] * 3]
+    run(optimizer, params, range(1))
+    assert not torch.equal(sets[0][0], sets[1][0])
+    alone, other, _ = replicated(1, RULES[2], torch.bfloat16, stochastic_rounding=True)
+    other.multipliers = [[1.0] * 3]
+    other.first_replica = 1
+    run(other, alone, range(1))
+    assert_equal(alone, sets[1])
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_set_replicas_refuses_what_is_not_alike() -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params)
+    for copies, message in [
+        (lambda p: [p], "copies must give 2 tensors"),
+        (lambda p: [p.detach().clone(), p], "the parameter itself first"),
+        (lambda p: [p, p.detach().double()], "replicas are alike"),
+        (lambda p: [p, torch.zeros(3)], "replicas are alike"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            optimizer.set_replicas(2, copies)
+    assert optimizer.num_replicas == 1 and optimizer.multipliers == [[1.0]] and not optimizer.state
+    with pytest.raises(ValueError, match="replica 1 does not exist"):
+        optimizer.replica_parameters(1)
+    optimizer.set_replicas(2, lambda p: [p, p.detach()])
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="overlap in memory"):
+        optimizer.step()
+
+
+def test_coupled_decay_is_refused_for_several_replicas() -> None:
+    params = parameters()
+    optimizer = FusedSGD(params, lr=1e-2, weight_decay=0.1)
+    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+    before = copy.deepcopy([param.detach() for param in params])
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="set it to 0 or use adamw or lion"):
+        optimizer.step()
+    assert_equal(params, before)
+
+
+def test_a_group_added_later_needs_copies() -> None:
+    params, optimizer, _ = replicated(2)
+    run(optimizer, params, range(1))
+    added = Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [added]})
+    assert optimizer.multipliers == [[0.5] * 3 + [1.0], [1.0] * 4]
+    added.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="call set_replicas again"):
+        optimizer.step()
+    kept = {param: list(tensors) for param, tensors in optimizer._sets.items()}
+    kept[added] = [added, added.detach().clone()]
+    optimizer.set_replicas(2, kept.__getitem__)
+    optimizer.multipliers = [[0.5] * 4, [1.5] * 4]
+    optimizer.step()
+    assert not torch.equal(optimizer.replica_parameters(0)[-1], optimizer.replica_parameters(1)[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mix",), "finish='mix' is unknown"),
+        (("mean",), "finish='mean' needs weights"),
+        (("mean", [1.0]), "weights has 1 entries for 3 replicas"),
+        (("mean", [0.0, 0.0, 0.0]), "must not all be 0"),
+        (("mean", WEIGHTS, {None: None}), 'buckets are for finish="pack"'),
+        (("pack", [1.0], {None: None}), 'finish="pack" is for one replica'),
+    ],
+)
+def test_refused_ends(arguments: tuple[Any, ...], message: str) -> None:
+    _, optimizer, _ = replicated(3)
+    with pytest.raises(ValueError, match=message):
+        optimizer.finish_next_step(*arguments)
+
+
+def test_refused_buckets_and_averages() -> None:
+    params, optimizer, _ = replicated(1)
+    with pytest.raises(ValueError, match="needs buckets"):
+        optimizer.finish_next_step("pack", [1.0])
+    with pytest.raises(ValueError, match="buckets has none for 5 of the parameters"):
+        optimizer.finish_next_step("pack", [1.0], {params[0]: torch.zeros(33, 17)})
+    with pytest.raises(ValueError, match="entry 0 of averages has 2 tensors for 1 replicas"):
+        optimizer.average_next_step({params[0]: [torch.zeros(33, 17)] * 2}, 1.0)
+    with pytest.raises(ValueError, match="weight=1.5 must be in"):
+        optimizer.average_next_step({params[0]: [torch.zeros(33, 17)]}, 1.5)

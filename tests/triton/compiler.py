@@ -1,0 +1,67 @@
+"""Compiling for an H100 (sm_90) on a machine without a GPU: what the backend would launch, and what became of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from hdet.triton_kernels.launch import Memory
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Driver:
+    """As much of a driver as Triton asks for to compile: a device of compute capability 9.0 that nothing runs on."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiling(Memory):
+    """Tables on the CPU; a launch only compiles, as it would for CUDA tensors at these addresses, and is noted."""
+
+    launches: list[tuple[str, int, Any]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._on_cuda, self._tables, self._streams = device, False, [], set()
+
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        placed.copy_(table)
+
+    def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
+        if programs:
+            compiled = kernel.warmup(*arguments, **options, enable_fp_fusion=False, grid=(programs,))
+            self.launches.append((kernel.fn.__name__, programs, compiled))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([os.fspath(TOOLS / name), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+class Binary:
+    """The machine code of a compiled kernel."""
+
+    def __init__(self, compiled: Any, folder: Path) -> None:
+        path = folder / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage = _tool("cuobjdump", "--dump-resource-usage", os.fspath(path))
+        self.usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        self.code = _tool("nvdisasm", "-c", os.fspath(path))
+
+    def count(self, pattern: str) -> int:
+        """Instructions that the pattern matches from their name on."""
+        return len(re.findall(rf"\s(?:@!?U?P\d+ )?{pattern}", self.code))
