@@ -1,10 +1,11 @@
 # make demo: from a clean clone to a trained model.   make test: the whole suite.   Both create .venv first.
+# make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test gpu lint wheel clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -21,6 +22,12 @@ demo: $(BIN)/hdet.stamp
 
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q
+
+# No environment and no pip: the module is built in place, with the setuptools, pybind11, cmake and ninja that are there.
+gpu:
+	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" || { echo "make gpu: the torch of $(PYTHON) finds no GPU here; nothing was run. PYTHON=... names another one"; exit 1; }
+	HDET_CUDA=1 $(PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py
 
 lint: $(BIN)/hdet.stamp
 	$(BIN)/ruff check .

@@ -60,9 +60,12 @@ def memory(device: str) -> float:
 
 
 def fitted(shapes: Shapes, bytes_per_parameter: float, limit: float) -> tuple[Shapes, int]:
-    """The shapes with the first dimension of every large tensor divided by the smallest power of two that makes them fit."""
+    """The shapes with the first dimension of every large tensor divided by the smallest power of two that makes them fit.
+
+    Many small tensors stay as they are.
+    """
     divisor = 1
-    while numel(_divided(shapes, divisor)) * bytes_per_parameter > limit:
+    while numel(_divided(shapes, divisor)) * bytes_per_parameter > limit and _divided(shapes, 2 * divisor) != _divided(shapes, divisor):
         divisor *= 2
     return _divided(shapes, divisor), divisor
 

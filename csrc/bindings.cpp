@@ -156,8 +156,6 @@ void define_cuda(py::module_& m) {
   m.def("cuda_step", &hdet::cuda::step, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_rank_one", &hdet::cuda::rank_one, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_converge", &hdet::cuda::converge, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_rank_one", &hdet::cuda::rank_one, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
-  m.def("cuda_converge", &hdet::cuda::converge, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_average", &hdet::cuda::average, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def("cuda_pair", &hdet::cuda::pair, py::arg("plan"), py::arg("device"), py::arg("stream"), ReleaseGil());
   m.def(

@@ -15,27 +15,56 @@ void move_block(const RankOneRow& shared_line, const float* __restrict u, float*
   for (int i = 0; i < length; ++i) hdet::move_on_line(line, u[i], base[i], displacement[i]);
 }
 
-void outputs_of(const ReplicaRow& shared_row, const float* __restrict base, const float* __restrict displacement,
-                float* __restrict outputs, int length) {
-  const ReplicaRow row = shared_row;
-  for (int i = 0; i < length; ++i) outputs[i] = hdet::take_step(row, base[i], displacement[i]);
+struct Float {
+  using Number = float;
+  HDET_HD float from(float x) { return x; }
+};
+struct Bfloat16 {
+  using Number = uint16_t;
+  HDET_HD uint16_t from(float x) { return hdet::to_bf16(x); }
+};
+struct Float16 {
+  using Number = uint16_t;
+  HDET_HD uint16_t from(float x) { return hdet::to_f16(x); }
+};
+
+// N outputs in one loop: see fused.h.
+template <class Type, int N>
+void write_outputs(const Work& w, int32_t first, int64_t element, int length, const float* base, const float* displacement) {
+  typename Type::Number* outputs[N];
+  ReplicaRow rows[N];
+  for (int k = 0; k < N; ++k) {
+    outputs[k] = at<typename Type::Number>(w.plan.params[w.place(first + k)], element);
+    rows[k] = w.replicas[first + k];
+  }
+  HDET_INDEPENDENT
+  for (int i = 0; i < length; ++i) {
+    HDET_UNROLL
+    for (int k = 0; k < N; ++k) outputs[k][i] = Type::from(hdet::take_step(rows[k], base[i], displacement[i]));
+  }
+}
+
+template <class Type>
+void write_all_outputs(const Work& w, int64_t element, int length, const float* base, const float* displacement) {
+  const int32_t count = w.plan.num_replicas;
+  int32_t k = 0;
+  for (; count - k >= 4; k += 4) write_outputs<Type, 4>(w, k, element, length, base, displacement);
+  for (; k < count; ++k) write_outputs<Type, 1>(w, k, element, length, base, displacement);
 }
 
 template <class Rule>
 void update_block(const RankOnePlan& plan, const Work& w, int64_t element, int length) {
-  Staging directions, outputs;
+  Staging directions;
   float* const u = directions.values;
   if (w.skipped()) __builtin_memset(u, 0, sizeof directions.values);
   else share<Rule>(w, element, length, nullptr, u);
   float* const base = plan.bases[w.chunk.tensor] + element;
   float* const displacement = plan.displacements[w.chunk.tensor] + element;
   move_block(plan.lines[w.chunk.row], u, base, displacement, length);
-  for (int32_t k = 0; k < plan.num_replicas; ++k) {
-    void* const output = plan.params[w.place(k)];
-    const bool direct = w.formats.param == DType::f32;
-    float* const values = direct ? at<float>(output, element) : outputs.values;
-    outputs_of(w.replicas[k], base, displacement, values, length);
-    put(w.formats.param, output, element, length, values);
+  switch (w.formats.param) {
+    case DType::f32: return write_all_outputs<Float>(w, element, length, base, displacement);
+    case DType::bf16: return write_all_outputs<Bfloat16>(w, element, length, base, displacement);
+    default: return write_all_outputs<Float16>(w, element, length, base, displacement);
   }
 }
 

@@ -2,7 +2,7 @@
 // wait for memory, so intrinsics would gain nothing.
 #include "kernels.h"
 
-#include "update.h"
+#include "fused.h"
 
 namespace {
 
@@ -21,20 +21,6 @@ void running_averages(float* __restrict averages, float weight, const float* __r
   for (int i = 0; i < length; ++i) averages[i] = hdet::running_average(averages[i], p[i], weight);
 }
 
-// One replica, float32, each keeps its own: the whole step in one loop, no block in between.
-template <class Rule>
-void fused(const HyperRow& shared_row, const ReplicaRow& shared_replica, const float* __restrict g, float* __restrict p,
-           float* __restrict m, float* __restrict v, int length) {
-  const HyperRow row = shared_row;
-  const ReplicaRow replica = shared_replica;
-  for (int i = 0; i < length; ++i) {
-    float none = 0.0f;
-    float& second = Rule::kSecond ? v[i] : none;
-    const float u = Rule::direction(row, row.gradient_scale * g[i], p[i], m[i], second);
-    p[i] = hdet::take_step(replica, p[i], u);
-  }
-}
-
 void average_block(const Work& w, int32_t k, int64_t element, int length, const float* values) {
   Staging buffer;
   void* const average = w.plan.averages[w.place(k)];
@@ -45,6 +31,7 @@ void average_block(const Work& w, int32_t k, int64_t element, int length, const 
 
 // Each replica steps along u and keeps what it gets.
 void store(const Work& w, int64_t element, int length, const float* u) {
+  if (w.plan.all_float != 0) return follow_all(w, element, length, u, nullptr);
   Staging buffer;
   uint16_t random[kBlock];
   for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
@@ -69,7 +56,8 @@ const float* stepped(const Work& w, int32_t k, int64_t element, int length, cons
 void mean(const Work& w, int64_t element, int length, const float* u) {
   Staging sums, in, out;
   start_sums(sums.values, length);
-  for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
+  if (w.plan.all_float != 0 && u != nullptr) follow_all(w, element, length, u, sums.values);
+  else for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
     const float weight = w.plan.weights[k];
     if (weight == 0.0f && !w.averages()) continue;
     add_weighted_block(sums.values, weight, stepped(w, k, element, length, u, in, out), length);
@@ -100,15 +88,8 @@ template <class Rule>
 void update(const StepPlan& plan, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     const Work w(plan, plan.chunks[i]);
-    const Chunk& c = w.chunk;
-    const bool whole = plan.all_float != 0 && plan.num_replicas == 1 && plan.finish == Finish::store && w.formats.exp_avg != DType::none;
-    if (whole && !w.skipped()) {
-      fused<Rule>(w.row, w.replicas[0], at<const float>(plan.gradients[c.tensor], c.offset), at<float>(plan.params[c.tensor], c.offset),
-                  at<float>(plan.exp_avgs[c.tensor], c.offset),
-                  Rule::kSecond ? at<float>(plan.exp_avg_sqs[c.tensor], c.offset) : nullptr, c.length);
-    } else {
-      over_blocks(c, [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
-    }
+    const bool done = plan.all_float != 0 && !w.skipped() && fused_chunk<Rule>(w);
+    if (!done) over_blocks(w.chunk, [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
     if (plan.zero_gradients != 0) zero_gradient(w);
   }
 }

@@ -15,8 +15,8 @@ using hdet::HyperRow;
 using hdet::ReplicaRow;
 using hdet::StepPlan;
 
-// The rule on a block: new moments, and the direction that all replicas share. `p` may be null unless the rule is coupled, `v` if
-// the rule has no second moment.
+// The rule on a block: new moments, and the direction that all replicas share. `p` is read by coupled rules, `v` if the rule has a
+// second moment.
 template <class Rule>
 void directions(const HyperRow& shared_row, const float* __restrict g, const float* __restrict p, float* __restrict m,
                 float* __restrict v, float* __restrict u, int length) {
@@ -24,7 +24,7 @@ void directions(const HyperRow& shared_row, const float* __restrict g, const flo
   for (int i = 0; i < length; ++i) {
     float none = 0.0f;
     float& second = Rule::kSecond ? v[i] : none;
-    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled && p != nullptr ? p[i] : 0.0f, m[i], second);
+    u[i] = Rule::direction(row, row.gradient_scale * g[i], Rule::kCoupled ? p[i] : 0.0f, m[i], second);
   }
 }
 
@@ -78,10 +78,11 @@ struct Work {
   }
 };
 
-// Gradient and moments of a block -> new moments in memory, and u. `p` as for directions().
+// Gradient and moments of a block -> new moments in memory, and u. `p` is the parameter for a coupled rule, null if replicas share u.
 template <class Rule>
 void share(const Work& w, int64_t element, int length, const float* p, float* u) {
-  Staging g_buffer, m_buffer, v_buffer;
+  Staging g_buffer, p_buffer, m_buffer, v_buffer;
+  if (Rule::kCoupled && p == nullptr) p = static_cast<float*>(__builtin_memset(p_buffer.values, 0, sizeof p_buffer.values));
   uint16_t random[kBlock];
   const Formats& f = w.formats;
   const int32_t tensor = w.chunk.tensor;

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ranges import ranged
 from ..triton_kernels import average, norm, pair
 from ..triton_kernels import tables as t
 from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
@@ -23,21 +24,21 @@ class TritonAveragePlan:
         self.tensors = (params, masters)  # keeps alive what the tables point to
         self.memory = Memory(params[0][0].device)
         count, replicas = len(params[0]), len(params)
-        addresses = t.address_table(*params, *(masters or [None] * replicas), count=count)
+        nothing: list[Column | None] = [None] * replicas
+        addresses = t.address_table(*params, *(masters or nothing), count=count)
         self.addresses = self.memory.place(addresses)
         self.weights = torch.zeros(replicas)
         self.placed_weights = self.memory.place(self.weights)
         self._weights: list[float] = []
         aligned, elements = not bool((addresses % 16).any()), [param.numel() for param in params[0]]
-        columns = zip(
-            t.formats_of(params[0], count), t.formats_of(None if masters is None else masters[0], count, t.MASTERS), strict=True
-        )
+        columns = zip(t.formats_of(params[0], count), t.formats_of(None if masters is None else masters[0], count, t.MASTERS), strict=True)
         self.launches = []
         for formats, members in t.groups(list(columns)).items():
             block = block_for(max(elements[i] for i in members))
             variant = average.AverageVariant(replicas, *formats, vector=t.vector(formats, aligned), block=block)
             self.launches.append((variant, self.memory.place(t.chunk_table(members, elements))))
 
+    @ranged("hdet.average")
     def average(self, weights: Sequence[float]) -> None:
         if list(weights) != self._weights:
             check_shares(weights, len(self.weights))
@@ -92,6 +93,7 @@ class TritonPairPlan:
                 )
         self._pair("swap", 1.0)
 
+    @ranged("hdet.pair")
     def _pair(self, pairing: str, scale: float) -> None:
         for formats, block, chunks in self.launches:
             variant = pair.PairVariant(pairing, *formats, vector=t.vector(formats, self.aligned), block=block)
@@ -112,6 +114,7 @@ class TritonNormPlan:
         self.partials = self.memory.room(len(self.chunks), torch.float64)
         self.block = min(block_for(max(elements)), TABLE_BLOCK)
 
+    @ranged("hdet.norm")
     def norm(self) -> Tensor:
         result = torch.empty((), device=self.memory.device)
         programs = len(self.chunks)

@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..triton_kernels import rank_one, step
+from ..ranges import ranged
+from ..triton_kernels import rank_one
 from ..triton_kernels import tables as t
 from ..triton_kernels.launch import TABLE_BLOCK, block_for, registers_for
+from ..triton_kernels.step import StepVariant
 from .checks import check_shares
 from .interface import PLAIN, RankOneTensors, StepOptions, StepSettings
 from .rank_one import Line
@@ -34,7 +36,7 @@ class TritonRankOnePlan(TritonStepPlan):
         for format, members in t.groups(t.formats_of(tensors.outputs[0], len(self.shapes))).items():
             block = block_for(max(self.elements[i] for i in members))
             vector = t.vector((t.FORMATS[torch.float32],), self.aligned)
-            variant = step.StepVariant(tensors.rule, self.tensors.num_replicas, param=format, vector=vector, block=block)
+            variant = StepVariant(tensors.rule, self.tensors.num_replicas, param=format, vector=vector, block=block)
             self.converges.append((variant, place(t.chunk_table(members, self.elements, tensors.rows))))
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
@@ -47,6 +49,7 @@ class TritonRankOnePlan(TritonStepPlan):
         super().upload(settings, options)
         self.line.moved(settings, apart=True)  # by the replay that this is for
 
+    @ranged("hdet.converge")
     def converge(self, weights: Sequence[float]) -> None:
         check_shares(weights, self.tensors.num_replicas)
         # without a step there are no settings yet, and multipliers of 0: right for replicas that have not parted
@@ -65,7 +68,7 @@ class TritonRankOnePlan(TritonStepPlan):
         compiled = {"RULE": self.tensors.rule, "MEAN": options.finish == "mean", "BLOCK": TABLE_BLOCK, "num_warps": 8}
         self.memory.launch(rank_one.derive_rank_one, 1, *arguments, **compiled)
 
-    def _update(self, variant: step.StepVariant, chunks: Tensor) -> None:
+    def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         # base and displacement are float32, so no stream moves in vectors of 8; what becomes of the outputs is in their replica rows
         variant = replace(variant, vector=min(variant.vector, 4), finish="store")
         tables = (chunks, self.placed_gradients, self.addresses, self.line_addresses, self.ids)

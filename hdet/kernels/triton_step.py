@@ -8,9 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..triton_kernels import hyper, norm, step
+from ..ranges import ranged
+from ..triton_kernels import hyper, norm
 from ..triton_kernels import tables as t
 from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
+from ..triton_kernels.rules import HYPER_ROW
+from ..triton_kernels.step import StepVariant, update
 from .checks import check_gradients, check_options, check_settings
 from .interface import PLAIN, StepOptions, StepSettings, StepTensors
 
@@ -50,7 +53,7 @@ class TritonStepPlan:
         replicas, room = self.tensors.num_replicas, self.memory.room
         self.control = room(4, torch.float32)
         self.skipped, self.norm = self.control[0], self.control[1]
-        self.rows = room(self.num_rows * step.HYPER_ROW.value, torch.float32)
+        self.rows = room(self.num_rows * HYPER_ROW.value, torch.float32)
         self.replica_rows = room(self.num_rows * replicas * 2, torch.float32)
         self.weights = room(replicas, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
@@ -143,19 +146,15 @@ class TritonStepPlan:
             t.formats_of(None if tensors.averages is None else tensors.averages[0], count),
             strict=True,
         )
-        self.launches: list[tuple[step.StepVariant, tuple[int, ...], Tensor]] = []
+        self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
         for formats, members in t.groups(list(columns)).items():
-            variant = step.StepVariant(
-                tensors.rule,
-                tensors.num_replicas,
-                *formats,
-                stochastic=tensors.stochastic is not None,
-                first=tensors.first_replica == 0,
-                block=block_for(max(self.elements[i] for i in members)),
-            )
+            block = block_for(max(self.elements[i] for i in members))
+            stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
+            variant = StepVariant(tensors.rule, tensors.num_replicas, *formats, stochastic, first, block)  # type: ignore[call-arg]
             chunks = self.memory.place(t.chunk_table(members, self.elements, tensors.rows))
             self.launches.append((variant, formats, chunks))
 
+    @ranged("hdet.step")
     def _run(self, options: StepOptions) -> None:
         self._derive(options, self._sum_squares(options))
         for variant, formats, chunks in self.launches:
@@ -186,7 +185,7 @@ class TritonStepPlan:
         arguments = (*self._inputs(options), *derived, *self._counts(num_partials))
         self.memory.launch(hyper.derive, 1, *arguments, RULE=self.tensors.rule, BLOCK=TABLE_BLOCK, num_warps=8)
 
-    def _update(self, variant: step.StepVariant, chunks: Tensor) -> None:
+    def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
         derived = (self.rows, self.replica_rows, self.weights, self.control, self.random)
-        self.memory.launch(step.update, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))
+        self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))

@@ -18,38 +18,51 @@ from .stepper import Stepper
 
 
 class FusedOptimizer(Stepper):
-    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share. Their keyword arguments beside torch's:
+    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
 
-    Args:
-        master_weights: what stands beside bfloat16 and float16 parameters (float32 ones need nothing). None: nothing, the parameter is
-            all there is. "fp32": a float32 value, of which the parameter is the rounded copy (4 bytes a parameter). "split": the 16
-            bits that a bfloat16 parameter lacks to an exact float32 value (2 bytes; float16 parameters get "fp32").
-        moment_dtype: how moments are stored, torch.float32 (None) or torch.bfloat16. In bfloat16 the second moment is rounded
+    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous; gradients are any of the three. Arithmetic is
+    float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations (foreach, fused,
+    capturable) are accepted and change nothing; amsgrad and differentiable are refused.
+
+    Args beside torch's:
+        master_weights: what stands beside a parameter of 16 bits; float32 parameters need nothing. None: nothing, a step smaller than
+            half the parameter's spacing is lost (see stochastic_rounding). "fp32": a float32 value, of which the parameter is the
+            rounded copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value; the parameter is rounded
+            to nearest, ties away from zero. float16 parameters get "fp32" then.
+        moment_dtype: how moments are stored, torch.float32 (None) or torch.bfloat16. In bfloat16 a second moment is rounded
             stochastically: to nearest, an average with beta2 = 0.999 would stand still.
-        stochastic_rounding: of bfloat16 parameters without a master. Also on where a second moment is kept in bfloat16.
-        seed: of stochastic rounding. Random numbers are a function of (seed, step, replica, parameter, element) alone.
-        decay_at: "replica": decay acts at the rate the replica steps with, lr * multiplier, as stock AdamW would; "base": at lr, the
-            same for all replicas (docs/method.md). AdamW and Lion.
-        max_grad_norm: clip gradients by their global norm, as torch.nn.utils.clip_grad_norm_ would, inside the step: the gradients in
-            memory stay as they are. A step whose norm is not finite is skipped. math.inf measures and skips, and clips nothing.
-            None: no norm is taken. Costs one more read of the gradients. May be assigned between steps.
-        zero_gradients: gradients are zeros after each step, for the price of writing them; may be assigned between steps.
+        stochastic_rounding: of bfloat16 parameters without a master: up or down with the probability that keeps the mean. Always on
+            where a second moment is kept in bfloat16.
+        seed: of stochastic rounding, 0 .. 2^64 - 1. Random numbers are a function of (seed, step, replica, parameter, element): the
+            same on every device and after a resume; torch's generators are not touched.
+        max_grad_norm: clip gradients by their global norm inside the step, as torch.nn.utils.clip_grad_norm_ would before it; the
+            gradients in memory stay as they are. A step whose norm is infinite or NaN is skipped, with its counters. math.inf measures
+            and skips, and clips nothing. None: no norm is taken. May be assigned between steps.
+        zero_gradients: gradients are zeros after each step, also after a skipped one, at the same addresses. Instead of zero_grad().
+            May be assigned between steps.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
 
-    `multipliers[replica][group]`, 1.0 by default: a step uses lr * multiplier (Eq. 2), and `group["lr"]` stays as it is. They belong to
-    the running process, not to the training state: not in state_dict, but kept by a copy or a pickle.
+    Multipliers: `multipliers[replica][group]`, 1.0 by default, may be assigned at any time. A step uses lr * multiplier (Eq. 2), and
+    `group["lr"]` stays as it is. They belong to the running process, not to the training state: not in state_dict, but kept by a copy
+    or a pickle.
 
-    State of a parameter: `step` (0-d float32, on the parameter's device), the moments under torch's names, `master_param` (float32) or
-    `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of K - 1 tensors. States of torch's optimizer
-    load here and ours there. A state is created in a parameter's first step with a gradient.
+    State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the parameter's device), the moments under
+    torch's names, `master_param` (float32) or `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of
+    K - 1 tensors. States of torch's optimizer load here and ours there; moments and masters pass bit for bit, whatever the parameter's
+    dtype is. A state without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
 
-    A master begins as the parameter is at that time. What is written to a parameter in place later (load_state_dict of the model, an
-    initialisation) is noticed and taken over before the next step, element by element where the parameter is no longer the rounded
-    master, so that loading model and optimizer in any order resumes exactly. Writing through `.data` is not noticed: call
-    `refresh_masters()` then. A split master needs neither, as the parameter is its upper half.
+    Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
+    model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step wherever
+    the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through `.data`
+    is not counted: call `refresh_masters()` after it. A split master needs neither, as the parameter is its upper half.
 
-    With a torch.amp.GradScaler the step unscales and skips on the device, without waiting for it. Under CUDA graphs, step once before
-    the capture, and call `write_hyperparameters()` before each replay.
+    torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
+    then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers, betas and clipping may change.
+
+    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
+    12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
+    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. A changed rate costs one small copy. Other
+    gradients than in the last step (None here and there), moved or replaced tensors cost a new plan, some microseconds per tensor.
     """
 
     @torch._disable_dynamo  # a compiled training step calls the kernels as they are; torch's optimizers do the same
@@ -126,6 +139,7 @@ class FusedOptimizer(Stepper):
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
         """Writes rates, multipliers, betas, decay, clipping and weights of the next step to the device, for replays of a captured one.
+        How a step ends and whether a norm is taken is captured with it.
 
         One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
         """

@@ -15,7 +15,31 @@ from .plans import Hyper
 
 
 class FusedSGD(FusedOptimizer):
-    """SGDDOC"""
+    """SGD with momentum, dampening and Nesterov momentum as torch.optim.SGD computes it: same arguments and results.
+
+    With gradient g and rate r = lr * multiplier (Eq. 2)::
+
+        g = g + weight_decay * p
+        b = momentum * b + (1 - dampening) * g      momentum_buffer; in its first step b = g
+        p = p - r * (g + momentum * b if nesterov else b)
+
+    The state has a `step` beside torch's `momentum_buffer`, which a group without momentum does not have. torch's states, which have no
+    step, load: a buffer that is there counts as one step. Replicas that share the buffer (`set_replicas`) need weight_decay 0.
+
+    Raises ValueError or TypeError as FusedAdamW; nesterov needs momentum > 0 and dampening 0.
+
+    A run that torch.optim.SGD began:
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> optimizer = hdet.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> before.step()
+    >>> optimizer.load_state_dict(before.state_dict())
+    >>> optimizer.step()
+    >>> round(optimizer.state[model.bias]["momentum_buffer"].item(), 4)  # 0.9 * 4 + 4
+    7.6
+    """
 
     rule = "sgd"
     _keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov")

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .chunks import BATCH, TAIL, load_chunk, whole_vectors
 from .numbers import load_parameter, pointer, store_parameter
-from .rules import add_weighted
+from .rules import add_weighted, empty_sum
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def average_block(addresses, weights, offset, start, end, V: tl.constexpr, BLOCK
     K: tl.constexpr = V.replicas
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end
-    mean = tl.full((BLOCK,), -0.0, tl.float32)
+    mean = empty_sum(BLOCK)
     for batch in tl.static_range(0, K, BATCH):
         values = ()
         for k in tl.static_range(batch, min(batch + BATCH, K)):
@@ -57,6 +57,5 @@ def average(chunks, addresses, weights, V: tl.constexpr):
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):
         average_block(addresses, weights, chunk.offset, start, whole, V, V.block)
-    if VECTOR > 1:
-        if whole < chunk.length:
-            average_block(addresses, weights, chunk.offset, whole, chunk.length, V, TAIL)
+    if whole < chunk.length:
+        average_block(addresses, weights, chunk.offset, whole, chunk.length, V, TAIL)

@@ -8,6 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ranges import ranged
+
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
 TABLE_BLOCK = 2048
@@ -34,7 +36,9 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         if interpreted and device.type != "cpu":
-            raise ValueError(f'backend="triton" runs in Triton\'s interpreter here, which cannot read tensors on {device}: unset TRITON_INTERPRET')
+            raise ValueError(
+                f'backend="triton" runs in Triton\'s interpreter here, which cannot read tensors on {device}: unset TRITON_INTERPRET'
+            )
         if not interpreted and device.type != "cuda":
             raise ValueError(f'backend="triton" does not work on tensors on {device}; use backend="auto"')
         self.device = device
@@ -51,6 +55,7 @@ class Memory:
         self._streams.clear()
         return table
 
+    @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         """`table` has changed in host memory: what place() returned for it follows on the current stream, without waiting.
 
@@ -62,8 +67,10 @@ class Memory:
             return
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "hyperparameters or addresses changed while a CUDA graph is captured, which would freeze them: take one step with the same "
-                "tensors and hyperparameters before the capture, and call upload() between replays"
+                "settings or addresses differ from those on the device. A CUDA graph replays what it captured, so its step must find "
+                "everything there: before the capture run one step with the same parameters as a warm-up, afterwards leave gradients where "
+                "they are (zero_grad(set_to_none=False), or zero_gradients=True), and after the last change of a hyperparameter call "
+                "optimizer.write_hyperparameters()"
             )
         placed.copy_(table.pin_memory(), non_blocking=True)
 

@@ -73,6 +73,5 @@ def pair(chunks, addresses, scale, V: tl.constexpr):
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):
         pair_block(p, scale, start, whole, V, V.block)
-    if VECTOR > 1:
-        if whole < chunk.length:
-            pair_block(p, scale, whole, chunk.length, V, TAIL)
+    if whole < chunk.length:
+        pair_block(p, scale, whole, chunk.length, V, TAIL)

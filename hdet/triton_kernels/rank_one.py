@@ -198,9 +198,8 @@ def update_rank_one(
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):
         rank_one_block(shared, place, line, row, start, whole, V, V.block)
-    if VECTOR > 1:
-        if whole < chunk.length:
-            rank_one_block(shared, place, line, row, whole, chunk.length, V, TAIL)
+    if whole < chunk.length:
+        rank_one_block(shared, place, line, row, whole, chunk.length, V, TAIL)
 
 
 @triton.jit
@@ -222,6 +221,5 @@ def converge(chunks, addresses, line_addresses, lines, V: tl.constexpr):
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):
         converge_block(outputs, chunk.offset, line, start, whole, V, V.block)
-    if VECTOR > 1:
-        if whole < chunk.length:
-            converge_block(outputs, chunk.offset, line, whole, chunk.length, V, TAIL)
+    if whole < chunk.length:
+        converge_block(outputs, chunk.offset, line, whole, chunk.length, V, TAIL)

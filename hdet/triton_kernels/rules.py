@@ -96,8 +96,14 @@ def running_average(average, param, weight):
 
 
 @triton.jit
+def empty_sum(BLOCK: tl.constexpr):
+    """Where a weighted sum starts: -0, the neutral element of addition, by its bits. (As a number Triton takes it for +0.)"""
+    return tl.full((BLOCK,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def add_weighted(total, weight, x):
-    """One term of a weighted mean, which starts at -0. A replica of weight 0 is left out even where it holds NaN or infinity."""
+    """One term of a weighted mean. A replica of weight 0 is left out even where it holds NaN or infinity."""
     return tl.where(weight == 0, total, total + weight * x)
 
 

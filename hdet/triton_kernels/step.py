@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .chunks import BATCH, TAIL, load_chunk, whole_vectors
 from .numbers import BF16, F32, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
-from .rules import HYPER_ROW, add_weighted, direction, load_row, running_average, scaled, take_step
+from .rules import HYPER_ROW, add_weighted, direction, empty_sum, load_row, running_average, scaled, take_step
 
 SHARED = tl.constexpr(3)
 """columns of the address table before those of the replicas: exp_avg, exp_avg_sq, bucket; then params[K], masters[K], averages[K]"""
@@ -28,10 +28,10 @@ class StepVariant:
     average: int = 0
     stochastic: bool = False
     first: bool = True  # the plan's first replica is replica 0, so that it can share random bits with the second moment
+    block: int = 1024
+    vector: int = 4
     finish: str = "store"
     zero_gradients: bool = False
-    vector: int = 4
-    block: int = 1024
 
 
 class Shared(NamedTuple):
@@ -123,7 +123,7 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
         param = old[0]
     u, bits = new_direction(shared, place, row, start, offsets, mask, live, param, V, BLOCK)
 
-    mean = tl.full((BLOCK,), -0.0, tl.float32)
+    mean = empty_sum(BLOCK)
     for batch in tl.static_range(0, K, BATCH):
         if batch > 0:
             old = load_batch(place, offsets, mask, batch, V)
@@ -195,6 +195,5 @@ def update(
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):
         update_block(shared, place, row, start, whole, V, V.block)
-    if VECTOR > 1:
-        if whole < chunk.length:
-            update_block(shared, place, row, whole, chunk.length, V, TAIL)
+    if whole < chunk.length:
+        update_block(shared, place, row, whole, chunk.length, V, TAIL)

@@ -241,8 +241,8 @@ def test_warm_noise_is_each_replicas_own() -> None:
 # -- compiled models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["model.compile()", "torch.compile(model)"])
-def test_a_compiled_model_is_compiled_once_for_all_replicas(wrapped: bool) -> None:
+@pytest.mark.parametrize("way", ["model.compile()", "torch.compile(model)", "CoresidentReplicas(torch.compile(model))"])
+def test_a_compiled_model_is_compiled_once_for_all_replicas(way: str) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -251,10 +251,10 @@ def test_a_compiled_model_is_compiled_once_for_all_replicas(wrapped: bool) -> No
         return graph.forward
 
     net = Tied()
-    replicas = apart(net, 4)
-    compiled = torch.compile(net, backend=counting) if wrapped else net
-    if not wrapped:
+    compiled = net if way == "model.compile()" else torch.compile(net, backend=counting)
+    if compiled is net:
         net.compile(backend=counting)
+    replicas = apart(compiled if way.startswith("Coresident") else net, 4)
     outputs = []
     for _ in range(2):
         for k in range(4):

@@ -14,13 +14,14 @@ import torch
 import hdet
 
 from ..distributed import run_ranks
-from .helpers import CoresidentRun, Run, batch, loss_of, model
+from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
 
 TIMES = ("converge_ms", "probe_ms")
 
 
 def controller_of(name: str | None) -> Any:
-    return {"softmax": hdet.SoftmaxController(1e-3, decay=None)}.get(name or "", name)
+    """The probe samples each replica's average three times in a cycle of five steps."""
+    return {"softmax": hdet.SoftmaxController(1e-3, decay=None), "probe": partial(probe, average_every=2)}.get(name or "", name)
 
 
 def process(rank: int, world: int, steps: int, settings: dict[str, Any]) -> Any:
@@ -162,6 +163,28 @@ def test_a_process_with_one_replica_takes_no_other_number() -> None:
     run.ensemble.observe(1.0, replica=0)
     with pytest.raises(ValueError, match="this process holds replica 0 alone"):
         run.ensemble.observe(1.0, replica=1)
+
+
+def test_a_frozen_parameter_may_be_in_the_optimizer_and_stays() -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    frozen = net[0].weight.detach().clone()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
+    replicas = hdet.CoresidentReplicas(net, 2)
+    ensemble = hdet.Ensemble(optimizer, replicas=replicas, sync_interval=2, controller=probe(net))
+    for step in range(4):
+        for k in range(2):
+            with replicas.use(k):
+                loss = loss_of(net, batch(2 * step + k))
+                ensemble.observe(loss)
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step()
+    assert torch.equal(net[0].weight, frozen) and ensemble.converged and net[0].weight not in optimizer.state
+    for k in range(2):
+        with replicas.use(k):
+            assert net[0].weight.data_ptr() == replicas.sets([net[0].weight])[0][0].data_ptr()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

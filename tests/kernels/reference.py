@@ -61,18 +61,47 @@ def step(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, params: S
     as in Sutskever et al. 2013, with dampening. lion: Chen et al. 2023, Algorithm 2. Decoupled decay acts at the replica's rate
     lr * rho_k, or at lr.
     """
-    g = (-factor if h.maximize else factor) * gradient.double()
-    error = EPSILON * g.abs()
-    if rule in ("adam", "sgd"):
-        g = g + h.weight_decay * params[0]
-        error = error + EPSILON * (h.weight_decay * params[0]).abs()
-    direction, new = _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
+    direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
     for theta, rho in zip(params, h.multipliers, strict=True):
         rate = h.lr * rho
         decay = (h.lr if h.decay_at_base else rate) * h.weight_decay if rule in ("adamw", "lion") else 0.0
         value = theta - rate * direction.value - decay * theta
         new.params.append(Bounded(value, EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs()) + rate * direction.error))
     return new
+
+
+def _direction(
+    rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, theta: Tensor, first: Tensor, second: Tensor
+) -> tuple[Bounded, Stepped]:
+    """The direction u and the new moments."""
+    g = (-factor if h.maximize else factor) * gradient.double()
+    error = EPSILON * g.abs()
+    if rule in ("adam", "sgd"):
+        g = g + h.weight_decay * theta
+        error = error + EPSILON * (h.weight_decay * theta).abs()
+    return _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
+
+
+@dataclass
+class OnLine:
+    """Replicas on one line: replica k is at scale * base - rho_k * displacement."""
+
+    base: Bounded
+    displacement: Bounded
+    scale: float = 1.0
+    stepped: Stepped | None = None
+
+    def at(self, rho: float) -> Bounded:
+        from_base, along = scaled(self.base, self.scale), scaled(self.displacement, rho)
+        return Bounded(from_base.value - along.value, from_base.error + along.error)
+
+
+def step_on_line(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, line: OnLine, first: Tensor, second: Tensor) -> OnLine:
+    """What `step` does to replicas on a line when decay acts at lr for all of them: theta_k' = (1 - lr * decay) theta_k - lr rho_k u."""
+    decay = 1 - h.lr * h.weight_decay if rule in ("adamw", "lion") else 1.0
+    u, new = _direction(rule, h, t, gradient, factor, torch.zeros_like(line.base.value), first, second)
+    old, way = scaled(line.displacement, decay), scaled(u, h.lr)
+    return OnLine(line.base, Bounded(old.value + way.value, old.error + way.error), line.scale * decay, new)
 
 
 def _mixed(old: Tensor, g: Bounded, beta: float) -> Bounded:

@@ -94,6 +94,21 @@ def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage
             assert torch.equal(problem.memory[name].buffer, all_of_them.memory[name].buffer)
 
 
+@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_replica_that_holds_nan_does_not_reach_the_others(backend: str, rule: str) -> None:
+    """Not through the moments they share, nor through a mean in which its weight is 0; that mean heals it."""
+    case = Case("", rule=rule, sizes=(40,), replicas=3, settings=SETTINGS._replace(weight_decay=0.0))
+    problem = Problem(case, device_of(backend))
+    problem.memory["param 0"].tensors[0].fill_(float("nan"))
+    plan = kernels.step_plan(problem.tensors, backend)
+    for options in (StepOptions(), StepOptions(finish="mean", weights=[0.0, 0.5, 0.5])):
+        gradients, settings, _ = problem.arguments(0)
+        plan.step(gradients.tensors, settings, options)
+        assert all(problem.memory[name].tensors[0].isfinite().all() for name in ("param 1", "param 2", "exp_avg"))
+    assert torch.equal(problem.memory["param 0"].tensors[0], problem.memory["param 1"].tensors[0])
+
+
 # as torch.optim
 
 

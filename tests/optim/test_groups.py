@@ -112,6 +112,16 @@ def test_what_a_plan_was_made_for_may_change(change: Callable[[Optimizer, list[P
     pair.check()
 
 
+def test_another_parameter_in_the_same_memory_begins_anew() -> None:
+    pair = Pair()
+    for step in pair.run(5):
+        if step == 2:
+            for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
+                params[0] = optimizer.param_groups[0]["params"][0] = Parameter(params[0].data)
+    assert_close(pair.ours, pair.theirs)
+    assert pair.a.state[pair.ours[0]]["step"].item() == 2
+
+
 def test_a_plan_is_kept_while_nothing_changes() -> None:
     pair = Pair()
     kept = set()

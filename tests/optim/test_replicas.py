@@ -308,6 +308,31 @@ def test_a_state_from_the_middle_of_a_cycle_resumes_bitwise(dtype: torch.dtype, 
         assert_equal(values(a, k), values(b, k))
 
 
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(master_weights: str) -> None:
+    params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
+    run(optimizer, params, range(3))
+    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+    run(optimizer, params, range(3, 4))  # at equal multipliers
+    assert_equal(values(optimizer, 0), values(optimizer, 1))
+    run(optimizer, params, range(4, 5))
+    assert_equal(values(optimizer, 0), values(optimizer, 1))
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["loaded", "stepped"])
+def test_an_average_sees_what_was_written_to_parameters_before_it(stepped: bool) -> None:
+    params, optimizer, sets = replicated(2, dtype=torch.bfloat16, master_weights="fp32")
+    run(optimizer, params, range(1))
+    if not stepped:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        for k in range(2):
+            for tensor in sets[k]:
+                tensor.fill_(1 + 2 * k)
+    optimizer.average_replicas([0.5, 0.5])
+    assert all((tensor == 2).all() for tensors in sets for tensor in tensors)
+
+
 def test_states_of_another_number_of_replicas() -> None:
     params, three, _ = replicated(3)
     run(three, params, range(2))

@@ -17,7 +17,18 @@ ROOT = HERE.parents[2]
 SOURCES = ROOT / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
 
-FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-parameter"]
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+]
 # As on a GPU: no contraction, and memory is read through vector types.
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Without OpenMP and with one instruction set: the CPU backend is here to compare with.
@@ -44,7 +55,13 @@ def build() -> Path:
         shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
     bindings, counters = SOURCES / "bindings.cpp", HERE / "counters.cpp"
-    sources = [SOURCES / "cuda" / "step.cu", bindings, *sorted((SOURCES / "cuda").glob("*.cu")), *sorted((SOURCES / "cpu").glob("*.cpp")), counters]
+    sources = [
+        SOURCES / "cuda" / "step.cu",
+        bindings,
+        *sorted((SOURCES / "cuda").glob("*.cu")),
+        *sorted((SOURCES / "cpu").glob("*.cpp")),
+        counters,
+    ]
     sources = list(dict.fromkeys(sources))  # the longest first
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda source: _compile(source, folder), sources))

@@ -15,16 +15,16 @@ loader = importlib.machinery.ExtensionFileLoader("hdet._C", os.environ["HDET_SHI
 spec = importlib.util.spec_from_loader("hdet._C", loader)
 assert spec is not None
 assert not [name for name in sys.modules if name.startswith("hdet")]
-import pytest  # noqa: E402
-import torch  # noqa: E402  (before hdet._C, as hdet itself does)
+import pytest
+import torch  # before hdet._C, as hdet itself does
 
 module = importlib.util.module_from_spec(spec)
 loader.exec_module(module)
 sys.modules["hdet._C"] = module
 
-from hdet import kernels  # noqa: E402
-from hdet.kernels import cuda  # noqa: E402
-from tests.kernels import cases  # noqa: E402
+from hdet import kernels
+from hdet.kernels import cuda
+from tests.kernels import cases
 
 NONE = SimpleNamespace(params={})
 

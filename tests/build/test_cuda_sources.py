@@ -1,0 +1,85 @@
+"""What nvcc and ptxas say of csrc/cuda: no warnings, no spills, no local memory, and accesses of 16 bytes in the main loops."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .tools import ROOT, nvcc, setup_module
+
+SOURCES = ROOT / "csrc" / "cuda"
+pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
+
+# kernels by source
+KERNELS = {"step.cu": 16, "rank_one.cu": 9, "derive.cu": 3, "norm.cu": 2, "average.cu": 2, "pair.cu": 2}
+REGISTERS = 65536
+"""of one multiprocessor"""
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """A source, ptxas' report on it for every default architecture, and the folder with its PTX."""
+    source, folder = request.param, tmp_path_factory.mktemp("cuda")
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra", "--threads=0"]
+    flags += ["-Xptxas=-v,-warn-spills,-warn-lmem-usage", "--keep", "--keep-dir", str(folder)]
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in setup_module().DEFAULT_ARCHS]
+    command = [str(nvcc()), *flags, "-c", str(SOURCES / source), "-o", str(folder / "out.o")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return source, built.stdout + built.stderr, folder
+
+
+def test_every_source_is_listed() -> None:
+    assert sorted(KERNELS) == sorted(path.name for path in SOURCES.glob("*.cu"))
+
+
+def test_no_kernel_spills_or_has_a_stack(compiled: tuple[str, str, Path]) -> None:
+    source, report, _ = compiled
+    expected = KERNELS[source] * len(setup_module().DEFAULT_ARCHS)
+    clean = re.findall(r" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", report)
+    assert len(re.findall(r"bytes stack frame", report)) == len(clean) == expected, report
+    # enough threads to keep the memory busy: 512 of them have 50 KiB in flight
+    used = [int(count) for count in re.findall(r"Used (\d+) registers", report)]
+    assert len(used) == expected and max(used) <= REGISTERS // 512
+
+
+def entries(folder: Path) -> dict[str, str]:
+    """PTX by kernel."""
+    (ptx,) = folder.glob("*compute_90.ptx")
+    parts = re.split(r"\.visible \.entry |\.entry ", ptx.read_text())[1:]
+    return {part.split("(", 1)[0]: part for part in parts}
+
+
+def test_main_loops_access_16_bytes_of_global_memory(compiled: tuple[str, str, Path]) -> None:
+    source, _, folder = compiled
+    kernels = entries(folder)
+    assert len(kernels) == KERNELS[source]
+    for name, code in kernels.items():
+        accesses = re.findall(r"^\s*(?:@%p\d+ )?((?:ld|st)\.[\w.]+)", code, re.MULTILINE)
+        assert not [access for access in accesses if ".local" in access], name
+        vectors = [access for access in accesses if ".v4." in access or ".v2." in access]
+        assert all(".global" in access or ".param" in access or ".shared" in access for access in vectors), f"{name}: generic vectors"
+        if source == "derive.cu" or "total_kernel" in name:
+            continue
+        loads, stores = (
+            [a for a in accesses if a.startswith(f"{kind}.global") and a.endswith((".v4.u32", ".v4.b32"))] for kind in ("ld", "st")
+        )
+        assert len(loads) >= 2, f"{name}: loads of 16 bytes: {loads}"
+        assert len(stores) >= 2 or "norm" in name, f"{name}: stores of 16 bytes: {stores}"
+
+
+@pytest.mark.parametrize(("rule", "streams"), [("AdamW", (3, 2)), ("Adam", (3, 2)), ("Lion", (2, 1)), ("Sgd", (2, 1))])
+@pytest.mark.parametrize("compiled", ["step.cu"], indirect=True)
+def test_a_float_step_streams_gradient_and_moments(compiled: tuple[str, str, Path], rule: str, streams: tuple[int, int]) -> None:
+    """Two vectors a turn of each, past the caches; nothing of 8 bytes, and the loop has all its loads before the first store."""
+    (code,) = [code for name, code in entries(compiled[2]).items() if re.search(rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELb1E", name)]
+    loop = code[code.index("ld.global.cs.v4") :]
+    loads = [match.start() for match in re.finditer(r"ld\.global\.cs\.v4", loop)]
+    stores = [match.start() for match in re.finditer(r"st\.global\.(?:cs\.)?v4", loop)]
+    assert len(loads) == 2 * streams[0]
+    assert len(re.findall(r"st\.global\.cs\.v4", loop)) >= 2 * streams[1]
+    assert max(loads) < min(stores)
+    assert not re.findall(r"(?:ld|st)\.global\.cs\.v2", code)

@@ -1,0 +1,247 @@
+"""The optimizers on a GPU: as torch's, without waiting, on any stream, captured and replayed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet import FusedAdamW, FusedLion, FusedSGD
+
+from .common import groups, parameters, same_bits, set_gradients, state_of
+
+BETAS = {"betas": (0.7, 0.9)}
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """Any synchronisation with the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_as_torchs_fused_adamw_over_100_steps(backend: str) -> None:
+    ours, theirs = parameters(), parameters()
+    a = FusedAdamW(groups(ours), lr=1e-3, weight_decay=0.1, backend=backend)
+    b = torch.optim.AdamW(groups(theirs), lr=1e-3, weight_decay=0.1, fused=True)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 100) for o in (a, b)]
+    for turn in range(100):
+        set_gradients(ours, turn)
+        set_gradients(theirs, turn)
+        a.step()
+        b.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.detach(), y.detach(), rtol=2e-5, atol=2e-6)
+    for x, y in zip(ours, theirs, strict=True):
+        assert a.state[x]["step"].item() == b.state[y]["step"].item() == 100
+
+
+def test_a_step_never_waits(backend: str) -> None:
+    """Not even where rates change, gradients move, norms are taken and a scaler speaks."""
+    params = parameters()
+    optimizer = FusedAdamW(params, lr=1e-3, max_grad_norm=1.0, zero_gradients=True, backend=backend)
+    set_gradients(params, 0)
+    optimizer.step()
+    new = [[torch.randn_like(p) for p in params] for _ in range(3)]
+    scale, found = torch.full((), 8.0, device="cuda"), torch.zeros(1, device="cuda")
+    with refusing_to_wait():
+        for turn, gradients in enumerate(new):
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.param_groups[0]["betas"] = (0.8, 0.9 + 0.01 * turn)
+            optimizer.grad_scale, optimizer.found_inf = scale, found  # type: ignore[attr-defined]
+            optimizer.step()
+    assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 0
+
+
+def test_a_stream_of_its_own_with_a_producer_that_is_late(backend: str) -> None:
+    """Gradients are written 50 ms after step() has returned, on the stream the step runs on."""
+    ours, theirs = parameters(), parameters()
+    a, b = (FusedAdamW(params, lr=1e-2, backend=backend) for params in (ours, theirs))
+    for params, optimizer in ((ours, a), (theirs, b)):
+        set_gradients(params, 0)
+        optimizer.step()
+    late = [torch.randn_like(p) for p in ours]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for param, gradient in zip(ours, late, strict=True):
+            assert param.grad is not None
+            param.grad.copy_(gradient)
+        a.param_groups[0]["lr"] = 0.5
+        a.step()
+        assert not stream.query(), "the producer was not late"
+    stream.synchronize()
+    for param, gradient in zip(theirs, late, strict=True):
+        assert param.grad is not None
+        param.grad.copy_(gradient)
+    b.param_groups[0]["lr"] = 0.5
+    b.step()
+    assert same_bits(state_of(a), state_of(b))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (FusedAdamW, {}),
+        (FusedAdamW, {"max_grad_norm": 1.0, "zero_gradients": True}),
+        (FusedLion, {}),
+        (FusedSGD, {"momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_capture_and_replay_with_changing_hyperparameters(kind: Any, options: dict[str, Any], backend: str) -> None:
+    """Rates, decay and betas change between replays; the bits are those of steps that are not captured."""
+    ours, theirs = parameters(), parameters()
+    a, b = (kind([{"params": params}], lr=1e-2, backend=backend, **options) for params in (ours, theirs))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for params, optimizer in ((ours, a), (theirs, b)):
+        set_gradients(params, 0)
+        with torch.cuda.stream(side):
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        a.step()
+    for turn in range(1, 7):
+        changes: dict[str, Any] = {"lr": 1e-2 / turn, "weight_decay": 0.1 * turn}
+        changes |= {"momentum": 0.5 + 0.05 * turn} if kind is FusedSGD else {"betas": (0.5 + 0.05 * turn, 0.9 + 0.01 * turn)}
+        for params, optimizer in ((ours, a), (theirs, b)):
+            optimizer.param_groups[0].update(changes)
+            set_gradients(params, turn)
+        a.write_hyperparameters()
+        graph.replay()
+        b.step()
+        assert same_bits(state_of(a), state_of(b)), f"replay {turn}"
+        assert a.state[ours[0]]["step"].item() == turn + 1, "a captured counter that stands still"
+
+
+def test_capture_refuses_what_it_could_not_replay(backend: str) -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params, lr=1e-2, backend=backend)
+    set_gradients(params, 0)
+    with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    torch.cuda.synchronize()
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="write_hyperparameters"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert same_bits(params, before)
+    optimizer.write_hyperparameters()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    assert same_bits(params, before), "a capture has run"
+
+
+@pytest.mark.parametrize("where", ["found_inf", "norm"])
+def test_a_step_that_is_skipped_changes_nothing(where: str, backend: str) -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params, lr=1e-2, max_grad_norm=math.inf if where == "norm" else None, backend=backend)
+    set_gradients(params, 0)
+    optimizer.step()
+    before = [t.detach().clone() for t in state_of(optimizer)]
+    if where == "norm":
+        gradient = params[3].grad
+        assert gradient is not None
+        gradient[-1] = math.inf
+    else:
+        optimizer.found_inf = torch.ones(1, device="cuda")  # type: ignore[attr-defined]
+    optimizer.step()
+    assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 1
+    assert same_bits(state_of(optimizer), before)
+
+
+def test_a_grad_scaler_drives_it(backend: str) -> None:
+    """fp16 gradients that overflow: the scale falls and the step is skipped, as with torch's optimizer."""
+    ours, theirs = parameters(), parameters()
+    a = FusedAdamW(ours, lr=1e-3, backend=backend)
+    b = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=3) for _ in range(2)]
+    for turn in range(10):
+        for optimizer, params, scaler in ((a, ours, scalers[0]), (b, theirs, scalers[1])):
+            optimizer.zero_grad()
+            weights = torch.randn(params[0].shape, generator=torch.Generator("cuda").manual_seed(turn), device="cuda")
+            loss = torch.stack([(p * (weights if p is params[0] else 1.0)).sum() for p in params]).sum()
+            scaler.scale(loss * (math.inf if turn in (0, 4) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.detach(), y.detach(), rtol=2e-5, atol=2e-6)
+    assert a.state[ours[0]]["step"].item() == 8
+
+
+def test_a_rate_on_the_device_is_read_there(backend: str) -> None:
+    rate = torch.tensor(0.5, device="cuda")
+    param = torch.nn.Parameter(torch.ones(10, device="cuda"))
+    optimizer = FusedSGD([param], lr=rate, backend=backend)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with refusing_to_wait():
+        rate.fill_(0.25)
+        optimizer.step()
+    assert param.tolist() == [0.25] * 10
+
+
+def kernels_of(call: Any) -> list[str]:
+    """Names of the kernels that a call launches."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    return [name for name in events if not name.lower().startswith(("memcpy", "memset"))]
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, {"cuda": 2, "triton": 4}), ({"max_grad_norm": 1.0}, {"cuda": 4, "triton": 4})])
+def test_launches_of_a_step_on_300_tensors(options: dict[str, Any], most: dict[str, int], backend: str) -> None:
+    params = [torch.nn.Parameter(torch.randn(50 + i, device="cuda")) for i in range(300)]
+    optimizer = FusedAdamW(params, lr=1e-3, backend=backend, **options)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    names = kernels_of(optimizer.step)
+    if not names:
+        pytest.skip("the profiler sees no kernels here")
+    assert len(names) <= most[backend], names
+
+
+def test_eight_replicas_are_eight_runs(backend: str) -> None:
+    """One optimizer for eight sets, and eight optimizers: the same bits."""
+    count = 8
+    multipliers = [0.6 + 0.1 * k for k in range(count)]
+    alone = [parameters() for _ in range(count)]
+    runs = [FusedAdamW(params, lr=1e-2, backend=backend) for params in alone]
+    first = parameters()
+    sets: dict[Tensor, list[Tensor]] = {p: [p, *(p.detach().clone() for _ in range(count - 1))] for p in first}
+    together = FusedAdamW(first, lr=1e-2, backend=backend)
+    together.set_replicas(count, lambda p: sets[p])
+    together.multipliers = [[m] for m in multipliers]
+    for run, multiplier in zip(runs, multipliers, strict=True):
+        run.multipliers = [[multiplier]]
+    for turn in range(3):
+        set_gradients(first, turn)
+        together.step()
+        for params, run in zip(alone, runs, strict=True):
+            set_gradients(params, turn)
+            run.step()
+    for k in range(count):
+        assert same_bits(together.replica_parameters(k), alone[k])
+    together.average_replicas([1.0] * count)
+    assert all(same_bits(together.replica_parameters(k), together.replica_parameters(0)) for k in range(count))

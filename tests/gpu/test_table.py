@@ -1,0 +1,33 @@
+"""The table of cases that every backend must pass, on a GPU; and that CUDA has the bits of the CPU there."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from hdet import kernels
+
+from ..kernels.problem import check, final_tensors
+from ..kernels.table import CASES, Case
+from .conftest import why_not
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_table(backend: str, case: Case) -> None:
+    check(case, functools.partial(kernels.step_plan, backend=backend), "cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda_has_the_bits_of_the_cpu(case: Case) -> None:
+    reason = why_not("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    ours, theirs = (
+        final_tensors(case, functools.partial(kernels.step_plan, backend=name), device)
+        for name, device in (("cuda", "cuda"), ("cpu", "cpu"))
+    )
+    assert ours.keys() == theirs.keys()
+    for name, bits in ours.items():
+        assert torch.equal(bits.cpu(), theirs[name]), name

@@ -1,0 +1,118 @@
+"""What only shows with other hardware, without the native module, or in the documentation."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import hdet
+from hdet.optim import lists, plans
+
+from .common import RULES, Pair, Rule, names, set_gradients
+
+
+@pytest.mark.parametrize("name", ["FusedAdamW", "FusedAdam", "FusedSGD", "FusedLion"])
+def test_the_examples_of_the_docstrings(name: str) -> None:
+    torch.manual_seed(0)
+    module = importlib.import_module(getattr(hdet, name).__module__)
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert len(tests) == 1
+    for test in tests:
+        test.globs = {"torch": torch, "hdet": hdet}
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU under two names: parameters at even places lie on one, the others on the other."""
+
+    def by_device(params: Any, members: Any) -> dict[torch.device, list[int]]:
+        found = {torch.device("cpu"): [i for i in members if i % 2 == 0], torch.device("cpu", 0): [i for i in members if i % 2]}
+        return {device: places for device, places in found.items() if places}
+
+    monkeypatch.setattr(plans, "by_device", by_device)
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize("rule", RULES, ids=names)
+def test_parameters_on_two_devices(rule: Rule) -> None:
+    pair = Pair(rule)
+    pair.go(5)
+    pair.go(range(5, 10), skip=lambda step, i: (step + i) % 3 == 0)
+    assert len(pair.a._planned.parts) == 2
+    pair.check()
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_on_two_devices_all_gradients_are_checked_before_one_is_stepped() -> None:
+    pair = Pair()
+    pair.go(1)
+    set_gradients(pair.ours, 1)
+    before = [param.detach().clone() for param in pair.ours]
+    pair.ours[3].grad = pair.ours[3].grad.to_sparse()  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="the gradient of parameter 1 has the layout"):
+        pair.a.step()
+    set_gradients(pair.ours, 1)
+    pair.a.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match="max_grad_norm needs all parameters on one device, they are on cpu, cpu:0"):
+        pair.a.step()
+    for param, value in zip(pair.ours, before, strict=True):
+        assert torch.equal(param, value)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_an_average_over_two_devices() -> None:
+    params = [Parameter(torch.full((3,), float(i))) for i in range(3)]
+    optimizer = hdet.FusedAdamW(params)
+    optimizer.set_replicas(2, lambda param: [param, param.detach() + 2])
+    optimizer.average_replicas([0.5, 0.5])
+    assert all((tensor == i + 1).all() for k in range(2) for i, tensor in enumerate(optimizer.replica_parameters(k)))
+
+
+def test_a_rate_on_the_device_is_passed_by_address_and_one_on_the_cpu_read() -> None:
+    device = torch.device("meta")
+    there, elsewhere = torch.tensor(0.25, device=device), torch.tensor(0.25)
+    rest = (0.9, 0.99, 1e-8, 0.1, 0.0, False, True)
+    assert isinstance(plans._settings((there, *rest), (1.0,), False, device).lr, Tensor)
+    assert plans._settings((there.double(), *rest), (1.0,), False, device).lr.dtype == torch.float32  # type: ignore[union-attr]
+    assert plans._settings((elsewhere, *rest), (1.0,), False, device).lr == 0.25
+    assert plans._settings((0.25, *rest), (1.0,), True, device) == (0.25, (1.0,), 0.9, 0.99, 1e-8, 0.1, 0.0, False, True, True)
+
+
+def test_a_capture_without_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    set_gradients(pair.ours, 0)
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="run one step with the same parameters before capturing"):
+        pair.a.step()
+    assert not pair.a.state
+
+
+@pytest.mark.parametrize("same", [lists.same, lists._same])
+def test_same(same: Any) -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    assert same([one, other], [one, other]) and same([], [])
+    assert not same([one, other], [one, one]) and not same([one], [one, other]) and not same([one, other], [one])
+
+
+@pytest.mark.parametrize("gradients", [lists.gradients, lists._gradients])
+def test_gradients(gradients: Any) -> None:
+    params = [Parameter(torch.ones(2)) for _ in range(2)]
+    params[1].grad = torch.ones(2)
+    found = gradients(params)
+    assert found[0] is None and found[1] is params[1].grad
+
+
+@pytest.mark.parametrize("same_items", [lists.same_items, lists._same_items])
+def test_same_items(same_items: Any) -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    assert same_items([{"a": one}, {"a": other}, {}], "a", [one, other, None])
+    assert not same_items([{"a": one}, {"a": other}], "a", [one, one])
+    assert not same_items([{}], "a", [one]) and not same_items([{"a": one}], "a", [None])

@@ -1,0 +1,301 @@
+"""The Triton kernels in Triton's interpreter. test_interpreter.py runs this file in a process with TRITON_INTERPRET=1.
+
+The interpreter makes numpy calls of every operation of every program, so there are few programs here: what does not fit is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from hdet import kernels
+from hdet.kernels import StepOptions, StepSettings, StepTensors, rounding, triton_step
+from hdet.triton_kernels import numbers
+from hdet.triton_kernels.launch import Memory
+from tests.kernels import test_average, test_norm, test_pair, test_rank_one
+from tests.kernels.cases import CHUNK, SIZES, Guarded
+from tests.kernels.problem import check
+from tests.kernels.table import CASES, STORAGE, Case
+
+from .twin import Twin
+
+def cut(case: Case) -> Case:
+    """Ten tensors, the first and the last; 5 replicas for 8 or 16 (one more than a batch), if that is all there is to the case."""
+    sizes = case.sizes if len(case.sizes) <= 10 else case.sizes[:5] + case.sizes[-5:]
+    if case.replicas <= 5 or case.name.startswith("6:"):
+        return replace(case, sizes=sizes)
+    total = sum(case.weights[:5])
+    return replace(case, sizes=sizes, replicas=5, weights=tuple(w / total for w in case.weights[:5]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patch_once() -> None:
+    """The interpreter patches triton.language anew for every call of a device function, which takes longer than most calls.
+
+    Once for each kernel and each module that device functions know it by is enough.
+    """
+    original, outer, done = interpreter._patch_lang, [], set()
+
+    def patch(fn: Any) -> Any:
+        modules = frozenset(id(value) for value in fn.__globals__.values() if value in (tl, tl.core))
+        if not (outer and outer[0]._changes):  # a kernel begins: those of the last one were taken back
+            done.clear()
+            outer[:] = [original(fn)]
+        elif modules not in done:
+            original(fn)
+        done.add(modules)
+        return outer[0]
+
+    interpreter._patch_lang = patch
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of the other backends, which are called below, take tensors on the CPU."""
+    for module in (test_average, test_norm, test_pair):
+        monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_table_in_float64_and_the_bits_of_the_cpu(case: Case) -> None:
+    check(cut(case), Twin)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_chunks_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device a block is shorter than a chunk; here only if told so."""
+    monkeypatch.setattr(triton_step, "block_for", lambda longest: block)
+    stochastic = next(case for case in CASES if case.name == "stochastic")
+    check(replace(stochastic, sizes=(block - 1, 2 * block + 9, 0, 3 * block), max_norm=1.0), Twin)
+
+
+# numbers
+
+
+@triton.jit
+def convert(x, upper, lower, joined, nearest, up, random, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    value = tl.load(x + i)
+    tl.store(upper + i, numbers.upper_half(value).to(tl.int16, bitcast=True))
+    tl.store(lower + i, numbers.lower_half(value).to(tl.int16, bitcast=True))
+    tl.store(nearest + i, numbers.to_bf16(value).to(tl.int16, bitcast=True))
+    tl.store(up + i, numbers.to_bf16_stochastic(value, tl.load(random + i).to(tl.uint32)).to(tl.int16, bitcast=True))
+    tl.store(joined + i, numbers.join(numbers.upper_half(value), numbers.lower_half(value)))
+
+
+def test_every_upper_half_and_ties_are_rounded_as_in_torch() -> None:
+    upper = torch.arange(1 << 16, dtype=torch.int64)
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        bits = upper << 16 | low
+        x = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+        random = torch.arange(1 << 16, dtype=torch.int32) * 40503 % (1 << 16)
+        out = [torch.zeros(1 << 16, dtype=torch.int16) for _ in range(4)]
+        joined = torch.zeros(1 << 16)
+        convert[(1,)](x, out[0], out[1], joined, out[2], out[3], random, BLOCK=1 << 16)
+        finite = ~x.isnan()
+        assert torch.equal(joined.view(torch.int32), x.view(torch.int32))
+        assert torch.equal(out[0].view(torch.bfloat16).view(torch.int16), rounding.split(x)[0].view(torch.int16))
+        assert torch.equal(out[1], rounding.split(x)[1])
+        assert torch.equal(out[2][finite], x.bfloat16().view(torch.int16)[finite])
+        assert torch.equal(out[3][finite], rounding.stochastic_bfloat16(x, random.long()).view(torch.int16)[finite])
+        assert out[2].view(torch.bfloat16)[~finite].isnan().all() and out[3].view(torch.bfloat16)[~finite].isnan().all()
+
+
+@triton.jit
+def draw(out, inputs, BLOCK: tl.constexpr):
+    step, replica, id = tl.load(inputs + 1).to(tl.uint32), tl.load(inputs + 2).to(tl.int32), tl.load(inputs + 3).to(tl.int32)
+    bits = numbers.rounding_bits(tl.load(inputs), step, replica, id, tl.load(inputs + 4), BLOCK)
+    tl.store(out + tl.arange(0, BLOCK), bits.to(tl.int64))
+
+
+@pytest.mark.parametrize("element", [0, 4096, (1 << 33) + 4, (1 << 40) + 64])
+def test_random_bits_are_those_of_every_backend(element: int) -> None:
+    """Of one tensor's elements, also far beyond 2^32, where the quad's number needs the counter's second word."""
+    seed, step, replica, identity = (1 << 63) + 12345, 77, 5, 9
+    out = torch.zeros(64, dtype=torch.int64)
+    draw[(1,)](out, torch.tensor([seed - (1 << 64), step, replica, identity, element]), BLOCK=64)
+    quads = element // 4 + torch.arange(16)
+    counter = (quads & 0xFFFFFFFF, quads >> 32 | replica << 16, identity + 0 * quads, step + 0 * quads)
+    assert torch.equal(out, torch.stack(rounding.philox(seed, counter), dim=1).flatten())
+
+
+def test_elements_beyond_two_to_the_31() -> None:
+    """A chunk far into a tensor that starts as far before its memory: the same results at the same addresses."""
+    far = (1 << 33) + 16384
+
+    def problem() -> tuple[list[torch.Tensor], torch.Tensor, triton_step.TritonStepPlan]:
+        generator = torch.Generator().manual_seed(3)
+        p, m, v, g = (torch.rand(100, generator=generator) for _ in range(4))
+        plan = kernels.step_plan(StepTensors("adamw", [[p]], [0], [torch.zeros(())], [m], [v]), "triton")
+        assert isinstance(plan, triton_step.TritonStepPlan)
+        return [p, m, v], g, plan
+
+    settings = [StepSettings(0.01, (1.0,), 0.9, 0.99, 1e-8, 0.1)]
+    near, g, plan = problem()
+    plan.step([g], settings)
+    plan.step([g], settings)
+    shifted, g, plan = problem()
+    plan.step([g], settings)
+    plan.addresses.sub_(far * 4 * (plan.addresses != 0))
+    plan.placed_gradients[:, 0] -= far * 4
+    for _, _, chunks in plan.launches:
+        chunks[:, 0] += far
+    plan.step([g], settings)
+    assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
+
+
+# the other operations, by the tests of the other backends
+
+
+@pytest.mark.parametrize("operation", ["copy", "scaled copy", "lerp", "lerp to the end"])
+@pytest.mark.parametrize("destination", test_pair.KINDS, ids=str)
+def test_pairs(destination: test_pair.Kind, operation: str) -> None:
+    test_pair.check_operation(test_pair.Pair([5, 0, 33, 1, 64, 9], test_pair.SOURCES, [destination], "triton"), operation)
+
+
+def test_copies_of_long_tensors_and_exchanges() -> None:
+    test_pair.test_copies_are_the_product_rounded_once("triton", SIZES["chunk edges"], 1 / 3)
+    test_pair.test_swap_exchanges_bits_and_back("triton", test_pair.SOURCES)
+    test_pair.test_swap_keeps_every_bit_pattern_of_nan("triton")
+    for kind in test_pair.KINDS:
+        test_pair.test_scale_zero_reads_nothing_and_lerp_to_the_end_copies("triton", kind)
+
+
+def test_pairs_that_cannot_change_places_change_nothing() -> None:
+    x, y = torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)
+    plan = kernels.pair_plan([x], [y], backend="triton")
+    with pytest.raises(TypeError, match="source 0 .* cannot change places"):
+        plan.swap()
+    with pytest.raises(ValueError, match=r"weight=1.5 must be in \[0, 1\]"):
+        plan.lerp(1.5)
+    assert y.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("storage", list(STORAGE))
+def test_averages(storage: str, count: int) -> None:
+    weights = [float(k != 1) + 0.1 * k for k in range(count)]
+    test_average.check_average([5, 0, CHUNK + 3, 1, 17], STORAGE[storage], count, weights, "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_average_edges(dtype: torch.dtype) -> None:
+    test_average.test_a_replica_of_weight_zero_is_left_out_but_receives_the_mean("triton", dtype)
+    test_average.test_one_plan_takes_other_weights_in_every_call("triton")
+    test_average.test_one_replica_keeps_its_bits("triton")
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("sizes", ["vector edges", "chunk edges", "empty first", "only empty"])
+def test_norms(sizes: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    test_norm.test_is_the_root_of_the_sum_of_squares_rounded_once("triton", SIZES[sizes], dtypes)
+
+
+def test_norm_edges() -> None:
+    test_norm.test_large_and_small_numbers_neither_overflow_nor_vanish("triton")
+    test_norm.test_each_call_gives_a_tensor_of_its_own("triton")
+    for bad in (math.nan, -math.inf):
+        test_norm.test_is_not_finite_where_one_element_is_not("triton", torch.float16, bad)
+
+
+# rank one
+
+
+@pytest.fixture()
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_rank_one takes the backend's name for the device's."""
+
+    def guarded(sizes: list[int], shift: int, seed: int, device: str = "cpu", dtypes: torch.dtype = torch.float32) -> Guarded:
+        return Guarded(sizes, shift, seed, "cpu", dtypes)
+
+    def zeros(*size: object, device: object = None, **more: object) -> torch.Tensor:
+        return real(*size, device="cpu", **more)
+
+    real = torch.zeros
+    monkeypatch.setattr(test_rank_one, "Guarded", guarded)
+    monkeypatch.setattr(torch, "zeros", zeros)
+
+
+@pytest.mark.parametrize("rule", test_rank_one.RULES)
+def test_a_line_has_the_bits_of_the_cpu(rule: str, on_cpu: None) -> None:
+    found = []
+    for backend in ("cpu", "triton"):
+        sizes = [0, 7, CHUNK + 1]
+        line = test_rank_one.Line(rule, sizes, 3, backend, torch.bfloat16, moments=torch.bfloat16, stochastic=11)
+        for turn in range(5):
+            gradients = Guarded(sizes, 0, turn)
+            options = StepOptions(max_norm=1.0, zero_gradients=turn == 0)
+            if turn in (1, 2):
+                options = replace(options, finish="mean", weights=[0.5, 0.0, 0.5])
+            if turn == 3:
+                gradients.tensors[1][0] = math.nan
+            line.plan.step(gradients.tensors, test_rank_one.settings_of(rule, [0.5, 1.0, 1.5]), options)
+            gradients.assert_guards()
+            assert (turn != 0) or not any(g.any() for g in gradients.tensors)
+        line.plan.converge([0.25, 0.5, 0.25])
+        line.plan.step(Guarded(sizes, 0, 9).tensors, test_rank_one.settings_of(rule, [0.25, 1.0, 1.75]))
+        found.append(line.everything())
+        for part in (line.base, line.displacement, *line.outputs, line.first, line.second):
+            part.assert_guards()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_of_16_bits(dtype: torch.dtype, on_cpu: None) -> None:
+    test_rank_one.test_outputs_of_16_bits_are_the_rounded_ones(dtype, "triton")
+
+
+@pytest.mark.parametrize("after_mean", [False, True])
+def test_skipped_steps_on_a_line(after_mean: bool, on_cpu: None) -> None:
+    test_rank_one.test_a_skipped_step_moves_nothing_but_folds(after_mean, "triton")
+
+
+def test_lines_that_stay_and_lines_that_are_refused(on_cpu: None) -> None:
+    test_rank_one.test_converge_before_any_step_and_after_a_mean_changes_nothing("triton")
+    test_rank_one.test_what_would_leave_the_line_is_refused_before_anything_changes("triton")
+
+
+# around the kernels
+
+
+def test_a_rate_in_memory_that_moves_is_found_again() -> None:
+    p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor([0.5])
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
+    plan.step([g], [StepSettings(rate)])
+    rate.fill_(0.25)  # no upload: the kernel reads it
+    plan.step([g], [StepSettings(rate)])
+    plan.step([g], [StepSettings(torch.tensor([1.0]))])
+    assert p.tolist() == [-1.75] * 3
+
+
+def test_settings_travel_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    refresh = Memory.refresh
+    monkeypatch.setattr(Memory, "refresh", lambda self, table, placed: (copies.append(table.numel()), refresh(self, table, placed))[1])
+    p, g = torch.zeros(3), torch.ones(3)
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
+    for lr, number in ((0.5, 2), (0.5, 0), (0.25, 1), (0.25, 0)):  # the first step brings the gradients' addresses as well
+        copies.clear()
+        plan.step([g], [StepSettings(lr)])
+        assert len(copies) == number
+
+
+def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, table = Memory(torch.device("cpu")), torch.zeros(2)
+    monkeypatch.setattr(memory, "_on_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"before the capture run one step .* optimizer.write_hyperparameters"):
+        memory.refresh(torch.ones(2), table)
+    assert table.tolist() == [0.0, 0.0]
+
+
+def test_tensors_that_the_interpreter_cannot_read_are_refused() -> None:
+    with pytest.raises(ValueError, match="interpreter here, which cannot read tensors on cuda:0: unset TRITON_INTERPRET"):
+        Memory(torch.device("cuda", 0))

@@ -1,0 +1,64 @@
+"""The Triton kernels on any machine: Triton decides when it is imported whether it interprets, so each test here is a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+HERE = Path(__file__).parent
+
+
+def run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=HERE.parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_in_the_interpreter() -> None:
+    arguments = ("-q", "-p", "no:cacheprovider", "--no-header", os.fspath(HERE / "interpreted.py"))
+    output = run("-m", "pytest", *arguments, TRITON_INTERPRET="1")
+    assert "passed" in output and "failed" not in output and "skipped" not in output, output[-2000:]
+
+
+WITHOUT_A_BUILD = """
+import sys
+sys.modules["hdet._C"] = None  # as if it had never been built
+import torch, hdet
+from hdet import kernels
+from hdet.kernels import StepOptions, StepSettings, StepTensors
+assert kernels.available()["cpu"] != "usable" == kernels.available()["triton"]
+left = []
+for backend in ("triton", "torch"):
+    torch.manual_seed(0)
+    p, m, v, g = (torch.rand(1001) for _ in range(4))
+    plan = kernels.step_plan(StepTensors("adamw", [[p]], [0], [torch.zeros(())], [m], [v]), backend)
+    for _ in range(3):
+        plan.step([g], [StepSettings(1e-2, (1.5,), 0.9, 0.999, 1e-8, 0.1)])
+    kernels.average_([[p], [m]], [1, 3], backend)
+    pair = kernels.pair_plan([p], [v], backend=backend)
+    pair.lerp(0.25), pair.swap(), pair.copy(0.5)
+    left.append(torch.stack([p, m, v]))
+    assert float(kernels.norm_plan([p], backend).norm()) > 0
+assert torch.equal(*left)
+"""
+
+
+def test_needs_no_build_of_hdet() -> None:
+    run("-c", WITHOUT_A_BUILD, TRITON_INTERPRET="1")
+
+
+def test_importing_hdet_does_not_import_triton() -> None:
+    run("-c", "import hdet, hdet.kernels, sys; assert 'triton' not in sys.modules")
