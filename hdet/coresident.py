@@ -48,7 +48,7 @@ class CoresidentReplicas(Replicas):
       all of them; load it after the Ensemble is made. A state without other replicas makes all of them equal to the model.
 
     Args:
-        model: a module that is not wrapped for data parallelism; frozen parameters are to be frozen before.
+        model: a module on its device, not wrapped for data parallelism; what is to be frozen is frozen before.
         num_replicas: K >= 2.
 
     Raises:
@@ -89,7 +89,8 @@ class CoresidentReplicas(Replicas):
         """
         self._check_number(replica)
         self._check_frozen()
-        self._follow()
+        if not self._entered:
+            self._follow()
         entry = [replica]
         self._entered.append(entry)
         self._put(replica)

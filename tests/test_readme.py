@@ -53,3 +53,18 @@ def run_the_engine(rank: int, world: int) -> bool:
 
 def test_the_engines_calls_exist_as_written() -> None:
     assert run_ranks(run_the_engine, 2) == [True, True]
+
+
+def test_the_loop_with_coresident_replicas_runs_as_written() -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(8)]
+    names = {
+        "model": torch.nn.Linear(4, 1),
+        "loss_fn": lambda m, batch: torch.nn.functional.mse_loss(m(batch[0]), batch[1]),
+        "probe_batches": data,
+        "loader": [data[:4]] * 100,
+    }
+    exec(BLOCKS[2], names)  # noqa: S102
+    ensemble = names["ensemble"]
+    assert ensemble.cycle == 2 and ensemble.converged  # type: ignore[attr-defined]
+    assert ensemble.history["slopes"]["lr"] is not None  # type: ignore[attr-defined]

@@ -64,6 +64,9 @@ class Workers:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if count > 1:
             environment["OMP_NUM_THREADS"] = "1"  # they share the cores
+        else:
+            # All cores. Threads that spin while they wait would make the whole run several times slower beside other programs.
+            environment.setdefault("OMP_WAIT_POLICY", "passive")
         if self._device == "cpu" and os.path.exists("/sys/class/net/lo"):
             # One machine only: a host name that does not resolve, a VPN or a firewall must not matter.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

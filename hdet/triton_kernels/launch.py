@@ -17,6 +17,9 @@ TABLE_BLOCK = 2048
 REGISTERS = 96
 """a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own"""
 
+COMPILER = {"enable_fp_fusion": False}
+"""for every kernel: no contraction, so that results have the bits of the native backends"""
+
 interpreted: bool = triton.knobs.runtime.interpret
 """whether kernels run in Triton's interpreter, on CPU tensors: decided by TRITON_INTERPRET when Triton was imported"""
 
@@ -87,7 +90,7 @@ class Memory:
             return
         with torch.cuda.device(self.device):
             self._note_stream()
-            kernel[(programs,)](*arguments, **options, enable_fp_fusion=False)
+            kernel[(programs,)](*arguments, **options, **COMPILER)
 
     def _note_stream(self) -> None:
         """Tables that are dropped stay in memory until every stream that has used them has passed that point."""

@@ -228,9 +228,11 @@ def test_until_the_first_step_all_replicas_follow_the_model() -> None:
 def test_warm_noise_is_each_replicas_own() -> None:
     net = model()
     replicas = hdet.CoresidentReplicas(net, 3)
-    for k in range(3):
+    for k in (1, 2, 0):
         with replicas.use(k):
             hdet.warm_noise_(net.parameters(), nu=0.1, replicas=replicas)
+            with replicas.use((k + 1) % 3):
+                net(batch(0)[0])
     for k in range(3):
         other = model()
         hdet.warm_noise_(other.parameters(), nu=0.1, replicas=hdet.Replicas(k, 3, None))

@@ -106,17 +106,18 @@ def test_one_process_uses_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
     def popen(command: object, *, env: dict[str, str], **others: object) -> None:
-        started.append(env.get("OMP_NUM_THREADS"))
+        started.append((env.get("OMP_NUM_THREADS"), env.get("OMP_WAIT_POLICY")))
         raise OSError("enough")
 
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hdet.jobs.launch.subprocess.Popen", popen)
     from hdet.jobs.train import RunSpec
 
     for coresident in (True, False):
         with pytest.raises(OSError, match="enough"), Workers([RunSpec(TrainConfig(coresident=coresident), Path())], "cpu"):
             pass
-    assert started == [None, "1"]
+    assert started == [(None, "passive"), ("1", None)]
     torch.set_num_threads(2)
     with join(Place()):
         assert torch.get_num_threads() == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -13,9 +14,22 @@ from hdet.kernels import native
 
 def test_available_says_usable_or_why_not() -> None:
     states = kernels.available()
-    assert list(states) == ["cpu", "cuda", "torch"]
+    assert list(states) == ["cpu", "cuda", "triton", "torch"]
     assert states["cpu"] == states["torch"] == "usable"
     assert states["cuda"] == "usable" if torch.cuda.is_available() and native._C.cuda else len(states["cuda"]) > 20
+
+
+def test_triton_is_usable_with_a_gpu_or_in_its_interpreter_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+    for interpret, gpu in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        state = kernels._triton_state()
+        assert state == "usable" if interpret or gpu else "no usable CUDA device" in state and "TRITON_INTERPRET=1" in state
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert kernels._triton_state() == "Triton 3.5.1 is too old: install 3.6 or later"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Install it with pip install hdet[triton]" in kernels._triton_state()
 
 
 def test_auto_is_the_native_backend_of_the_device() -> None:
@@ -23,7 +37,7 @@ def test_auto_is_the_native_backend_of_the_device() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="backend='metal' is unknown; choose auto, cpu, cuda, torch"):
+    with pytest.raises(ValueError, match="backend='metal' is unknown; choose auto, cpu, cuda, triton, torch"):
         kernels.select("metal", torch.device("cpu"))
     with pytest.raises(ValueError, match="backend='metal' is unknown"):
         kernels.average_(torch.zeros(1, 0), [1], "metal")
@@ -59,6 +73,7 @@ class _WithoutCuda:
 def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_C", _WithoutCuda())
     monkeypatch.setattr(kernels, "_warned", False)
+    monkeypatch.setattr(kernels, "_triton_state", lambda: "Triton is missing")
     with pytest.warns(RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
     with warnings.catch_warnings():
@@ -66,3 +81,12 @@ def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatc
         assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
     with pytest.raises(RuntimeError, match='backend="cuda" is not usable: .* nvcc was not found'):
         kernels.select("cuda", torch.device("cuda", 0))
+
+
+def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+    monkeypatch.setattr(native, "_C", _WithoutCuda())
+    monkeypatch.setattr(kernels, "_warned", False)
+    monkeypatch.setattr(kernels, "_triton_state", lambda: kernels.USABLE)
+    with pytest.warns(RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"):
+        assert kernels.select("auto", torch.device("cuda", 0)).name == "triton"

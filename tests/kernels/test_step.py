@@ -39,9 +39,10 @@ def test_every_two_values_of_any_two_factors_meet() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.max_norm == 0], ids=lambda case: case.name)
-def test_torch_has_the_bits_of_the_cpu(case: Case) -> None:
-    """One operation, one rounding on both sides. (Norms add up in another order.)"""
-    assert_same_bits(final_tensors(case, plan_maker("cpu")), final_tensors(case, plan_maker("torch")))
+@pytest.mark.parametrize("other", BACKENDS[1:])
+def test_all_backends_have_the_bits_of_the_cpu(other: str, case: Case) -> None:
+    """One operation, one rounding everywhere. (Norms add up in another order.)"""
+    assert_same_bits(final_tensors(case, plan_maker("cpu")), final_tensors(case, plan_maker(other), device_of(other)))
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -333,6 +333,16 @@ def test_an_average_sees_what_was_written_to_parameters_before_it(stepped: bool)
     assert all((tensor == 2).all() for tensors in sets for tensor in tensors)
 
 
+def test_an_average_is_not_taken_for_somebody_elses_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer, _ = replicated(2, dtype=torch.bfloat16, master_weights="fp32")
+    run(optimizer, params, range(1))
+    monkeypatch.setattr("hdet.optim.plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
+    optimizer.average_replicas([0.5, 0.5])
+    run(optimizer, params, range(1, 2))
+    optimizer.finish_next_step("mean", [0.5, 0.5])
+    run(optimizer, params, range(2, 4))
+
+
 def test_states_of_another_number_of_replicas() -> None:
     params, three, _ = replicated(3)
     run(three, params, range(2))

@@ -6,14 +6,14 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from hdet.triton_kernels.launch import Memory
+from hdet.triton_kernels.launch import COMPILER, Memory
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -25,7 +25,8 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        """A number that no device has: what is compiled here stays apart from what runs on a GPU in the same process."""
+        return 1000
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -34,7 +35,7 @@ class Driver:
 class Compiling(Memory):
     """Tables on the CPU; a launch only compiles, as it would for CUDA tensors at these addresses, and is noted."""
 
-    launches: list[tuple[str, int, Any]] = []
+    launches: ClassVar[list[tuple[str, Any]]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._on_cuda, self._tables, self._streams = device, False, [], set()
@@ -44,8 +45,8 @@ class Compiling(Memory):
 
     def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
         if programs:
-            compiled = kernel.warmup(*arguments, **options, enable_fp_fusion=False, grid=(programs,))
-            self.launches.append((kernel.fn.__name__, programs, compiled))
+            compiled = kernel.warmup(*arguments, **options, **COMPILER, grid=(programs,))
+            self.launches.append((kernel.fn.__name__, compiled))
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -53,15 +54,19 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 class Binary:
-    """The machine code of a compiled kernel."""
+    """The machine code of a compiled kernel, and the PTX it was made from."""
 
     def __init__(self, compiled: Any, folder: Path) -> None:
         path = folder / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
         usage = _tool("cuobjdump", "--dump-resource-usage", os.fspath(path))
         self.usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        self.ptx = compiled.asm["ptx"]
         self.code = _tool("nvdisasm", "-c", os.fspath(path))
 
-    def count(self, pattern: str) -> int:
-        """Instructions that the pattern matches from their name on."""
-        return len(re.findall(rf"\s(?:@!?U?P\d+ )?{pattern}", self.code))
+    def instructions(self, pattern: str) -> int:
+        return len(re.findall(rf"\b{pattern}", self.code))
+
+    def accesses(self, kind: str, size: str) -> int:
+        """Accesses of elements in the PTX, which are those under a mask: `kind` ld or st, `size` v4.b32, v2.b32, b32, b16."""
+        return len(re.findall(rf"@%p\d+ {kind}\.global(?:\.L\w+::\w+)*\.{re.escape(size)}\s", self.ptx))

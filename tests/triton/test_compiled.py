@@ -1,0 +1,258 @@
+"""What the backend would launch on an H100, compiled without one: memory accesses, registers, and when it compiles again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+if triton.knobs.runtime.interpret:
+    pytest.skip("nothing is compiled under TRITON_INTERPRET=1", allow_module_level=True)
+
+from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors, triton_step
+from hdet.kernels import triton as backend
+from hdet.kernels.interface import PLAIN
+from hdet.triton_kernels import launch
+
+from .compiler import Binary, Compiling, Driver
+
+F32, BF16, F16, I16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRITON_CACHE_DIR", os.fspath(tmp_path_factory.mktemp("cache")))
+    patch.setattr(triton.runtime.driver, "_active", Driver())
+    for module in (backend, triton_step):
+        patch.setattr(module, "Memory", Compiling)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def launches() -> list[tuple[str, Any]]:
+    Compiling.launches.clear()
+    return Compiling.launches
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model whose tensors are all stored in one way."""
+
+    rule: str = "adamw"
+    param: torch.dtype = F32
+    master: torch.dtype | None = None
+    gradient: torch.dtype = F32
+    first: torch.dtype | None = F32
+    second: torch.dtype | None = F32
+    average: torch.dtype | None = None
+    replicas: int = 1
+    stochastic: int | None = None
+    first_replica: int = 0
+    options: StepOptions = PLAIN
+
+    def streams(self) -> tuple[list[torch.dtype], list[torch.dtype]]:
+        """dtypes of what an element reads and writes."""
+        moments = [d for d in (self.first, self.second) if d is not None]
+        each = [d for d in (self.param, self.master) if d is not None] * self.replicas
+        averages = [self.average] * self.replicas if self.average is not None else []
+        kept = [self.master] * self.replicas if self.master == F32 else each
+        written = [F32] if self.options.finish == "pack" else each
+        zeroed = [self.gradient] if self.options.zero_gradients else []
+        return [self.gradient, *moments, *kept, *averages], [*moments, *written, *averages, *zeroed]
+
+
+def tensors(dtype: torch.dtype | None, sizes: list[int]) -> list[Tensor] | None:
+    return None if dtype is None else [torch.zeros(n, dtype=dtype) for n in sizes]
+
+
+def sets(dtype: torch.dtype | None, sizes: list[int], count: int) -> list[Any] | None:
+    return None if dtype is None else [tensors(dtype, sizes) for _ in range(count)]
+
+
+def settings(replicas: int, **changed: Any) -> list[StepSettings]:
+    return [StepSettings(1e-3, tuple(1.0 + k for k in range(replicas)), 0.9, 0.999, 1e-8)._replace(**changed)]
+
+
+def plan_of(s: Stored, sizes: list[int]) -> Any:
+    return backend.TritonBackend().step_plan(
+        StepTensors(
+            s.rule,
+            sets(s.param, sizes, s.replicas),  # type: ignore[arg-type]
+            [0] * len(sizes),
+            [torch.zeros(()) for _ in sizes],
+            tensors(s.first, sizes),
+            tensors(s.second, sizes),
+            sets(s.master, sizes, s.replicas),
+            sets(s.average, sizes, s.replicas),
+            tensors(F32, sizes) if s.options.finish == "pack" else None,
+            stochastic=s.stochastic,
+            first_replica=s.first_replica,
+        )
+    )
+
+
+MEAN8 = StepOptions(finish="mean", weights=[0.125] * 8)
+MIXED = {"param": BF16, "gradient": BF16}
+SMALL = {**MIXED, "first": BF16, "second": BF16, "stochastic": 7}
+STEPS = {
+    "adamw": Stored(),
+    "adamw, 5 replicas": Stored(replicas=5),
+    "adamw, 16 replicas": Stored(replicas=16),
+    "adamw, mean of 8": Stored(replicas=8, options=MEAN8),
+    "adamw, average, zeroed": Stored(average=F32, options=StepOptions(average_weight=0.5, zero_gradients=True)),
+    "adam, bfloat16 moments": Stored("adam", first=BF16, second=BF16),
+    "sgd": Stored("sgd", second=None),
+    "lion": Stored("lion", second=None),
+    "master": Stored(**MIXED, master=F32),
+    "master, packed": Stored(**MIXED, master=F32, options=StepOptions(finish="pack", weights=[0.5])),
+    "master, 8 replicas": Stored(**MIXED, master=F32, replicas=8),
+    "split": Stored(**MIXED, master=I16),
+    "split, 16 bits throughout": Stored(**MIXED, master=I16, first=BF16, second=BF16),
+    "float16": Stored(param=F16, gradient=F16),
+    "stochastic": Stored(**SMALL),
+    "stochastic, 8 replicas from 3 on": Stored(**SMALL, replicas=8, first_replica=3),
+}
+
+
+def check_code(compiled: Any, folder: Path, float64: bool = False, shared: bool = False) -> Binary:
+    binary = Binary(compiled, folder)
+    assert binary.usage["STACK"] == binary.usage["LOCAL"] == 0 == binary.instructions("(?:LDL|STL)"), (
+        "registers are spilled to local memory"
+    )
+    assert float64 or (".f64" not in binary.ptx and binary.instructions("D(?:ADD|MUL|FMA)") == 0), "float64 arithmetic in a main loop"
+    assert "fma.rn.f32" not in binary.ptx, "contracted: other bits than the native kernels"
+    assert ".ftz" not in binary.ptx and ".approx" not in binary.ptx, "subnormal numbers are lost, or results are approximate"
+    assert shared or binary.usage["SHARED"] == 0, "values change threads between accesses"
+    return binary
+
+
+def check_accesses(binary: Binary, read: list[torch.dtype], written: list[torch.dtype]) -> None:
+    """Eight elements a thread at a time, float32 in 16 bytes; 16 bits in 16 bytes where nothing is wider, else in 8. Then the tail."""
+    for kind, streams in (("ld", read), ("st", written)):
+        wide, narrow = [d for d in streams if d.itemsize == 4], [d for d in streams if d.itemsize == 2]
+        all_narrow = not any(d.itemsize == 4 for d in (*read, *written))
+        assert binary.accesses(kind, "v4.b32") == 2 * len(wide) + len(narrow) * all_narrow
+        assert binary.accesses(kind, "v2.b32") == 2 * len(narrow) * (not all_narrow)
+        assert (binary.accesses(kind, "b32"), binary.accesses(kind, "b16")) == (len(wide), len(narrow)), "the tail alone goes by elements"
+
+
+@pytest.mark.parametrize("stored", STEPS.values(), ids=STEPS)
+def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    plan, sizes = plan_of(stored, [40000, 3, 0]), [40000, 3, 0]
+    plan.step(tensors(stored.gradient, sizes), settings(stored.replicas), stored.options)
+    assert [name for name, _ in launches] == ["derive", "update"]
+    check_code(launches[0][1], tmp_path, float64=True, shared=True)
+    check_accesses(check_code(launches[1][1], tmp_path), *stored.streams())
+
+
+def test_addresses_that_are_not_aligned_are_read_by_elements(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    plan = plan_of(Stored(), [1000])
+    plan.step([torch.zeros(1001)[1:]], settings(1), StepOptions(max_norm=1.0))
+    assert [name for name, _ in launches] == ["squares", "derive", "update"]
+    update = check_code(launches[2][1], tmp_path)
+    assert update.accesses("ld", "v4.b32") == update.accesses("st", "v4.b32") == 0 < update.accesses("ld", "b32")
+
+
+def test_launches_of_a_mixed_model(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    """Two formats, with a norm: four."""
+    params = [torch.zeros(100, dtype=dtype) for dtype in (BF16, F32, BF16)]
+    masters = [torch.zeros(100), None, torch.zeros(100)]
+    moments = [[torch.zeros(100) for _ in params] for _ in range(2)]
+    plan = backend.TritonBackend().step_plan(
+        StepTensors("adamw", [params], [0] * 3, [torch.zeros(()) for _ in params], *moments, masters=[masters])
+    )
+    plan.step([torch.zeros_like(p) for p in params], settings(1), StepOptions(max_norm=1.0))
+    assert [name for name, _ in launches] == ["squares", "derive", "update", "update"]
+    check_code(launches[0][1], tmp_path, float64=True, shared=True)
+
+
+def test_rank_one(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    sizes, replicas, dtype = [40000], 8, BF16
+    base, displacement, first, second = (tensors(F32, sizes) for _ in range(4))
+    outputs: Any = sets(dtype, sizes, replicas)
+    plan = backend.TritonBackend().rank_one_plan(
+        RankOneTensors("adamw", base, displacement, outputs, [0], [torch.zeros(())], first, second)  # type: ignore[arg-type]
+    )
+    plan.step(tensors(BF16, sizes), settings(replicas))
+    plan.converge([0.125] * replicas)
+    names = [name for name, _ in launches]
+    assert names == ["derive_rank_one", "update_rank_one", "derive_converge", "converge"]
+    check_code(launches[0][1], tmp_path, float64=True, shared=True)
+    line = [F32, F32]
+    check_accesses(check_code(launches[1][1], tmp_path), [BF16, F32, F32, *line], [F32, F32, *line, *[dtype] * replicas])
+    check_code(launches[2][1], tmp_path, float64=True, shared=True)
+    check_accesses(check_code(launches[3][1], tmp_path), line, [*line, *[dtype] * replicas])
+
+
+@pytest.mark.parametrize(("param", "master"), [(F32, None), (BF16, None), (BF16, I16), (BF16, F32)])
+def test_averages(param: torch.dtype, master: torch.dtype | None, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    stored = Stored(param=param, master=master, replicas=8)
+    backend.TritonBackend().average_plan(sets(param, [40000], 8), sets(master, [40000], 8)).average([0.125] * 8)  # type: ignore[arg-type]
+    read, written = stored.streams()
+    check_accesses(check_code(launches[0][1], tmp_path), read[3:], written[2:])
+
+
+@pytest.mark.parametrize(("source", "destination", "master"), [(F32, F32, None), (F32, BF16, I16), (BF16, BF16, None)])
+def test_pairs(source: torch.dtype, destination: torch.dtype, master: torch.dtype | None, launches: Any, tmp_path: Path) -> None:
+    sizes = [40000]
+    plan = backend.TritonBackend().pair_plan(tensors(source, sizes), tensors(destination, sizes), None, tensors(master, sizes))  # type: ignore[arg-type]
+    plan.copy(0.5)
+    plan.lerp(0.5)
+    to = [destination] if master is None else [destination, master]
+    check_accesses(check_code(launches[0][1], tmp_path), [source], to)
+    check_accesses(check_code(launches[1][1], tmp_path), [source, *to], to)
+    if source == destination:
+        plan.swap()
+        check_accesses(check_code(launches[2][1], tmp_path), [source, source], [source, source])
+    plan.copy(0.25)
+    plan.copy(1.0)
+    assert launches[-1][1] is launches[-2][1] is launches[0][1], "a scale is not part of what is compiled"
+
+
+def test_norms(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    backend.TritonBackend().norm_plan([torch.zeros(40000), torch.zeros(5, dtype=BF16), torch.zeros(5, dtype=F16)]).norm()
+    binary = check_code(launches[0][1], tmp_path, float64=True, shared=True)
+    assert binary.accesses("ld", "v4.b32") == 2 + 1 + 1
+    assert (binary.accesses("ld", "b32"), binary.accesses("ld", "b16")) == (1, 2)
+    check_code(launches[1][1], tmp_path, float64=True, shared=True)
+
+
+def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[str, Any]]) -> None:
+    stored, sizes = Stored(replicas=2, average=F32), [4096, 17]
+    plan = plan_of(stored, sizes)
+    odd = torch.zeros(3)[1:2]  # at an address that is no multiple of 16
+    several = [
+        ({}, {}),
+        ({"lr": 1.0}, {}),
+        ({"lr": 0.0, "beta1": 0.0, "beta2": 0.5, "eps": 1.0, "weight_decay": 0.5, "maximize": True, "decay_at_base": True}, {}),
+        ({"lr": torch.zeros(1)}, {"max_norm": 1.0}),
+        ({"lr": odd, "multipliers": (0.0, 1.0)}, {"max_norm": 16.0, "average_weight": 1.0}),
+        ({}, {"max_norm": float("inf"), "average_weight": 0.5, "grad_scale": torch.ones(1), "found_inf": odd}),
+        ({}, {"grad_scale": odd}),
+    ]
+    for changed, options in several:
+        plan.step(tensors(F32, sizes), settings(2, **changed), StepOptions(**options))
+    larger = [5, 1 << 20, *[100] * 30]
+    other = plan_of(stored, larger)
+    other.step(tensors(F32, larger), settings(2), StepOptions(max_norm=1.0))
+    compiled: dict[str, set[int]] = {}
+    for name, kernel in launches:
+        compiled.setdefault(name, set()).add(id(kernel))
+    assert {name: len(kernels) for name, kernels in compiled.items()} == {"squares": 1, "derive": 1, "update": 1}
+
+    plan.step(tensors(F32, sizes), settings(2), replace(StepOptions(), zero_gradients=True))
+    assert id(launches[-1][1]) not in compiled["update"]  # so the count can see a compilation
+
+
+def test_tensors_on_another_device_are_refused() -> None:
+    with pytest.raises(ValueError, match='backend="triton" does not work on tensors on cpu; use backend="auto"'):
+        launch.Memory(torch.device("cpu"))
