@@ -113,6 +113,8 @@ def compare(
     """The record of one comparison, also printed. `torchs` may be what hdet itself does in two calls: say so in `notes`."""
     elements = numel(shapes)
     calls = max(1, (1 << 20) // max(1, elements)) if options.device == "cpu" else max(1, min(20, (1 << 27) // elements))
+    if torchs is not None and options.device == "cuda" and calls > 1:
+        calls = max(1, min(calls, int(0.1 / seconds_of(torchs))))  # a loop over 10 000 tensors takes half a second
     copied = min(1 << 26, max(1 << 22, elements))
     source, target = torch.randn(copied, device=options.device), torch.empty(copied, device=options.device)
     candidates: dict[str, Call] = {"hdet": hdet, "copy": lambda: target.copy_(source)}
@@ -144,6 +146,16 @@ def compare(
     record |= notes
     emit(record)
     return record
+
+
+def seconds_of(call: Call) -> float:
+    """One call on CUDA after another that warms up."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def host_us(call: Call) -> float:

@@ -14,6 +14,7 @@ import contextlib
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -25,12 +26,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import average  # noqa: E402
-import compare  # noqa: E402
-import replicas  # noqa: E402
-import step  # noqa: E402
+import average
+import compare
+import replicas
+import step
 
-from hdet import kernels  # noqa: E402
+from hdet import kernels
 
 BENCHMARKS = {"step": step, "replicas": replicas, "average": average}
 COLUMNS = {
@@ -45,7 +46,11 @@ COLUMNS = {
     "launches": "{:>8}",
     "host_us": "{:>8}",
 }
-TINY: dict[str, Any] = {"GPT-2 124M": lambda: [(40, 8), (8,)], "10 000 x 1 000": lambda: [(10,)] * 20, "one of 2^27": lambda: [(1 << 12,)]}
+TINY: dict[str, Any] = {
+    "GPT-2 124M": lambda: [(1 << 19,), (8,)],
+    "10 000 x 1 000": lambda: [(1 << 14,)] * 32,
+    "one of 2^27": lambda: [(1 << 19,)],
+}
 
 
 class Budget:
@@ -93,27 +98,35 @@ def run_benchmarks(device: str, budget: Budget) -> tuple[list[dict[str, Any]], l
         for name, module in BENCHMARKS.items():
             if state != kernels.USABLE:
                 missing.append(f"{name} on {backend}: {state}")
-            elif budget.left < 30:
+            elif budget.left < 2:
                 missing.append(f"{name} on {backend}: no time was left")
             else:
-                done, reason = _run(module, device, backend, quick)
+                done, reason = _run(module, device, backend, quick, budget.left)
                 records += done
                 missing += [f"{name} on {backend}: {reason}"] if reason else []
     return records, missing
 
 
-def _run(module: Any, device: str, backend: str, quick: bool) -> tuple[list[dict[str, Any]], str]:
-    """Records as they were printed, so that those before a failure are kept; and the failure."""
+def _run(module: Any, device: str, backend: str, quick: bool, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """Records as they were printed, so that those before a failure are kept; and the failure. It is stopped after `seconds`."""
     lines, reason, start = io.StringIO(), "", time.monotonic()
+    signal.signal(signal.SIGALRM, _out_of_time)
     with contextlib.redirect_stdout(lines):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             module.run(device, backend, quick)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and the next benchmark runs
             reason = f"{type(error).__name__}: {error}"
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     compare.free()
     records = [json.loads(line) for line in lines.getvalue().splitlines() if line.startswith("{")]
     print(f"{module.__name__} on {backend}: {len(records)} records in {time.monotonic() - start:.1f} s {reason}", flush=True)
     return records, reason
+
+
+def _out_of_time(*_: object) -> None:
+    raise TimeoutError("stopped in the middle, no time was left")
 
 
 def table(records: list[dict[str, Any]]) -> str:

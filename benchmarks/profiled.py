@@ -24,7 +24,9 @@ WIDTH = {"gpt2": 768, "small": 64}
 def blocks(width: int) -> torch.nn.Module:
     """The shapes of a GPT-2 (12 blocks; 124M parameters at width 768, of which 38M are the embedding)."""
     layer = torch.nn.TransformerEncoderLayer(width, width // 64 or 1, 4 * width, batch_first=True)
-    return torch.nn.Sequential(torch.nn.Embedding(50257 * width // 768, width), torch.nn.TransformerEncoder(layer, 12))
+    return torch.nn.Sequential(
+        torch.nn.Embedding(50257 * width // 768, width), torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    )
 
 
 def prepare(mode: str, model: torch.nn.Module, replicas: int) -> Callable[[], object]:
@@ -52,7 +54,7 @@ def main() -> None:
         dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
     on_gpu = arguments.device == "cuda"
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     call = prepare(arguments.mode, blocks(WIDTH[arguments.shapes]).to(arguments.device), arguments.replicas)
     for _ in range(3):
         call()

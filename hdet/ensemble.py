@@ -22,6 +22,7 @@ from .coresident import CoresidentAverage, CoresidentReplicas
 from .fan_out import FanOut
 from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
+from .ranges import ranged
 from .replicas import Replicas
 from .slots import Slot, gather_slots, local_replicas
 
@@ -250,6 +251,7 @@ class Ensemble:
         for k, knob in enumerate(self.knobs):
             knob.write(self.engine.corrections[k], self.engine.bases[k])
 
+    @ranged("hdet.cycle")
     def _end_cycle(self) -> None:
         started = self._now()
         compare = not self.engine.explores
@@ -284,6 +286,7 @@ class Ensemble:
                 rows.append(self._probe.measure(self.engine.cycle, place))
         return rows
 
+    @ranged("hdet.converge")
     def _average_replicas(self, slots: Sequence[Slot], *, compared: bool) -> list[str]:
         """Eq. 3 over the healthy replicas. Returns notes for the record."""
         healthy = [r for r, slot in enumerate(slots) if slot.finite]

@@ -17,6 +17,7 @@ from torch import nn
 
 from .converge import digest
 from .core.controllers import Decision, Evidence, ProbeRule
+from .ranges import ranged
 
 __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 
@@ -181,6 +182,7 @@ class ProbeController:
         for average in self._averages:
             average.reset()
 
+    @ranged("hdet.probe")
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
         """(row_width,) float64 on the model's device: the chunk losses at the cycle-averaged weights, then the mini-batches' digest.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .converge import all_finite, digest
 from .optim.state import kept_masters
+from .ranges import ranged
 from .replicas import Replicas
 from .window import LossWindow
 
@@ -62,6 +63,7 @@ class Slot:
         return self.finite and math.isfinite(self.loss_sum)
 
 
+@ranged("hdet.slots")
 def gather_slots(
     replicas: Replicas, members: Sequence[LocalReplica], probes: Sequence[torch.Tensor] | None, *, compare: bool
 ) -> list[Slot]:

@@ -99,7 +99,8 @@ HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, floa
   row.eps = static_cast<float>(s.eps);
   row.nesterov = s.nesterov != 0.0 ? 1.0f : 0.0f;
   row.step = step;
-  if (rule == Rule::adamw || rule == Rule::adam) row.inv_sqrt_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(s.beta2, step)));
+  const bool adam = rule == Rule::adamw || rule == Rule::adam;
+  if (adam) row.inv_sqrt_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(s.beta2, step)));
   if (rule == Rule::adam || rule == Rule::sgd) row.coupled_decay = static_cast<float>(s.weight_decay);
   // torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
   if (rule == Rule::sgd) row.lerp1 = step <= 1 || s.beta1 == 0.0 ? 1.0f : static_cast<float>(1.0 - s.dampening);

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ranges import ranged
 from . import native
 from .interface import Column, RankOneTensors, StepTensors
 from .native_plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
@@ -18,29 +19,35 @@ if native.missing is None:
 
 
 class CpuStepPlan(NativeStepPlan):
+    @ranged("hdet.step")
     def _run(self) -> None:
         _C.cpu_step(self.plan, torch.get_num_threads())
 
 
 class CpuRankOnePlan(NativeRankOnePlan):
+    @ranged("hdet.step")
     def _run(self) -> None:
         _C.cpu_rank_one(self.plan, torch.get_num_threads())
 
+    @ranged("hdet.converge")
     def _run_converge(self) -> None:
         _C.cpu_converge(self.plan, torch.get_num_threads())
 
 
 class CpuAveragePlan(NativeAveragePlan):
+    @ranged("hdet.average")
     def _run(self) -> None:
         _C.cpu_average(self.plan, torch.get_num_threads())
 
 
 class CpuPairPlan(NativePairPlan):
+    @ranged("hdet.pair")
     def _run(self) -> None:
         _C.cpu_pair(self.plan, torch.get_num_threads())
 
 
 class CpuNormPlan(NativeNormPlan):
+    @ranged("hdet.norm")
     def _run(self, result: Tensor) -> None:
         chunks, tensors, partials = self.chunks.data_ptr(), self.addresses.data_ptr(), self.partials.data_ptr()
         _C.cpu_norm(chunks, self.num_chunks, tensors, partials, result.data_ptr(), torch.get_num_threads())

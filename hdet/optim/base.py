@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hdet.kernels import PairPlan
 from hdet.kernels.checks import normalised
+from hdet.ranges import ranged
 
 from . import lists, plans
 from .finish import Averaging, Finish, check_copies, check_finish, values_to
@@ -65,6 +66,7 @@ class FusedOptimizer(Stepper):
     gradients than in the last step (None here and there), moved or replaced tensors cost a new plan, some microseconds per tensor.
     """
 
+    @ranged("hdet.optimizer.step")
     @torch._disable_dynamo  # a compiled training step calls the kernels as they are; torch's optimizers do the same
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,8 +1,6 @@
-"""Marks the tests of this folder, and skips them with the reason where they cannot run."""
+"""Skips the tests of this folder, with the reason, where they cannot run."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +14,6 @@ def why_not(backend: str) -> str | None:
         return "there is no GPU here"
     state = kernels.available()[backend]
     return None if state == kernels.USABLE else f'backend="{backend}": {state}'
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(params=["cuda", "triton"])

@@ -15,6 +15,8 @@ from hdet import FusedAdamW, FusedLion, FusedSGD
 
 from .common import groups, parameters, same_bits, set_gradients, state_of
 
+pytestmark = pytest.mark.gpu
+
 BETAS = {"betas": (0.7, 0.9)}
 
 

@@ -13,6 +13,8 @@ from ..kernels.problem import check, final_tensors
 from ..kernels.table import CASES, Case
 from .conftest import why_not
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_table(backend: str, case: Case) -> None:

@@ -15,8 +15,8 @@ from hdet.kernels.cpu import CpuStepPlan
 from .cases import CHUNK, Guarded
 
 BF16 = torch.bfloat16
-FAR = 2**33 + CHUNK
-"""elements: past 2^31 and past 2^32; chunks start at multiples of their length"""
+FAR = 2**36 + CHUNK
+"""elements: past 2^31, and past 2^34 where random numbers need a second word; chunks start at multiples of their length"""
 SIZES = [CHUNK + 3, 17]
 SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1, decay_at_base=True)
 
