@@ -1,6 +1,6 @@
 """The command behind `make gpu`: runs every GPU test, times every operation on CUDA and Triton, prints one table and writes a file.
 
-    python benchmarks/gpu.py [--minutes 8] [--no-tests] [--dry-run]
+    python benchmarks/gpu.py [--minutes 6.5] [--no-tests] [--dry-run]
 
 Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time does not allow is named and makes
 the exit status 1, as does a test that fails. --dry-run goes the same way on the CPU with small tensors, to try the command itself.
@@ -137,7 +137,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=7.0, help="for tests and benchmarks together, without the build")
+    parser.add_argument("--minutes", type=float, default=6.5, help="for tests and benchmarks together, without the build")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small tensors")
     arguments = parser.parse_args()

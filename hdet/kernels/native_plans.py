@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .checks import check_shares
+from .checks import check_shares, check_swap
 from .interface import Column
 
 if native.missing is None:
@@ -85,14 +85,7 @@ class NativePairPlan:
         self._pair("lerp", weight)
 
     def swap(self) -> None:
-        sources, destinations, lowers, masters = self.tensors
-        for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
-            lower, master = lowers and lowers[i], masters and masters[i]
-            if source.dtype != destination.dtype or getattr(lower, "dtype", None) != getattr(master, "dtype", None):
-                raise TypeError(
-                    f"source {i} ({source.dtype}) and destination {i} ({destination.dtype}) cannot change places: "
-                    "they, and the lower halves of both, must have equal dtypes"
-                )
+        check_swap(*self.tensors)
         self._pair("swap", 1.0)
 
     def _pair(self, pairing: str, scale: float) -> None:

@@ -11,7 +11,7 @@ from ..ranges import ranged
 from ..triton_kernels import average, norm, pair
 from ..triton_kernels import tables as t
 from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
-from .checks import check_shares
+from .checks import check_shares, check_swap
 from .interface import Column, RankOneTensors, StepTensors
 from .triton_rank_one import TritonRankOnePlan
 from .triton_step import TritonStepPlan
@@ -85,12 +85,7 @@ class TritonPairPlan:
         self._pair("lerp", weight)
 
     def swap(self) -> None:
-        for i, (source, lower, destination, master) in enumerate(self.formats):
-            if (source, lower) != (destination, master):
-                raise TypeError(
-                    f"source {i} ({self.tensors[0][i].dtype}) and destination {i} ({self.tensors[1][i].dtype}) cannot change places: "
-                    "they, and the lower halves of both, must have equal dtypes"
-                )
+        check_swap(*self.tensors)
         self._pair("swap", 1.0)
 
     @ranged("hdet.pair")

@@ -17,7 +17,7 @@ TABLE_BLOCK = 2048
 REGISTERS = 96
 """a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own"""
 
-COMPILER = {"enable_fp_fusion": True}
+COMPILER = {"enable_fp_fusion": False}
 """for every kernel: no contraction, so that results have the bits of the native backends"""
 
 interpreted: bool = triton.knobs.runtime.interpret

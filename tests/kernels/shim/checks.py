@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors, cuda, native
+from hdet.kernels import StepOptions, StepSettings, StepTensors, cuda, native
 
 from ..cases import CHUNK, SIZES, Guarded
+from ..lines import line_left
 from ..problem import Problem, final_tensors
 from ..table import BF16, CASES, F16, F32, SETTINGS, STORAGE, Case, Format
 from ..test_far_offsets import SIZES as FAR_SIZES
@@ -114,48 +115,7 @@ def test_pairs_have_the_bits_of_the_cpu(
 @pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
 def test_lines_have_the_bits_of_the_cpu(rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: list[int]) -> None:
-    output, gradient, moment = formats
-    decay = 0.1 if rule in ("adamw", "lion") else 0.0
-    settings = [
-        SETTINGS._replace(multipliers=[0.5 + 0.25 * k for k in range(count)], weight_decay=decay, decay_at_base=decay > 0, lr=lr)
-        for lr in (0.02, 0.01)
-    ]
-    weights = [1 / count] * count
-    results = []
-    for backend in BACKENDS:
-        base, displacement, first, second = (
-            Guarded(sizes, place % 3, place, dtypes=(F32, F32, moment, moment)[place]) for place in range(4)
-        )
-        for guarded in (displacement, first, second):
-            guarded.zero()
-        outputs = [Guarded(sizes, k % 2, 9 + k, dtypes=output) for k in range(count)]
-        steps = [torch.zeros(()) for _ in sizes]
-        tensors = RankOneTensors(
-            rule,
-            base.tensors,
-            displacement.tensors,
-            [g.tensors for g in outputs],
-            [i % 2 for i in range(len(sizes))],
-            steps,
-            first.tensors,
-            second.tensors if rule in ("adamw", "adam") else None,
-            stochastic=5,
-        )
-        plan = kernels.rank_one_plan(tensors, backend)
-        left = []
-        for turn in range(7):
-            gradients = Guarded(sizes, 1, 100 + turn, dtypes=gradient)
-            if turn == 5:
-                gradients.tensors[0][-1] = math.nan  # skipped, with a fold pending
-            mean = turn in (2, 4)
-            options = StepOptions(
-                max_norm=50.0, zero_gradients=turn > 2, finish="mean" if mean else "store", weights=weights if mean else None
-            )
-            plan.step(gradients.tensors, settings, options)
-            if turn in (3, 6):
-                plan.converge(weights)
-            left += [g.buffer.clone() for g in (base, displacement, first, second, *outputs, gradients)] + [torch.stack(steps)]
-        results.append(left)
+    results = [line_left(rule, count, formats, sizes, backend) for backend in BACKENDS]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
