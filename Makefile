@@ -41,7 +41,7 @@ wheel: $(BIN)/torch.stamp
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/python -m pip install --quiet $(TORCH)
 	build/wheel/venv/bin/python -m pip install --quiet build/wheel/*.whl
-	cd build/wheel && venv/bin/python -c "import hdet; print(hdet.__version__, hdet.kernels.available()); hdet.FusedAdamW, hdet.OneCycleAutoLR, hdet.Ensemble" && venv/bin/hdet doctor
+	cd build/wheel && venv/bin/python -c "import hdet; print(hdet.__version__, hdet.kernels.available()); hdet.OneCycleAutoLR, hdet.Ensemble, hdet.CoresidentReplicas" && venv/bin/python -c "import torch, hdet; p = torch.nn.Parameter(torch.ones(4)); p.grad = torch.ones(4); hdet.FusedAdamW([p], lr=0.5).step(); assert p.max() < 0.6" && venv/bin/hdet doctor
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info hdet/*.so

@@ -13,10 +13,6 @@ void write_scaled(float scale, const float* __restrict source, float* __restrict
   for (int i = 0; i < length; ++i) destination[i] = hdet::scaled(scale, source[i]);
 }
 
-void move_towards(float weight, const float* __restrict source, float* __restrict destination, int length) {
-  for (int i = 0; i < length; ++i) destination[i] = hdet::running_average(destination[i], source[i], weight);
-}
-
 // Through a buffer in the first-level cache, bytes as they are.
 void exchange(char* a, char* b, int length) {
   Staging buffer;
@@ -43,7 +39,7 @@ void pair_block(const PairPlan& plan, const hdet::Chunk& c, int64_t element, int
   if (plan.pairing == Pairing::lerp) {
     const float* const from = open(source, element, length, source_buffer);
     float* const to = open(destination, element, length, destination_buffer);
-    move_towards(plan.scale, from, to, length);
+    move_towards(to, plan.scale, from, length);
     put(destination, element, length, to);
     return;
   }

@@ -17,15 +17,11 @@ void take_steps_to(float* __restrict out, const ReplicaRow& shared_row, const fl
   for (int i = 0; i < length; ++i) out[i] = hdet::take_step(row, p[i], u[i]);
 }
 
-void running_averages(float* __restrict averages, float weight, const float* __restrict p, int length) {
-  for (int i = 0; i < length; ++i) averages[i] = hdet::running_average(averages[i], p[i], weight);
-}
-
 void average_block(const Work& w, int32_t k, int64_t element, int length, const float* values) {
   Staging buffer;
   void* const average = w.plan.averages[w.place(k)];
   float* const averages = open(w.formats.average, average, element, length, buffer);
-  running_averages(averages, w.control.average_weight, values, length);
+  move_towards(averages, w.control.average_weight, values, length);
   put(w.formats.average, average, element, length, averages);
 }
 
