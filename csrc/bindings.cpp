@@ -195,9 +195,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 3;  // see hdet/kernels/native.py
+  m.attr("INTERFACE") = 4;  // see hdet/kernels/native.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
+  m.attr("CALL_SETTINGS") = hdet::kCallSettings;
+  m.attr("ROW_SETTINGS") = hdet::kRowSettings;
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
   m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
   m.attr("CONTROL_BYTES") = sizeof(hdet::Control);

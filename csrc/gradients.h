@@ -63,11 +63,10 @@ inline bool is_contiguous(const Tensor& t) {
 // their device, contiguous, of a type that Formats knows. For anything else it says so, and Python finds out what it is.
 class Gradients {
  public:
-  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__, or None where a torch has none: then Python sees all lists.
+  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__. Where a torch has none, or another one, Python sees all lists.
   Gradients(const pybind11::object& type, const pybind11::object& capsule, const pybind11::list& params) : type_(type) {
-    if (!capsule.is_none()) {
-      const auto* const exchange = static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-      if (exchange == nullptr) throw pybind11::error_already_set();
+    if (PyCapsule_IsValid(capsule.ptr(), kCapsule) != 0) {
+      const auto* const exchange = static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
       if (exchange->major == 1) describe_ = exchange->tensor_from_object;
     }
     for (const pybind11::handle param : params) {
@@ -126,6 +125,8 @@ class Gradients {
     return t.device_type == device_type_ && t.device_id == device_id_ && static_cast<size_t>(t.ndim) == shape.size() &&
            (shape.empty() || std::memcmp(t.shape, shape.data(), shape.size() * sizeof(int64_t)) == 0) && dlpack::is_contiguous(t);
   }
+
+  static constexpr const char* kCapsule = "dlpack_exchange_api";
 
   pybind11::object type_;
   int (*describe_)(void*, dlpack::Tensor*) = nullptr;

@@ -26,6 +26,8 @@ cuda_note: str
 INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
+CALL_SETTINGS: int
+ROW_SETTINGS: int
 ROW_BYTES: int
 REPLICA_ROW_BYTES: int
 CONTROL_BYTES: int
@@ -94,7 +96,8 @@ class PairPlan:
     masters: int
     scale: float
 
-# Where gradients lie: see csrc/gradients.h. `type` is torch.Tensor, `exchange` its __dlpack_c_exchange_api__ or None.
+# Where gradients lie: see csrc/gradients.h. `type` is torch.Tensor, `exchange` its
+# __dlpack_c_exchange_api__; with anything else, read() leaves all lists to Python.
 class Gradients:
     UNUSUAL: int
     MOVED: int

@@ -15,11 +15,10 @@ from .converge.average import check_averageable
 from .core.controllers import Controller
 from .core.controllers.protocol import require_keys
 from .core.engine import STATE_VERSION, Engine
-from .coresident import CoresidentReplicas
 from .knobs import GroupKnob
 from .replicas import Replicas
 
-__all__ = ["agreement", "averaged_tensors", "check_arguments", "check_controller", "check_gradients", "scheduled_values"]
+__all__ = ["agreement", "averaged_tensors", "check_arguments", "check_controller", "check_dense_gradients", "scheduled_values"]
 
 
 def check_arguments(
@@ -42,7 +41,7 @@ def check_arguments(
         raise TypeError(
             f"replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an hdet.CoresidentReplicas, got {type(replicas).__name__}"
         )
-    if isinstance(replicas, CoresidentReplicas):
+    if replicas is not None:
         replicas.check_optimizer(optimizer)
     if isinstance(controller, type) or (controller is not None and not isinstance(controller, Controller)):
         raise TypeError(
@@ -99,7 +98,7 @@ def check_controller(controller: Controller | None, engine: Engine, floor: Seque
         )
 
 
-def check_gradients(optimizer: Optimizer) -> None:
+def check_dense_gradients(optimizer: Optimizer) -> None:
     """Raises ValueError for a sparse gradient: replicas' steps along it would differ in which rows they touch."""
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

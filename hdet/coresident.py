@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .replicas import Replicas
 
-__all__ = ["CoresidentAverage", "CoresidentReplicas"]
+__all__ = ["CoresidentReplicas"]
 
 
 class CoresidentReplicas(Replicas):
@@ -76,6 +77,7 @@ class CoresidentReplicas(Replicas):
         self._entered: list[list[int]] = []  # the `use`s that are open, each with its replica
         self._following = True  # the other replicas are to be copies of the model
         self._marks = self._versions()
+        self._hooks: list[RemovableHandle] = []  # on the optimizer
 
     def __repr__(self) -> str:
         return f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count})"
@@ -90,7 +92,7 @@ class CoresidentReplicas(Replicas):
         self._check_number(replica)
         self._check_frozen()
         if not self._entered:
-            self._follow()
+            self.settle()
         entry = [replica]
         self._entered.append(entry)
         self._put(replica)
@@ -122,7 +124,7 @@ class CoresidentReplicas(Replicas):
         return [main._version for main in self._sets] if self._following else []
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def settle(self) -> None:
         """Copy the model's weights to the other replicas if somebody has written them since."""
         if self._following and self._versions() != self._marks:
             for main, *others in self._sets.values():
@@ -132,7 +134,7 @@ class CoresidentReplicas(Replicas):
 
     def _part(self, *_: Any) -> None:
         """The optimizer is about to step: from now on replicas differ."""
-        self._follow()
+        self.settle()
         self._following = False
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -183,10 +185,20 @@ class CoresidentReplicas(Replicas):
     def attach(self, optimizer: Any) -> None:
         """Let ``optimizer`` step all replicas; an `Ensemble` does this. Raises as `check_optimizer`."""
         self.check_optimizer(optimizer)
+        self.detach()
+        self.settle()
         optimizer.set_replicas(self.count, self._copies)
-        optimizer.register_step_pre_hook(self._part)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._loaded)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._part),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+
+    def detach(self) -> None:
+        """Takes the hooks off the optimizer, which goes on stepping all replicas."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _copies(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         return self._sets.get(parameter) or [parameter] * self.count  # type: ignore[call-overload]
@@ -201,17 +213,6 @@ class CoresidentReplicas(Replicas):
                 raise ValueError(
                     f"parameter {name!r} was frozen when CoresidentReplicas was made, so all replicas share it: unfreeze it before"
                 )
-
-
-class CoresidentAverage:
-    """Eq. 3 over co-resident replicas: the optimizer averages its own sets (parameters and masters), in place."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __call__(self, weights: Sequence[float]) -> None:
-        """Every set becomes sum_k weights[k] * set k. The weights sum to 1; a set of weight 0 is not read."""
-        self._optimizer.average_replicas(weights)
 
 
 def _leaf(main: nn.Parameter) -> nn.Parameter:

@@ -18,13 +18,12 @@ from .core.clock import Clock
 from .core.controllers import Controller
 from .core.controllers.softmax import softmax_weights
 from .core.engine import CycleOutcome, Engine, KnobSpec
-from .coresident import CoresidentAverage, CoresidentReplicas
 from .fan_out import FanOut
 from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
 from .ranges import ranged
 from .replicas import Replicas
-from .slots import Slot, gather_slots, local_replicas
+from .slots import Slot, gather_slots, local_replicas, masters_of
 
 __all__ = ["Ensemble", "ReplicasDiverged", "Scheduler", "plain"]
 
@@ -100,17 +99,18 @@ class Ensemble:
         self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
         check_controller(controller, self.engine, [knob.bounds()[1] for knob in self.knobs])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
-        coresident = self.replicas if isinstance(self.replicas, CoresidentReplicas) else None
         self._bucket_bytes = bucket_bytes
         self._members = local_replicas(self.replicas, optimizer, self.parameters)
-        self._average: CoresidentAverage | BucketedAverage = (
-            CoresidentAverage(optimizer)
-            if coresident
-            else BucketedAverage(self.parameters, self.replicas, bucket_bytes, self._members[0].masters)
+        self._average: Callable[[Sequence[float]], None] = (  # Eq. 3, in place: across processes, or by the optimizer that has all sets
+            BucketedAverage(self.parameters, self.replicas, bucket_bytes, self._members[0].masters)
+            if len(self._members) == 1
+            else optimizer.average_replicas  # type: ignore[attr-defined]
         )
         self._probe = controller if isinstance(controller, ProbeController) else None
         if self._probe is not None:
-            self._probe.watch(*self.replicas.sets([p for group in optimizer.param_groups for p in group["params"]]))
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            sets = self.replicas.sets(trained)
+            self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))])
 
         self._agreed = False
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
@@ -121,9 +121,8 @@ class Ensemble:
         per unit of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended); by replica: losses (mean training
         loss, None if it must not count), probe (mean probe loss; None without one); left_out (replicas without a vote), converge_ms,
         probe_ms (milliseconds on this rank), notes (text)."""
-        if coresident is not None:
-            coresident.attach(optimizer)
         self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0])
+        self.replicas.attach(optimizer)
         self._begin_cycle()
 
     # -- the loop --------------------------------------------------------------------------------------------------------
@@ -148,10 +147,7 @@ class Ensemble:
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters.
         """
-        if getattr(self.replicas, "in_use", False):
-            raise ValueError(
-                "ensemble.step() was called inside `with replicas.use(k):`; call it once per optimizer step, after all of them"
-            )
+        self._check_outside_use("step", "call it once per optimizer step, after all of them")
         if loss is not None:
             self.observe(loss)
         if not self._agreed:
@@ -176,6 +172,7 @@ class Ensemble:
 
         A replica that is left out because its parameters are not finite is noted in the next record and warned of.
         """
+        self._check_outside_use("converge", "it is of all replicas, call it after")
         if self.replicas.count == 1:
             return
         slots = gather_slots(self.replicas, self._members, None, compare=True)
@@ -210,6 +207,10 @@ class Ensemble:
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
         return {knob.name: self.engine.value(k, knob.scheduled_value()) for k, knob in enumerate(self.knobs)}
+
+    def _check_outside_use(self, name: str, remedy: str) -> None:
+        if self.replicas.in_use:
+            raise ValueError(f"ensemble.{name}() was called inside `with replicas.use(k):`; {remedy}")
 
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
@@ -383,6 +384,7 @@ class Ensemble:
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
         self._fan_out.close()
+        self.replicas.detach()
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:

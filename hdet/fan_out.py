@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .checks import check_gradients
+from .checks import check_dense_gradients
 from .knobs import GroupKnob
 
 __all__ = ["FanOut"]
@@ -52,7 +52,7 @@ class FanOut:
             if not self.active:
                 return inner(*args, **kwargs)
             if self._unchecked:
-                check_gradients(self.optimizer)
+                check_dense_gradients(self.optimizer)
                 self._unchecked = False
             with ExitStack() as stack:
                 self.moved = True

@@ -17,31 +17,52 @@ from torch import nn
 
 from .converge import digest
 from .core.controllers import Decision, Evidence, ProbeRule
+from .kernels import PairPlan
+from .kernels.checks import FLOATS
+from .optim.finish import values_to
 from .ranges import ranged
+from .slots import Masters
 
 __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 
 
 class CycleAverage:
-    """Running mean of some tensors, in place: one more copy of the parameters, at least in float32."""
+    """Running mean of some tensors, in place: one more copy of the parameters, at least in float32.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = [t.detach() for t in tensors]
+    ``masters``: gives the master of each tensor or None, asked at every sample; the mean is that of the masters' values.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
+        self.tensors = list(tensors)
         # In 16 bits the n-th sample, which counts 1 / n, would mostly be rounded away.
-        self.means = [torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.tensors]
+        self.means = [torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)).detach() for t in self.tensors]
         self.samples = 0
+        self._masters = masters or (lambda: [None] * len(self.tensors))
+        self._addresses: list[int] = []
+        self._plans: list[PairPlan] = []
 
     @torch.no_grad()
     def add(self) -> None:
         """mean <- mean + (theta - mean) / n."""
         self.samples += 1
-        if self.samples == 1:
-            torch._foreach_copy_(self.means, self.tensors)
-        elif all(mean.dtype == tensor.dtype for mean, tensor in zip(self.means, self.tensors, strict=True)):
-            torch._foreach_lerp_(self.means, self.tensors, 1.0 / self.samples)
-        else:
-            for mean, tensor in zip(self.means, self.tensors, strict=True):  # one cast tensor at a time
-                mean.lerp_(tensor.to(mean.dtype), 1.0 / self.samples)
+        self._plan()
+        for plan in self._plans:
+            plan.lerp(1.0 / self.samples)  # 1 copies
+
+    def _plan(self) -> None:
+        """One plan for each device, and for what only torch can read; made anew if a tensor has moved."""
+        masters = self._masters()
+        addresses = [t.data_ptr() for pair in zip(self.tensors, masters, strict=True) for t in pair if t is not None]
+        if self._plans and addresses == self._addresses:
+            return
+        kinds: dict[tuple[torch.device, bool], list[int]] = {}
+        for i, (tensor, mean) in enumerate(zip(self.tensors, self.means, strict=True)):
+            native = tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
+            kinds.setdefault((mean.device, native), []).append(i)
+        self._addresses, self._plans = addresses, []
+        for (_, native), places in kinds.items():
+            means, tensors = [self.means[i] for i in places], [self.tensors[i].detach() for i in places]
+            self._plans.append(values_to(means, tensors, [masters[i] for i in places], "auto" if native else "torch"))
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -160,8 +181,8 @@ class ProbeController:
         """Numbers per replica in the slots: one loss per chunk, and two that identify the mini-batches."""
         return self.chunks + 2
 
-    def watch(self, *replicas: Sequence[torch.Tensor]) -> None:
-        """The parameters to average over the cycle: those the optimizer trains, of each replica in this process.
+    def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None) -> None:
+        """The parameters to average over the cycle: those the optimizer trains, of each replica in this process; and their masters.
 
         Raises:
             ValueError: none of them is the model's, so the probe would score the same weights for ever.
@@ -169,7 +190,7 @@ class ProbeController:
         own = {id(p) for p in self.model.parameters()}
         if not any(id(p) in own for p in replicas[0]):
             raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
-        self._averages = [CycleAverage(parameters) for parameters in replicas]
+        self._averages = [CycleAverage(own, None if masters is None else masters[k]) for k, own in enumerate(replicas)]
 
     def sample(self, position: int, length: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps; its last step is always a sample."""

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controllers import Controller, SoftmaxController
 from .core.spread import check_spread
-from .coresident import CoresidentReplicas
 from .ensemble import Ensemble, plain
 from .knobs import LearningRate
 from .replicas import Replicas
@@ -210,7 +209,8 @@ def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: i
     if replicas is None:
         replicas = Replicas.default()
     initialised = dist.is_available() and dist.is_initialized()
-    here = (0, 1) if isinstance(replicas, CoresidentReplicas) else (replicas.index, replicas.count)
+    each = len(replicas.local)  # replicas in a process
+    here = (replicas.local[0] // each, replicas.count // each)
     for name, given, actual in (("rank", rank, here[0]), ("world_size", world_size, here[1])):
         if given is not None and given != actual:
             raise ValueError(

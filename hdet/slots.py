@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.optim import Optimizer
 
 from .converge import all_finite, digest
-from .optim.state import kept_masters
 from .ranges import ranged
 from .replicas import Replicas
 from .window import LossWindow
 
-__all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas"]
+__all__ = ["LocalReplica", "Masters", "Slot", "gather_slots", "local_replicas", "masters_of"]
+
+Masters = Callable[[], Sequence[torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LocalReplica:
     """A replica of this process in the running cycle."""
 
     parameters: Sequence[torch.Tensor]
-    masters: Callable[[], Sequence[torch.Tensor | None]]
+    masters: Masters
     """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split form, or None."""
     window: LossWindow
 
@@ -32,11 +32,16 @@ class LocalReplica:
 def local_replicas(replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[LocalReplica]:
     """The replicas that this process holds, each with its own of ``tensors``."""
 
-    def masters(place: int) -> list[torch.Tensor | None]:
-        kept = [kept_masters(optimizer.state.get(tensor, {})) for tensor in tensors]
-        return [found[place] if place < len(found) else None for found in kept]
+    return [
+        LocalReplica(own, masters_of(optimizer, tensors, place), LossWindow(own[0].device))
+        for place, own in enumerate(replicas.sets(tensors))
+    ]
 
-    return [LocalReplica(own, partial(masters, k), LossWindow(own[0].device)) for k, own in enumerate(replicas.sets(tensors))]
+
+def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int) -> Masters:
+    """For the local replica at that place. Only a fused optimizer's are known: what others call a master is not read."""
+    ask = getattr(optimizer, "masters", None)
+    return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ def gather_slots(
     ``members``: this process's replicas; ``probes``: the probe's row of each. ``compare`` adds a digest of the parameters, by
     which replicas that should be equal are recognised.
     """
+    replicas.settle()
     local = [_row(member, None if probes is None else probes[k], compare) for k, member in enumerate(members)]
     return [Slot(row[0] == 1, row[1], row[2], (row[3], row[4]), row[5:]) for row in replicas.gather_rows(*local).tolist()]
 

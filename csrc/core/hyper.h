@@ -10,8 +10,9 @@ namespace hdet {
 
 enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
 
-// One array of doubles, in this order: StepSettings, RowSettings[rows], rho[rows][replicas] (Eq. 1), weights[replicas].
-struct StepSettings {
+// One array of doubles, in this order: CallSettings, RowSettings[rows], rho[rows][replicas] (Eq. 1), weights[replicas].
+// Of the whole call.
+struct CallSettings {
   double max_norm;        // clip gradients to this global norm; infinity only measures it; 0: no norm at all
   double average_weight;  // the cycle average moves this far towards the new parameters: 1 starts it, 0 leaves it
 };
@@ -28,7 +29,7 @@ struct RowSettings {
   double maximize;       // 0 or 1
   double decay_at_base;  // decoupled decay: 1 acts at lr, 0 at the replica's lr * rho
 };
-constexpr int kStepSettings = sizeof(StepSettings) / sizeof(double);
+constexpr int kCallSettings = sizeof(CallSettings) / sizeof(double);
 constexpr int kRowSettings = sizeof(RowSettings) / sizeof(double);
 
 // What all replicas share. 48 bytes: three 16-byte loads.
@@ -74,7 +75,7 @@ HDET_HD double power(double base, uint32_t exponent) {
 
 // `scale` is the gradient scaler's factor (the gradients are that many times too large), 1 without one; `found_inf` is its verdict;
 // `sum_of_squares` is of the gradients as they are in memory, and is read where a norm is asked for.
-HDET_HD Control derive_control(const StepSettings& settings, float scale, float found_inf, double sum_of_squares) {
+HDET_HD Control derive_control(const CallSettings& settings, float scale, float found_inf, double sum_of_squares) {
   const double inverse = 1.0 / static_cast<double>(scale);
   double norm = 0.0, clip = 1.0;
   bool skip = found_inf != 0.0f;

@@ -65,12 +65,21 @@ HDET_HD float from_16(DType type, uint16_t x) { return type == DType::bf16 ? fro
 HDET_HD uint16_t to_16(DType type, float x) { return type == DType::bf16 ? to_bf16(x) : to_f16(x); }
 
 // The split form: a float32 as its bfloat16, rounded to nearest with ties away from zero, and its low 16 bits. Where they are
-// 0x8000 or more the upper half was rounded up, so the pair is exact for every bit pattern.
+// 0x8000 or more the upper half was rounded up, so the pair is exact for every number; a NaN stays one in the upper half, where
+// everybody looks for it. A zero that was rounded up is no number's upper half: somebody has set the parameter to zero.
 HDET_HD float join(uint16_t upper, uint16_t lower) {
-  return float_of(((static_cast<uint32_t>(upper) - static_cast<uint32_t>(lower >> 15)) << 16) + lower);
+  const uint32_t bits = ((static_cast<uint32_t>(upper) - static_cast<uint32_t>(lower >> 15)) << 16) + lower;
+  return float_of((upper & 0x7fffu) == 0 && lower >= 0x8000u ? static_cast<uint32_t>(upper) << 16 : bits);
 }
-HDET_HD uint16_t upper_half(float x) { return static_cast<uint16_t>((bits_of(x) + 0x8000u) >> 16); }
-HDET_HD uint16_t lower_half(float x) { return static_cast<uint16_t>(bits_of(x)); }
+HDET_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+HDET_HD uint16_t upper_half(float x) {
+  const uint32_t bits = bits_of(x);
+  return static_cast<uint16_t>(is_nan(bits) ? 0x7fc0u : (bits + 0x8000u) >> 16);
+}
+HDET_HD uint16_t lower_half(float x) {
+  const uint32_t bits = bits_of(x);
+  return static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
+}
 
 // How the streams of one tensor are stored, two bits each, in Chunk::formats.
 struct Formats {

@@ -10,9 +10,9 @@ namespace hdet {
 
 // Where a plan's settings lie: see hyper.h.
 HDET_HD const RowSettings* row_settings(const StepPlan& plan) {
-  return reinterpret_cast<const RowSettings*>(plan.settings + kStepSettings);
+  return reinterpret_cast<const RowSettings*>(plan.settings + kCallSettings);
 }
-HDET_HD const double* rho_settings(const StepPlan& plan) { return plan.settings + kStepSettings + int64_t{kRowSettings} * plan.num_rows; }
+HDET_HD const double* rho_settings(const StepPlan& plan) { return plan.settings + kCallSettings + int64_t{kRowSettings} * plan.num_rows; }
 HDET_HD const double* weight_settings(const StepPlan& plan) {
   return rho_settings(plan) + static_cast<int64_t>(plan.num_rows) * plan.num_replicas;
 }
@@ -20,7 +20,7 @@ HDET_HD const double* weight_settings(const StepPlan& plan) {
 HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
   const float scale = plan.grad_scale != nullptr ? *plan.grad_scale : 1.0f;
   const float found_inf = plan.found_inf != nullptr ? *plan.found_inf : 0.0f;
-  return derive_control(*reinterpret_cast<const StepSettings*>(plan.settings), scale, found_inf, sum_of_squares);
+  return derive_control(*reinterpret_cast<const CallSettings*>(plan.settings), scale, found_inf, sum_of_squares);
 }
 
 // The number of the step that is about to be taken, from 1.

@@ -1,5 +1,6 @@
-// The rank-one step on a GPU: gradient, moments, base and displacement are read, and K sets of parameters only written: 28 bytes a
-// parameter for AdamW and its line, and 4 (or, in 16 bits, 2) for each set.
+// The rank-one step on a GPU: gradient, moments, base and displacement are read, and K sets of parameters only written. With AdamW
+// and float32 gradients 32 bytes a parameter (gradient 4, moments 16, base 4, displacement 8; with 16-bit gradients 30), and 4 (or, in
+// 16 bits, 2) for each set.
 #include "kernels.h"
 #include "launch.cuh"
 #include "phases.cuh"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +57,11 @@ _BACKENDS = {"cpu": "cpu.CpuBackend", "cuda": "cuda.CudaBackend", "triton": "tri
 USABLE = "usable"
 
 
-def _cuda_state() -> str:
+def _cpu_state(_: torch.device | None) -> str:
+    return native.missing or USABLE
+
+
+def _cuda_state(device: torch.device | None) -> str:
     if native.missing is not None:
         return native.missing
     info = native._C.build_info()
@@ -68,13 +72,13 @@ def _cuda_state() -> str:
     if not torch.cuda.is_available():
         return "torch finds no usable CUDA device or driver"
     oldest = min(int(arch.split("-")[0].rstrip("af")) for arch in info["cuda_archs"].split())
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < oldest:
         return f"the device has compute capability {major}.{minor}, hdet was built for {info['cuda_archs']}: reinstall with HDET_CUDA_ARCHS"
     return USABLE
 
 
-def _triton_state() -> str:
+def _triton_state(_: torch.device | None) -> str:
     try:
         import triton
     except ImportError as error:
@@ -86,9 +90,18 @@ def _triton_state() -> str:
     return "torch finds no usable CUDA device or driver. Without one Triton's interpreter runs (TRITON_INTERPRET=1, on CPU tensors, slowly)"
 
 
+_STATES: dict[str, Callable[[torch.device | None], str]] = {
+    "cpu": _cpu_state,
+    "cuda": _cuda_state,
+    "triton": _triton_state,
+    "torch": lambda _: USABLE,
+}
+"""For tensors on a device, None the current one. To ask may import Triton or start CUDA: select asks its own only."""
+
+
 def available() -> dict[str, str]:
     """For each backend "usable", or the reason why it is not."""
-    return {"cpu": native.missing or USABLE, "cuda": _cuda_state(), "triton": _triton_state(), "torch": USABLE}
+    return {name: state(None) for name, state in _STATES.items()}
 
 
 def check_name(backend: str) -> None:
@@ -105,10 +118,10 @@ def _automatic(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f'hdet has no native kernels for the device type {device.type}; backend="torch" works there')
     if device.type == "cuda" and native.missing is None and not native._C.cuda:
-        instead = "triton" if _triton_state() == USABLE else "torch"
+        instead = "triton" if _STATES["triton"](device) == USABLE else "torch"
         if not _warned:
             _warned = True
-            warnings.warn(f"tensors on CUDA use the {instead} backend: {_cuda_state()}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"tensors on CUDA use the {instead} backend: {_STATES['cuda'](device)}", RuntimeWarning, stacklevel=4)
         return instead
     return device.type
 
@@ -122,7 +135,7 @@ def select(backend: str, device: torch.device) -> Backend:
     name = _automatic(device) if backend == "auto" else backend
     if name in ("cpu", "cuda") and name != device.type:
         raise ValueError(f'backend="{name}" does not work on tensors on {device}; use backend="auto"')
-    reason = available()[name]
+    reason = _STATES[name](device)
     if reason != USABLE:
         raise RuntimeError(f'backend="{name}" is not usable: {reason}. backend="torch" works without it')
     module, _, member = _BACKENDS[name].partition(".")
@@ -144,8 +157,8 @@ def step_plan(tensors: StepTensors, backend: str = "auto") -> StepPlan:
 def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan:
     """Prepares a step of K replicas that share gradients and moments and are kept as a base and one displacement: see RankOneTensors.
 
-    A step moves 24 bytes a parameter for all of them together and writes the K outputs; a converge is scalar arithmetic in the next
-    step. Raises ValueError or TypeError, by name, for what cannot be stepped.
+    With AdamW and float32 gradients a step moves 32 bytes a parameter for all of them together (30 with gradients of 16 bits), and
+    writes the K outputs; after a mean the converge is scalar arithmetic in the next step. Raises ValueError or TypeError, by name, for what cannot be stepped.
     """
     if len(tensors.outputs) == 0 or len(tensors.outputs[0]) == 0:
         raise ValueError("there are no outputs to plan for")

@@ -1,4 +1,7 @@
-"""Refusals: every check runs before anything is written, and its message names the tensor, what is wrong, and the remedy."""
+"""Refusals of tensors: every check runs before anything is written, and its message names the tensor, what is wrong, and the remedy.
+
+What is refused in settings and options is in settings.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .interface import COUPLED, FINISHES, RULES, Column, StepOptions, StepSettings, StepTensors
+from .interface import RULES, Column, StepTensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16)
@@ -35,6 +38,8 @@ def check_tensor(tensor: object, name: str, device: torch.device, dtypes: Sequen
         raise ValueError(f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()")
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} has no memory (meta or fake tensor)")
 
@@ -175,91 +180,6 @@ def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> No
             raise TypeError(f"{name} is None; leave parameters without a gradient out of the plan")
         check_tensor(gradient, name, param.device)
         check_same_shape(gradient, param, name, "the parameter")  # type: ignore[arg-type]
-
-
-def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> None:
-    """One entry for each row, with hyperparameters that are finite and in range."""
-    rows = 1 + max(tensors.rows)
-    if len(settings) != rows:
-        raise ValueError(f"{len(settings)} settings for {rows} rows")
-    device = tensors.params[0][0].device
-    for r, s in enumerate(settings):
-        check_row(s, tensors.rule, tensors.num_replicas, device, f"row {r}")
-    if tensors.rule == "sgd" and any(s.beta1 != 0 for s in settings):
-        for i, row in enumerate(tensors.rows):
-            if settings[row].beta1 != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
-                raise ValueError(f"momentum is {settings[row].beta1}, but exp_avg of parameter {i} is missing: plan again with one")
-
-
-def check_row(s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str) -> None:
-    """The hyperparameters of one row. NaN fails every comparison."""
-    if isinstance(s.lr, Tensor):
-        check_scalar(s.lr, f"lr of {name}", device)
-    elif not 0 <= s.lr < math.inf:
-        raise ValueError(f"lr of {name} must be finite and not negative, got {s.lr}")
-    if not (0 <= s.eps < math.inf and 0 <= s.weight_decay < math.inf):
-        raise ValueError(f"eps and weight_decay of {name} must be finite and not negative, got {s.eps} and {s.weight_decay}")
-    if len(s.multipliers) != num_replicas:
-        raise ValueError(f"multipliers of {name} has {len(s.multipliers)} entries for {num_replicas} replicas")
-    for rho in s.multipliers:
-        if not 0 <= rho < math.inf:
-            raise ValueError(f"multipliers of {name} must be finite and not negative, got {list(s.multipliers)}")
-    if rule == "sgd":
-        if not (0 <= s.beta1 < math.inf and -math.inf < s.dampening < math.inf):
-            raise ValueError(
-                f"momentum of {name} must be finite and not negative and dampening finite, got beta1={s.beta1}, dampening={s.dampening}"
-            )
-        if s.nesterov and not (s.beta1 > 0 and s.dampening == 0):
-            raise ValueError(f"nesterov of {name} needs momentum > 0 and dampening 0, got beta1={s.beta1}, dampening={s.dampening}")
-    elif not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1):
-        raise ValueError(f"beta1 and beta2 of {name} must be in [0, 1), got {s.beta1} and {s.beta2}")
-    if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
-        raise ValueError(
-            f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so {num_replicas} replicas cannot share moments: "
-            "set it to 0 or use adamw or lion"
-        )
-
-
-def check_scalar(tensor: object, name: str, device: torch.device) -> None:
-    """Accepts one float32 number on the device."""
-    check_tensor(tensor, name, device, (torch.float32,))
-    if tensor.numel() != 1:  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must hold one number, got the shape {tuple(tensor.shape)}")  # type: ignore[attr-defined]
-
-
-def check_options(options: StepOptions, tensors: StepTensors) -> None:
-    """What is folded into a step must fit the plan."""
-    device = tensors.params[0][0].device
-    for name in ("grad_scale", "found_inf"):
-        if (value := getattr(options, name)) is not None:
-            check_scalar(value, name, device)
-    if not options.max_norm >= 0:
-        raise ValueError(f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not clip")
-    if not 0 <= options.average_weight <= 1:
-        raise ValueError(f"average_weight={options.average_weight} must be in [0, 1]; 1 starts an average")
-    if options.average_weight != 0 and tensors.averages is None:
-        raise ValueError(f"average_weight={options.average_weight}, but the plan has no averages: plan with averages, or set it to 0")
-    if options.finish not in FINISHES:
-        raise ValueError(f"finish={options.finish!r} is unknown; choose {', '.join(FINISHES)}")
-    if options.finish == "store":
-        return
-    if options.finish == "pack" and tensors.buckets is None:
-        raise ValueError('finish="pack" needs a plan with buckets')
-    weights = options.weights
-    if weights is None or len(weights) != tensors.num_replicas:
-        raise ValueError(f"finish={options.finish!r} needs {tensors.num_replicas} weights, got {weights}")
-    if not all(0 <= w < math.inf for w in weights):
-        raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
-    if options.finish == "mean":
-        check_shares(weights, tensors.num_replicas)
-
-
-def check_shares(weights: Sequence[float], num_replicas: int) -> None:
-    """Weights of a mean, as `normalised` returns them."""
-    if len(weights) != num_replicas:
-        raise ValueError(f"weights has {len(weights)} entries for {num_replicas} replicas")
-    if not (all(0 <= w < math.inf for w in weights) and abs(math.fsum(weights) - 1) < 1e-6):
-        raise ValueError(f"weights must be finite, not negative and sum to 1, got {list(weights)}: divide them by their sum")
 
 
 def check_replicas(params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None = None) -> None:

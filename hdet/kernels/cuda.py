@@ -5,6 +5,10 @@ the settings (one table for all hyperparameters) and the addresses of gradients 
 
 Under capture a copy would be replayed with what the host had at the time, so there is none: what a captured step reads must be on
 the device already, from a step before it (the warm-up that capturing needs anyway). `upload` then changes rates between replays.
+
+A captured graph holds the addresses of tables. A plan may be replaced while its graph lives on (new parameters, load_state_dict), so
+the tables of a plan that was captured stay in memory until the process ends: a few KB for each. The tensors they point to are the
+caller's to keep, as with any other captured operation.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from hdet.ranges import ranged
 
 from . import native
 from .interface import Column, RankOneTensors, StepTensors
+from .mirrors import Mirrors
 from .native_plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
 from .native_rank_one import NativeRankOnePlan
 from .native_step import NativeStepPlan
@@ -25,20 +30,15 @@ from .native_step import NativeStepPlan
 if native.missing is None:
     from hdet import _C
 
-_HOW_TO_CAPTURE = (
-    "A CUDA graph replays what it captured, so its step must find everything on the device: before the capture run one step with the "
-    "same parameters as a warm-up, afterwards leave gradients where they are (zero_grad(set_to_none=False), or zero_gradients=True), "
-    "and after the last change of a hyperparameter call optimizer.write_hyperparameters()"
-)
-
 
 # What follows is all that a test replaces to run this file against the kernels' host build (tests/kernels/test_shim.py).
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+def _capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _placed(table: Tensor, device: torch.device) -> Tensor:
@@ -56,18 +56,22 @@ def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
     table.record_stream(stream)
 
 
+captured: list[list[Tensor]] = []
+"""the tables of plans that a CUDA graph has captured"""
+
+
 class CudaMemory(native.Memory):
     """The tables of one plan in the memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._tables: list[Tensor] = []
-        self._mirrors: dict[int, Tensor] = {}  # what the device has, by the table's address there
+        self._mirrors = Mirrors(lambda: _capturing(device))  # looked up in each call: tests replace it
         self._streams: set[int] = set()  # those that have used the tables
+        self._captured = False
 
     def place(self, table: Tensor) -> Tensor:
-        if _capturing():
-            raise RuntimeError(f"hdet prepares an operation for its tensors at the first call, which cannot be captured. {_HOW_TO_CAPTURE}")
+        self._mirrors.check_new()
         placed = _placed(table, self.device)
         self._tables.append(placed)
         self._streams.clear()
@@ -75,20 +79,17 @@ class CudaMemory(native.Memory):
 
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
-        mirror = self._mirrors.get(placed.data_ptr())
-        if mirror is not None and torch.equal(table, mirror):
-            return
-        if _capturing():
-            raise RuntimeError(f"gradients have moved, or hyperparameters have changed, since the last step. {_HOW_TO_CAPTURE}")
-        _copy_without_waiting(table, placed)
-        self._mirrors[placed.data_ptr()] = table.clone()
+        self._mirrors.refresh(table, placed, _copy_without_waiting)
 
     def room(self, count: int) -> Tensor:
         return self.place(torch.zeros(count, dtype=torch.uint8))
 
     def stream(self) -> int:
-        """The current stream, to launch on. It may be another one at each call."""
+        """The current stream, to launch on. It may be another one at each call, and may be captured."""
         stream = _current_stream(self.device)
+        if not self._captured and _capturing(self.device):
+            self._captured = True
+            captured.append(self._tables)
         if stream.cuda_stream not in self._streams:
             for table in self._tables:
                 _used_on(stream, table)

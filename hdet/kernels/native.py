@@ -13,8 +13,9 @@ import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/disp
 from torch import Tensor
 
 from .interface import Column
+from .settings import CALL_SETTINGS, ROW_SETTINGS
 
-INTERFACE = 3
+INTERFACE = 4
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -23,7 +24,7 @@ except ImportError as error:  # reported by name wherever a native backend is as
     missing: str | None = f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
 else:
     # After an update without a new build, a missing function would otherwise surface in the middle of a run.
-    stale = getattr(_C, "INTERFACE", 0) != INTERFACE
+    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.ROW_SETTINGS) != (CALL_SETTINGS, ROW_SETTINGS)
     missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from . import native
-from .checks import check_shares, check_swap
 from .interface import Column
+from .pairing import PAIRINGS, Pairing
+from .settings import check_shares
 
 if native.missing is None:
     from hdet import _C
-
-_PAIRINGS = ("copy", "lerp", "swap")
-"""in the order of csrc/core/plan.h: Pairing"""
 
 
 class NativeAveragePlan:
@@ -52,7 +50,7 @@ class NativeAveragePlan:
         raise NotImplementedError
 
 
-class NativePairPlan:
+class NativePairPlan(Pairing):
     """Operations between two sets of tensors. A backend says how to `_run` them."""
 
     def __init__(
@@ -63,7 +61,7 @@ class NativePairPlan:
         masters: Column | None,
         memory: native.Memory,
     ) -> None:
-        self.tensors = (sources, destinations, source_lowers, masters)  # keeps alive what the tables point to
+        super().__init__(sources, destinations, source_lowers, masters)
         self.memory = memory
         self.plan = plan = _C.PairPlan()
         count = len(sources)
@@ -76,20 +74,8 @@ class NativePairPlan:
         columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
         plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
 
-    def copy(self, scale: float = 1.0) -> None:
-        self._pair("copy", scale)
-
-    def lerp(self, weight: float) -> None:
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight={weight} must be in [0, 1]; 1 copies")
-        self._pair("lerp", weight)
-
-    def swap(self) -> None:
-        check_swap(*self.tensors)
-        self._pair("swap", 1.0)
-
     def _pair(self, pairing: str, scale: float) -> None:
-        self.plan.pairing = _PAIRINGS.index(pairing)
+        self.plan.pairing = PAIRINGS.index(pairing)
         self.plan.scale = scale
         self._run()
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from . import native
-from .checks import check_shares
 from .interface import PLAIN, RankOneTensors, StepOptions, StepSettings
 from .native_step import NativeStepPlan
 from .rank_one import Line
+from .settings import check_shares
 
 if native.missing is None:
     from hdet import _C
@@ -41,20 +41,16 @@ class NativeRankOnePlan(NativeStepPlan):
         return _C.RankOnePlan()
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.check(settings, options)
-        super().step(gradients, settings, options)
-        self.line.moved(settings, apart=options.finish != "mean")
+        self.line.step(super().step, gradients, settings, options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.check(settings, options)
-        super().upload(settings, options)
-        self.line.moved(settings, apart=True)  # by the replay that this is for
+        self.line.upload(super().upload, settings, options)
 
     def converge(self, weights: Sequence[float]) -> None:
         check_shares(weights, self.plan.num_replicas)
         # without a step there are no settings yet, and multipliers of 0: right for replicas that have not parted
         settings = self._settings or [0.0] * self.num_settings
-        self._write_settings([*settings[: -len(weights)], *weights])
+        self._write_settings([*settings[: -len(weights)], *weights], self._rates.addresses)
         self._run_converge()
         self.line.apart = False
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import native
-from .checks import check_gradients, check_options, check_settings
+from .checks import check_gradients
 from .interface import FINISHES, PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
+from .settings import Rates, addresses_of, check_options, check_settings, count_settings, settings_numbers
 
 if native.missing is None:
     from hdet import _C
@@ -109,16 +110,14 @@ class NativeStepPlan:
         self.gradient_table = torch.zeros(self.count, dtype=torch.int64)
         self.placed_gradients = self.memory.place(self.gradient_table)
         plan.gradients = self.placed_gradients.data_ptr()
-        self.num_settings = 2 + rows * (9 + replicas) + replicas
+        self.num_settings = count_settings(rows, replicas)
         self.settings_table = torch.zeros(self.num_settings + rows, dtype=torch.float64)
         self.placed_settings = self.memory.place(self.settings_table)
         plan.settings = self.placed_settings.data_ptr()
         plan.rates = plan.settings + 8 * self.num_settings
-        self._settings: list[object] = []
-        self._rates: list[Tensor | None] = []
-        self._rate_addresses: list[int] = []
+        self._settings: list[float] = []
+        self._rates = Rates(rows)
         self._options: StepOptions | None = None
-        self._no_weights = (0.0,) * replicas
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self._take_settings(settings, options)
@@ -144,7 +143,8 @@ class NativeStepPlan:
 
     def _write_gradients(self, gradients: Sequence[Tensor], changes: int) -> None:
         types = self.gradients.types
-        if changes == _C.Gradients.UNUSUAL:  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        # not a plain tensor, a torch without DLPack's exchange, or what DLPack does not tell: usable, or what is it?
+        if changes == _C.Gradients.UNUSUAL or any(map(Tensor.is_neg, gradients)):
             check_gradients(gradients, self.tensors.params[0])
             _C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
             types = [native.DTYPES[g.dtype] for g in gradients]
@@ -159,28 +159,20 @@ class NativeStepPlan:
 
     def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         """Writes the table of settings, if it differs from what was written last, and what the options change in the plan."""
-        rates = [s.lr if isinstance(s.lr, Tensor) else None for s in settings]
-        rate_addresses = [0 if rate is None else rate.data_ptr() for rate in rates]
-        values: list[object] = [options.max_norm, options.average_weight]
-        for s, rate in zip(settings, rates, strict=True):
-            values += (s.lr if rate is None else 0.0, *s[2:])
-        for s in settings:
-            values += s.multipliers
-        values += self._no_weights if options.weights is None else options.weights
-        same_rates = _C.same(rates, self._rates) and rate_addresses == self._rate_addresses
-        same_settings = values == self._settings and same_rates
+        values, rates = settings_numbers(settings, options, self.plan.num_replicas), Rates.of(settings)
+        same_settings = values == self._settings and rates == self._rates.known
         if not same_settings:
             check_settings(settings, self.tensors)
         if options is not self._options:
             check_options(options, self.tensors)
             self._take_options(options)
         if not same_settings:
-            _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
-            self._write_settings(values)
-            self._rates, self._rate_addresses = rates, rate_addresses
+            self._write_settings(values, addresses_of(rates))
+            self._rates.keep(settings, rates)
 
-    def _write_settings(self, values: list[object]) -> None:
+    def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
         _C.write_numbers(self.settings_table.data_ptr(), values)
+        _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
         self.memory.refresh(self.settings_table, self.placed_settings)
         self._settings = values
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from . import checks
 from .interface import COUPLED, RankOneTensors, StepOptions, StepSettings
+
+Step = Callable[[Sequence[Tensor], Sequence[StepSettings], StepOptions], None]
+Upload = Callable[[Sequence[StepSettings], StepOptions], None]
 
 
 def check_rank_one_tensors(tensors: RankOneTensors) -> None:
@@ -58,6 +62,17 @@ class Line:
                 'change them after a step with finish="mean" or after converge()'
             )
 
-    def moved(self, settings: Sequence[StepSettings], apart: bool) -> None:
+    def step(self, step: Step, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions) -> None:
+        """A step that keeps the replicas on the line."""
+        self.check(settings, options)
+        step(gradients, settings, options)
+        self._moved(settings, apart=options.finish != "mean")
+
+    def upload(self, upload: Upload, settings: Sequence[StepSettings], options: StepOptions) -> None:
+        self.check(settings, options)
+        upload(settings, options)
+        self._moved(settings, apart=True)  # by the replay that this is for
+
+    def _moved(self, settings: Sequence[StepSettings], apart: bool) -> None:
         self.multipliers = [tuple(s.multipliers) for s in settings]
         self.apart = apart

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import rounding
-from .checks import check_shares, check_swap
 from .interface import Column, RankOneTensors, StepTensors
+from .pairing import Pairing
 from .reference_rules import Many, global_norm, running_average, store, value_of, values_of, weighted_sum
 from .reference_step import TorchRankOnePlan, TorchStepPlan
+from .settings import check_shares
 
 
 class TorchAveragePlan:
@@ -31,47 +32,39 @@ class TorchAveragePlan:
                 store(value, param, master)
 
 
-class TorchPairPlan:
+class TorchPairPlan(Pairing):
     """Operations between two sets of tensors of any floating dtypes and strides."""
 
-    def __init__(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
-    ) -> None:
-        self.sources, self.destinations = sources, destinations
-        self.lowers: Column = source_lowers or [None] * len(sources)
-        self.masters: Column = masters or [None] * len(destinations)
-
     @torch.no_grad()
-    def copy(self, scale: float = 1.0) -> None:
-        for source, lower, destination, master in zip(self.sources, self.lowers, self.destinations, self.masters, strict=True):
-            value = source if lower is None else rounding.join(source, lower)
-            if scale == 0:
-                value = torch.zeros_like(value)
-            elif scale != 1:
-                value = (value if value.dtype == torch.float64 else value.float()) * scale
-            store(value, destination, master)
-
-    @torch.no_grad()
-    def lerp(self, weight: float) -> None:
-        _check_weight(weight)
-        for source, lower, destination, master in zip(self.sources, self.lowers, self.destinations, self.masters, strict=True):
-            towards, old = value_of(source, lower), value_of(destination, master)
-            w = torch.tensor(weight, dtype=torch.float32)
-            store(running_average(Many([old]), Many([towards]), w).tensors[0], destination, master)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        check_swap(self.sources, self.destinations, self.lowers, self.masters)
-        for one, other in (*zip(self.sources, self.destinations, strict=True), *zip(self.lowers, self.masters, strict=True)):
-            if one is not None and other is not None:
-                kept = one.clone()
-                one.copy_(other)
-                other.copy_(kept)
+    def _pair(self, pairing: str, scale: float) -> None:
+        sources, destinations, *others = self.tensors
+        lowers, masters = (other or [None] * len(sources) for other in others)
+        one_pair = {"copy": _copy, "lerp": _lerp, "swap": _swap}[pairing]
+        for source, destination, lower, master in zip(sources, destinations, lowers, masters, strict=True):
+            one_pair(source, destination, lower, master, scale)
 
 
-def _check_weight(weight: float) -> None:
-    if not 0 <= weight <= 1:
-        raise ValueError(f"weight={weight} must be in [0, 1]; 1 copies")
+def _copy(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, scale: float) -> None:
+    value = source if lower is None else rounding.join(source, lower)
+    if scale == 0:
+        value = torch.zeros_like(value)
+    elif scale != 1:
+        value = (value if value.dtype == torch.float64 else value.float()) * scale
+    store(value, destination, master)
+
+
+def _lerp(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, weight: float) -> None:
+    towards, old = value_of(source, lower), value_of(destination, master)
+    w = torch.tensor(weight, dtype=torch.float32)
+    store(running_average(Many([old]), Many([towards]), w).tensors[0], destination, master)
+
+
+def _swap(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, _: float) -> None:
+    for one, other in ((source, destination), (lower, master)):
+        if one is not None and other is not None:
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
 
 
 class TorchNormPlan:

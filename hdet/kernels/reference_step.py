@@ -1,6 +1,7 @@
 """The optimizer step of the torch backend. Mirrors csrc/core/hyper.h, prepare.h and rank_one.h.
 
-Hyperparameters, step counters and the verdict on gradients stay on the device, so a step never waits for it.
+Step counters and the verdict on gradients stay on the device, so a step does not wait for it; only where settings change does it wait,
+on CUDA, for the copy of their table.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import rounding
-from .checks import check_gradients, check_options, check_settings, check_shares
+from .checks import check_gradients
 from .interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from .rank_one import Line
 from .reference_rules import Many, Row, direction, global_norm, power, running_average, store, values_of, weighted_sum, where, wide_dtype
+from .settings import CALL_SETTINGS, ROW_SETTINGS, check_options, check_settings, check_shares, count_settings, settings_numbers
 
 
 def _pick(column: Column | None, members: Sequence[int]) -> list[Tensor | None]:
@@ -33,10 +35,10 @@ class TorchStepPlan:
         self.device = t.params[0][0].device
         self.wide = wide_dtype(self.device)
         rows, replicas = len(self.leaders), t.num_replicas
-        # as csrc/core/hyper.h: two numbers of the step, nine of each row, multipliers, weights
-        self.table = torch.zeros(2 + rows * (9 + replicas) + replicas, dtype=self.wide, device=self.device)
-        self.of_step, of_rows, of_replicas, self.weights = self.table.split([2, rows * 9, rows * replicas, replicas])
-        self.of_rows, self.rho = of_rows.view(rows, 9), of_replicas.view(rows, replicas)
+        self.table = torch.zeros(count_settings(rows, replicas), dtype=self.wide, device=self.device)
+        parts = self.table.split([CALL_SETTINGS, rows * ROW_SETTINGS, rows * replicas, replicas])
+        self.of_call, of_rows, of_replicas, self.weights = parts
+        self.of_rows, self.rho = of_rows.view(rows, ROW_SETTINGS), of_replicas.view(rows, replicas)
         self.mirror: list[float] = []
         self.norm = torch.zeros((), device=self.device)
         self.skipped = torch.zeros((), device=self.device)
@@ -44,13 +46,7 @@ class TorchStepPlan:
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         check_settings(settings, self.tensors)
         check_options(options, self.tensors)
-        numbers = [options.max_norm, options.average_weight]
-        for s in settings:
-            numbers += [0.0 if isinstance(s.lr, Tensor) else s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.dampening]
-            numbers += [s.nesterov, s.maximize, s.decay_at_base]
-        for s in settings:
-            numbers += s.multipliers
-        numbers += [0.0] * self.tensors.num_replicas if options.weights is None else options.weights
+        numbers = settings_numbers(settings, options, self.tensors.num_replicas)
         if numbers != self.mirror:
             self.table.copy_(torch.tensor(numbers, dtype=self.wide))
             self.mirror = numbers
@@ -81,7 +77,7 @@ class TorchStepPlan:
             norm = global_norm(gradients) * inverse
             bad = ~norm.isfinite()
             skip = bad if skip is None else skip | bad
-            clip = self.of_step[0] / (norm + 1e-6)
+            clip = self.of_call[0] / (norm + 1e-6)
             clip = torch.where(clip < 1, clip, one)
         self.norm.copy_(norm)
         self.skipped.copy_(0 * one if skip is None else skip)
@@ -174,7 +170,7 @@ class TorchStepPlan:
                     moment.copy_(value)
 
     def _update_averages(self, members: list[int], new: Sequence[Many], skip: Tensor | None) -> None:
-        weight = self.of_step[1].float()
+        weight = self.of_call[1].float()
         for values, column in zip(new, self.tensors.averages or [], strict=True):
             there = [(column[i], value) for i, value in zip(members, values.tensors, strict=True) if column[i] is not None]
             if not there:
@@ -198,16 +194,11 @@ class TorchRankOnePlan(TorchStepPlan):
         self.fold_rho = torch.zeros(rows, device=self.device)
         self.pending = torch.zeros(rows, dtype=torch.bool, device=self.device)  # outputs are a mean that the base has yet to become
 
-    @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.check(settings, options)
-        super().step(gradients, settings, options)
-        self.line.moved(settings, apart=options.finish != "mean")
+        self.line.step(super().step, gradients, settings, options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.check(settings, options)
-        super().upload(settings, options)
-        self.line.moved(settings, apart=True)
+        self.line.upload(super().upload, settings, options)
 
     @torch.no_grad()
     def converge(self, weights: Sequence[float]) -> None:

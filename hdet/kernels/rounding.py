@@ -22,15 +22,16 @@ def _as_16(bits: Tensor) -> Tensor:
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The float32 of a bfloat16 and its int16 lower half: the split form, exact for every bit pattern."""
-    # the lower half counts as signed: from 0x8000 on the upper half was rounded up
-    bits = (upper.view(torch.int16).int() << 16) + lower.int()
+    """The float32 of a bfloat16 and its int16 lower half: the split form, exact for every number; zero where upper was set to zero."""
+    # the lower half counts as signed: from 0x8000 on the upper half was rounded up, which never makes a zero
+    high = upper.view(torch.int16).int() << 16
+    bits = torch.where((upper == 0) & (lower < 0), high, high + lower.int())
     return bits.view(torch.float32)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 as (bfloat16 rounded to nearest, ties away from zero; int16 lower half)."""
-    bits = _bits(x)
+    """A float32 as (bfloat16 rounded to nearest, ties away from zero; int16 lower half). A NaN is 0x7fc0 and 0."""
+    bits = torch.where(x.isnan(), 0x7FC00000, _bits(x))
     return _as_16((bits + 0x8000 & _LOW) >> 16).view(torch.bfloat16), _as_16(bits & 0xFFFF)
 
 

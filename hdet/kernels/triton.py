@@ -10,9 +10,10 @@ from torch import Tensor
 from ..ranges import ranged
 from ..triton_kernels import average, norm, pair
 from ..triton_kernels import tables as t
-from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
-from .checks import check_shares, check_swap
 from .interface import Column, RankOneTensors, StepTensors
+from .pairing import Pairing
+from .settings import check_shares
+from .triton_launch import TABLE_BLOCK, Memory, block_for, registers_for
 from .triton_rank_one import TritonRankOnePlan
 from .triton_step import TritonStepPlan
 
@@ -50,13 +51,13 @@ class TritonAveragePlan:
             self.memory.launch(average.average, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
 
 
-class TritonPairPlan:
+class TritonPairPlan(Pairing):
     """Operations between two sets of tensors: one launch for each combination of formats."""
 
     def __init__(
         self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
     ) -> None:
-        self.tensors = (sources, destinations, source_lowers, masters)  # keeps alive what the tables point to
+        super().__init__(sources, destinations, source_lowers, masters)
         self.memory = Memory(sources[0].device)
         count = len(sources)
         addresses = t.address_table(sources, source_lowers, destinations, masters, count=count)
@@ -75,18 +76,6 @@ class TritonPairPlan:
         for formats, members in t.groups(self.formats).items():
             block = block_for(max(elements[i] for i in members))
             self.launches.append((formats, block, self.memory.place(t.chunk_table(members, elements))))
-
-    def copy(self, scale: float = 1.0) -> None:
-        self._pair("copy", scale)
-
-    def lerp(self, weight: float) -> None:
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight={weight} must be in [0, 1]; 1 copies")
-        self._pair("lerp", weight)
-
-    def swap(self) -> None:
-        check_swap(*self.tensors)
-        self._pair("swap", 1.0)
 
     @ranged("hdet.pair")
     def _pair(self, pairing: str, scale: float) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..ranges import ranged
 from ..triton_kernels import rank_one
 from ..triton_kernels import tables as t
-from ..triton_kernels.launch import TABLE_BLOCK, block_for, registers_for
 from ..triton_kernels.step import StepVariant
-from .checks import check_shares
 from .interface import PLAIN, RankOneTensors, StepOptions, StepSettings
 from .rank_one import Line
+from .settings import check_shares
+from .triton_launch import TABLE_BLOCK, block_for, registers_for
 from .triton_step import TritonStepPlan
 
 
@@ -40,21 +40,17 @@ class TritonRankOnePlan(TritonStepPlan):
             self.converges.append((variant, place(t.chunk_table(members, self.elements, tensors.rows))))
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.check(settings, options)
-        super().step(gradients, settings, options)
-        self.line.moved(settings, apart=options.finish != "mean")
+        self.line.step(super().step, gradients, settings, options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.check(settings, options)
-        super().upload(settings, options)
-        self.line.moved(settings, apart=True)  # by the replay that this is for
+        self.line.upload(super().upload, settings, options)
 
     @ranged("hdet.converge")
     def converge(self, weights: Sequence[float]) -> None:
         check_shares(weights, self.tensors.num_replicas)
         # without a step there are no settings yet, and multipliers of 0: right for replicas that have not parted
         settings = self._settings or [0.0] * self.num_settings
-        self._write_settings([*settings[: -len(weights)], *weights])
+        self._write_settings([*settings[: -len(weights)], *weights], self._rates.addresses)
         state = (self.placed_settings, self.states, self.lines)
         self.memory.launch(rank_one.derive_converge, 1, *state, self.num_rows, self.tensors.num_replicas)
         for variant, chunks in self.converges:

@@ -11,11 +11,15 @@ from torch import Tensor
 from ..ranges import ranged
 from ..triton_kernels import hyper, norm
 from ..triton_kernels import tables as t
-from ..triton_kernels.launch import TABLE_BLOCK, Memory, block_for, registers_for
 from ..triton_kernels.rules import HYPER_ROW
 from ..triton_kernels.step import StepVariant, update
-from .checks import check_gradients, check_options, check_settings
+from .checks import check_gradients
 from .interface import PLAIN, StepOptions, StepSettings, StepTensors
+from .settings import Rates, addresses_of, check_options, check_settings, count_settings, settings_numbers
+from .triton_launch import TABLE_BLOCK, Memory, block_for, registers_for
+
+_STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq", "average")
+"""the formats of a StepVariant"""
 
 
 class TritonStepPlan:
@@ -61,17 +65,14 @@ class TritonStepPlan:
 
     def _make_inputs(self) -> None:
         """The tables that steps write: gradients; settings (csrc/core/hyper.h), then addresses of rates."""
-        replicas = self.tensors.num_replicas
         self.placed_gradients = self.memory.room(2 * len(self.shapes), torch.int64).view(-1, 2)
-        self.num_settings = 2 + self.num_rows * (9 + replicas) + replicas
+        self.num_settings = count_settings(self.num_rows, self.tensors.num_replicas)
         self.placed_settings = self.memory.room(self.num_settings + self.num_rows, torch.float64)
         self.placed_rates = self.placed_settings[self.num_settings :].view(torch.int64)
-        self._no_weights = (0.0,) * replicas
         self._gradient_dtypes: list[torch.dtype] = []
         self._addresses: list[int] = []
         self._settings: list[float] = []
-        self._rates: list[Tensor | None] = [None] * self.num_rows  # kept alive: the table points to them
-        self._rate_addresses = [0] * self.num_rows
+        self._rates = Rates(self.num_rows)
         self._options: StepOptions | None = None
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
@@ -81,27 +82,19 @@ class TritonStepPlan:
         self._run(options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        rates = [s.lr if isinstance(s.lr, Tensor) else None for s in settings]
-        rate_addresses = [0 if rate is None else rate.data_ptr() for rate in rates]
-        values: list[float] = [options.max_norm, options.average_weight]
-        for s, rate in zip(settings, rates, strict=True):
-            values += (s.lr if rate is None else 0.0, *s[2:])  # type: ignore[arg-type]
-        for s in settings:
-            values += s.multipliers
-        values += self._no_weights if options.weights is None else options.weights
-        same_rates = rate_addresses == self._rate_addresses and all(new is old for new, old in zip(rates, self._rates, strict=True))
-        same = values == self._settings and same_rates
+        values, rates = settings_numbers(settings, options, self.tensors.num_replicas), Rates.of(settings)
+        same = values == self._settings and rates == self._rates.known
         if not same:
             check_settings(settings, self.tensors)
         if options is not self._options:
             check_options(options, self.tensors)
             self._options = options
         if not same:
-            self._rates, self._rate_addresses = rates, rate_addresses
-            self._write_settings(values)
+            self._write_settings(values, addresses_of(rates))
+            self._rates.keep(settings, rates)
 
-    def _write_settings(self, values: list[float]) -> None:
-        rates = torch.tensor(self._rate_addresses, dtype=torch.int64).view(torch.float64)
+    def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
+        rates = torch.tensor(rate_addresses, dtype=torch.int64).view(torch.float64)
         self.memory.refresh(torch.cat((torch.tensor(values, dtype=torch.float64), rates)), self.placed_settings)
         self._settings = values
 
@@ -114,6 +107,7 @@ class TritonStepPlan:
                 and False not in [g.is_contiguous() for g in gradients]
                 and {g.dtype for g in gradients} <= t.FORMATS.keys()
                 and {g.get_device() for g in gradients} <= {self.device_number}
+                and not any(map(Tensor.is_neg, gradients))
                 and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
             )
         except (RuntimeError, AttributeError):  # sparse tensors have no address; None has no attributes
@@ -146,11 +140,13 @@ class TritonStepPlan:
             t.formats_of(None if tensors.averages is None else tensors.averages[0], count),
             strict=True,
         )
+        stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
+        plain = StepVariant(tensors.rule, tensors.num_replicas, stochastic=stochastic, first=first)
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
         for formats, members in t.groups(list(columns)).items():
             block = block_for(max(self.elements[i] for i in members))
-            stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
-            variant = StepVariant(tensors.rule, tensors.num_replicas, *formats, stochastic, first, block)  # type: ignore[call-arg]
+            stored = dict(zip(_STREAMS, formats, strict=True))
+            variant = replace(plain, **stored, block=block)
             chunks = self.memory.place(t.chunk_table(members, self.elements, tensors.rows))
             self.launches.append((variant, formats, chunks))
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet.kernels import PairPlan
+from hdet.kernels import PairPlan, StepOptions
 from hdet.kernels.checks import normalised
+from hdet.kernels.interface import PLAIN
 from hdet.ranges import ranged
 
 from . import lists, plans
-from .finish import Averaging, Finish, check_copies, check_finish, values_to
-from .state import REPLICA_KEYS, kept_masters, reset_master
+from .finish import Averaging, check_copies, check_finish, values_to
+from .state import REPLICA_KEYS, kept_masters, like_first, reset_master
 from .stepper import Stepper
 
 
@@ -120,7 +122,7 @@ class FusedOptimizer(Stepper):
             if absent:
                 raise ValueError(f"buckets has none for {absent} of the parameters")
             self._hold("_buckets", {param: [bucket] for param, bucket in buckets.items()})
-        self._finish = Finish(finish, shares, self._finish.average_weight if self._finish else 0.0)
+        self._finish = replace(self._finish or PLAIN, finish=finish, weights=shares)
 
     def average_next_step(self, averages: Mapping[Tensor, Sequence[Tensor]], weight: float) -> None:
         """The next step, and that one only, also moves running averages: averages[param][k] by `weight` of the way towards the new
@@ -128,6 +130,9 @@ class FusedOptimizer(Stepper):
 
         Averages are float32 or bfloat16, K for each parameter; parameters may be left out. Use the same tensors in all steps; an empty
         dictionary lets go of them.
+
+        A step that is skipped on the device leaves the averages of what it would have stepped. Those of parameters without a gradient
+        move all the same, towards the parameter as it is: whether a step was skipped the host does not know.
         """
         if not 0 <= weight <= 1:
             raise ValueError(f"weight={weight} must be in [0, 1]; 1 starts an average")
@@ -135,8 +140,7 @@ class FusedOptimizer(Stepper):
             if len(tensors) != self.num_replicas:
                 raise ValueError(f"entry {i} of averages has {len(tensors)} tensors for {self.num_replicas} replicas")
         self._hold("_averages", {param: list(tensors) for param, tensors in averages.items()})
-        finish = self._finish or Finish()
-        self._finish = Finish(finish.finish, finish.weights, float(weight) if averages else 0.0)
+        self._finish = replace(self._finish or PLAIN, average_weight=float(weight) if averages else 0.0)
 
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
@@ -159,8 +163,28 @@ class FusedOptimizer(Stepper):
             for tensor, master in zip(plans.state_sets(state, param), kept_masters(state), strict=False):
                 reset_master(tensor, master)
 
+    @torch.no_grad()
+    def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
+        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None.
+
+        What has been written to parameters in place is taken over first, so that masters say what the model is now. Tensors that the
+        optimizer does not step, and states before their first step, have None.
+        """
+        if self.master_weights is None:
+            return [None] * len(params)
+        self._take_over()
+        kept = [kept_masters(self.state.get(param, {})) for param in params]
+        return [masters[replica] if replica < len(masters) else None for masters in kept]
+
+    def _take_over(self) -> None:
+        if self._planned is not None:
+            self._planned.watch.check()
+        else:
+            plans.Watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+
     # -- replicas on one device ------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
         """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
 
@@ -176,6 +200,8 @@ class FusedOptimizer(Stepper):
                 state.pop(key, None)
             if count > 1 and param.requires_grad:
                 state["replica_params"] = sets[param][1:]
+                if masters := kept_masters(state):
+                    state["replica_masters"] = [like_first(copy, param, masters[0]) for copy in sets[param][1:]]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
 
@@ -190,13 +216,10 @@ class FusedOptimizer(Stepper):
         """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters. The weights are divided by their sum; a
         replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters are left alone."""
         shares = normalised(weights, self.num_replicas)
-        if self._planned is not None:
-            self._planned.watch.check()
-        else:
-            plans.Watch((), [(param, self.state[param]) for param in self._listed() if param in self.state])  # takes over once
+        self._take_over()
         self._average(self._listed(), shares)
 
-    def _finish_others(self, params: Sequence[Tensor], finish: Finish) -> None:
+    def _finish_others(self, params: Sequence[Tensor], finish: StepOptions) -> None:
         """What a step had no gradient for takes part in how it ends."""
         started = [p for p in params if p in self._averages and (self._moves(p) or finish.average_weight == 1)]
         if finish.average_weight != 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -16,15 +15,6 @@ from hdet.kernels.checks import normalised
 from hdet.kernels.interface import FINISHES, Column
 
 from . import lists
-
-
-@dataclass(frozen=True)
-class Finish:
-    """What the next step does beside stepping; see StepOptions."""
-
-    finish: str = "store"
-    weights: tuple[float, ...] | None = None
-    average_weight: float = 0.0
 
 
 class Averaging:

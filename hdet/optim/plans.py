@@ -28,7 +28,8 @@ class Watch:
     """Notices in-place changes by others to parameters that have float32 masters.
 
     Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a model. Versions only grow, so
-    their sum tells. A write through `.data` or by a foreign kernel is not seen.
+    their sum tells. A write through `.data` or by a foreign kernel is not seen. Masters are written by `check` and `adopt` alone; the
+    first check looks at all of them.
     """
 
     def __init__(self, stepped: Iterable[tuple[Tensor, dict[str, Any]]], others: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -36,7 +37,7 @@ class Watch:
         ours = [pair for param, state in stepped for pair in _watched(param, state)]
         self.pairs = [*ours, *(pair for param, state in others for pair in _watched(param, state))]
         self.params, self.per_step = [param for param, _ in self.pairs], len(ours)
-        self.adopt()
+        self.sum = -1  # nothing is known yet
 
     def adopt(self) -> None:
         for param, master in self.pairs:
@@ -170,10 +171,10 @@ def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
 
 def _settings(hyper: Hyper, multipliers: tuple[float, ...], decay_at_base: bool, device: torch.device) -> StepSettings:
     lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize = hyper
-    if isinstance(lr, Tensor) and not lr.is_cpu and lr.device == device:
-        lr = lr.detach().to(torch.float32)  # the kernels read it there
-    else:
+    if not isinstance(lr, Tensor) or lr.is_cpu or lr.device != device:
         lr = float(lr)
+    elif lr.dtype != torch.float32:  # else the tensor itself: the kernels read it there, and know it again
+        lr = lr.detach().to(torch.float32)
     beta1, beta2, eps, weight_decay, dampening = map(float, (beta1, beta2, eps, weight_decay, dampening))
     return StepSettings(lr, multipliers, beta1, beta2, eps, weight_decay, dampening, bool(nesterov), bool(maximize), decay_at_base)
 

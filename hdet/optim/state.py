@@ -70,7 +70,7 @@ class Layout:
         if found == key and len(kept) == len(sets) and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True)):
             return {}
         made = [_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [_master(sets[0], None, key)]
-        made += [_like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
+        made += [like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
         entries: dict[str, Any] = {key: made[0]}
         if found not in (None, key):
             entries[found] = None
@@ -110,6 +110,25 @@ def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
     return [] if first is None else [first, *(state.get("replica_masters") or ())]
 
 
+def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor]) -> list[Tensor]:
+    """Fits the loaded entries of a parameter to its further replicas `ours`. Returns what is to be copied into these; empty: nothing."""
+    masters, theirs = kept_masters(entries), entries.pop("replica_params", [])
+    entries.pop("replica_masters", None)
+    if not ours:
+        return []
+    if theirs and len(theirs) != len(ours):
+        if not all(_same_bits(tensor, param) for tensor in theirs) or not all(_same_bits(master, masters[0]) for master in masters):
+            raise ValueError(
+                f"the loaded state has {len(theirs) + 1} replicas that are not equal, this optimizer {len(ours) + 1}: construct as many, "
+                "or converge before saving and load the model before the optimizer"
+            )
+        theirs, masters = [param] * len(ours), masters[:1]
+    entries["replica_params"] = list(ours)
+    if masters:  # a single one counts for all replicas
+        entries["replica_masters"] = masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
+    return theirs
+
+
 def adopt(param: Tensor, master: Tensor) -> None:
     """Takes over what was written to a parameter behind its float32 master: elements that no longer are the master, rounded."""
     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
@@ -140,7 +159,7 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
     return torch.where(current, lower, torch.zeros_like(lower))
 
 
-def _like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
+def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
     """A new replica's master: where it equals the first replica it is meant to, to the last bit."""
     own = torch.zeros_like(master) if master.dtype == torch.int16 else param.detach().to(torch.float32)
     return torch.where(param == first, master, own)
@@ -168,6 +187,10 @@ def _replica_dtype(key: str, values: Mapping[str, Any], param: Tensor) -> torch.
     if key == "replica_params":
         return param.dtype
     return torch.int16 if values.get("remainder") is not None else torch.float32
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
 
 
 def _are(kept: object, tensors: Sequence[Tensor]) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +15,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
 from hdet.kernels import StepOptions, StepTensors
+from hdet.kernels.interface import PLAIN
 
 from . import groups, lists, plans
-from .finish import Averaging, Finish
+from .finish import Averaging
 from .plans import Hyper, Part, Planned
-from .state import MASTER_KEYS, Layout
+from .state import MASTER_KEYS, Layout, replicas_for
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -124,7 +126,9 @@ class Stepper(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this optimizer or of torch's. See torch.optim.Optimizer.load_state_dict.
 
-        Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident replicas are written in place.
+        Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident replicas are written in place. A state
+        of one replica is everyone's, up to the parameters themselves. So is one of another number if its replicas are equal, as after
+        a converge, and the model has been loaded before; from the middle of a cycle it is refused by ValueError.
         """
         held: dict[str, Any] = {}
 
@@ -156,17 +160,8 @@ class Stepper(Optimizer):
                 continue
             entries = layout.loaded(values, param, f"parameter {key}")
             dropped |= layout.master_key(param) is None and any(name in entries for name in MASTER_KEYS)
-            theirs, ours = entries.pop("replica_params", []), self._sets.get(param, [param])[1:]
-            if theirs and ours and len(theirs) != len(ours):
-                raise ValueError(
-                    f"the loaded state has {len(theirs) + 1} replicas, this optimizer {len(ours) + 1}: "
-                    "construct as many, or converge before saving and load a state of one"
-                )
-            if not ours:
-                entries.pop("replica_masters", None)
-            else:
-                entries["replica_params"] = ours
-                copies += list(zip(ours, theirs, strict=False))
+            ours = self._sets.get(param, [param])[1:]
+            copies += zip(ours, replicas_for(entries, param, ours), strict=False)
             made[param] = entries
         if dropped:
             warnings.warn("the loaded state has master weights, this optimizer keeps none: they are dropped", stacklevel=4)
@@ -180,7 +175,7 @@ class Stepper(Optimizer):
     def _forget(self) -> None:
         """Nothing is planned or held for the next step."""
         self._planned: Planned | None = None
-        self._finish: Finish | None = None
+        self._finish: StepOptions | None = None  # beside what `_options` says
         self._averages: dict[Tensor, list[Tensor]] = {}
         self._buckets: dict[Tensor, list[Tensor]] = {}
         self._averaging: dict[torch.device, Averaging] = {}
@@ -220,9 +215,12 @@ class Stepper(Optimizer):
             if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
                 self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
             return self._plain
-        finish = self._finish or Finish()
-        return StepOptions(
-            plans.scalar(scale, device), plans.scalar(found, device), norm, finish.average_weight, zero, finish.finish, finish.weights
+        return replace(
+            self._finish or PLAIN,
+            grad_scale=plans.scalar(scale, device),
+            found_inf=plans.scalar(found, device),
+            max_norm=norm,
+            zero_gradients=zero,
         )
 
     def _plan_for(self, params: list[Tensor], absent: list[bool]) -> Planned:
@@ -266,18 +264,18 @@ class Stepper(Optimizer):
         averages = [[self._averages[s[0]][k] if s[0] in self._averages else None for s in sets] for k in range(count)]
         small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
-            self.rule,
-            [[s[k] for s in sets] for k in range(count)],
-            rows,
-            [state["step"] for state in states],
-            moments[0],
-            moments[1] if len(moments) == 2 else None,
-            plans.master_columns(states, count),
-            averages if any(average is not None for average in averages[0]) else None,
-            [self._buckets[s[0]][0] for s in sets] if all(s[0] in self._buckets for s in sets) else None,
-            places,
-            self.seed if self.stochastic_rounding or small_second else None,
-            self.first_replica,
+            rule=self.rule,
+            params=[[s[k] for s in sets] for k in range(count)],
+            rows=rows,
+            steps=[state["step"] for state in states],
+            exp_avgs=moments[0],
+            exp_avg_sqs=moments[1] if len(moments) == 2 else None,
+            masters=plans.master_columns(states, count),
+            averages=averages if any(average is not None for average in averages[0]) else None,
+            buckets=[self._buckets[s[0]][0] for s in sets] if all(s[0] in self._buckets for s in sets) else None,
+            ids=places,
+            stochastic=self.seed if self.stochastic_rounding or small_second else None,
+            first_replica=self.first_replica,
         )
 
     def _hold(self, name: str, given: dict[Tensor, list[Tensor]]) -> None:

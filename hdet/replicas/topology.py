@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 __all__ = ["ReplicaDisagreement", "Replicas"]
 
@@ -82,6 +83,11 @@ class Replicas:
             raise ValueError(f"replica is {replica!r}, but this process holds replica {self.index} alone: leave it out")
         return 0
 
+    @property
+    def in_use(self) -> bool:
+        """Has the model the weights of one of several local replicas for the moment?"""
+        return False
+
     def use(self, replica: int) -> AbstractContextManager[None]:
         """Inside, the model has this local replica's weights."""
         return nullcontext()
@@ -89,6 +95,18 @@ class Replicas:
     def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The same parameters of each local replica."""
         return [list(tensors)]
+
+    def settle(self) -> None:
+        """Local replicas that are still to be copies of the model become what it is now."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises TypeError or ValueError for an optimizer that cannot step the local replicas."""
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` step all local replicas; an `Ensemble` does this."""
+
+    def detach(self) -> None:
+        """The end of `attach`: the optimizer is not listened to any more."""
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the slots of a cycle.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .rules import HYPER_ROW
 
-STEP_SETTINGS = tl.constexpr(2)
+CALL_SETTINGS = tl.constexpr(2)
 ROW_SETTINGS = tl.constexpr(9)
 ROWS = tl.constexpr(128)
 """rows derived at a time, one a thread"""
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
 @triton.jit
 def load_settings(settings, leaders, rates, row, live):
     """`leaders` and `rates` hold addresses; a rate of address 0 is in the settings."""
-    source = settings + STEP_SETTINGS + row * ROW_SETTINGS
+    source = settings + CALL_SETTINGS + row * ROW_SETTINGS
     counter = tl.load(leaders + row, mask=live, other=0).to(tl.pointer_type(tl.float32))
     address = tl.load(rates + row, mask=live, other=0)
     rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=live & (address != 0), other=0).to(tl.float64)
@@ -140,7 +140,7 @@ def correction1(s, RULE: tl.constexpr):
 
 @triton.jit
 def rho_settings(settings, num_rows):
-    return settings + STEP_SETTINGS + num_rows * ROW_SETTINGS
+    return settings + CALL_SETTINGS + num_rows * ROW_SETTINGS
 
 
 @triton.jit

@@ -48,18 +48,25 @@ def to_bf16_stochastic(x, random):
 
 @triton.jit
 def join(upper, lower):
-    """The split form: a float32 as its bfloat16 (rounded to nearest, ties away from zero) and its low 16 bits."""
-    return float_of(((upper.to(tl.uint32) - (lower >> 15).to(tl.uint32)) << 16) + lower.to(tl.uint32))
+    """The split form (csrc/core/numbers.h): a float32 as its bfloat16 (ties away from zero) and its low 16 bits."""
+    bits = ((upper.to(tl.uint32) - (lower >> 15).to(tl.uint32)) << 16) + lower.to(tl.uint32)
+    return float_of(tl.where(((upper & 0x7FFF) == 0) & (lower >= 0x8000), upper.to(tl.uint32) << 16, bits))
+
+
+@triton.jit
+def not_nan(x):
+    """The bits of x; a NaN's are those of the canonical one."""
+    return tl.where(x == x, bits_of(x), 0x7FC00000).to(tl.uint32)
 
 
 @triton.jit
 def upper_half(x):
-    return ((bits_of(x) + 0x8000) >> 16).to(tl.uint16)
+    return ((not_nan(x) + 0x8000) >> 16).to(tl.uint16)
 
 
 @triton.jit
 def lower_half(x):
-    return bits_of(x).to(tl.uint16)
+    return not_nan(x).to(tl.uint16)
 
 
 @triton.jit

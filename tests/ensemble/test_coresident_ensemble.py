@@ -229,9 +229,20 @@ def test_converge_on_demand_gives_the_mean() -> None:
     before = run.weights()
     with pytest.warns(UserWarning, match="middle of a cycle"):
         run.ensemble.state_dict()
+    with run.replicas.use(1), pytest.raises(ValueError, match=r"ensemble.converge\(\) was called inside"):
+        run.ensemble.converge()
     run.ensemble.converge()
     assert run.ensemble.converged and torch.equal(run.weights()[0], run.weights()[1])
     assert torch.allclose(run.weights()[0], (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
+
+
+def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
+    run = CoresidentRun(2)
+    with torch.no_grad():
+        next(run.net.parameters()).fill_(1.0)
+    before = torch.cat([p.detach().flatten() for p in run.net.parameters()]).clone()
+    run.ensemble.converge()
+    assert all(torch.equal(w, before) for w in run.weights())
 
 
 def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> None:
@@ -243,6 +254,18 @@ def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> Non
 
 
 TINY = {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-7}
+
+
+def test_the_probe_averages_masters() -> None:
+    """At a tiny rate the parameters stand still."""
+    run = CoresidentRun(2, **TINY, controller="probe").steps(3)
+    assert run.ensemble._probe is not None
+    run.ensemble._probe.forget()
+    for k, average in enumerate(run.ensemble._probe._averages):
+        average.add()
+        state = run.optimizer.state[run.net[0].weight]
+        master = [state["master_param"], *state["replica_masters"]][k]
+        assert torch.equal(average.means[0], master) and not torch.equal(master, master.bfloat16().float())
 
 
 def masters_after_converge(rank: int, world: int) -> Any:
@@ -338,3 +361,39 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
     assert scheduler.ensemble.corrections["lr"] != 1.0
     with pytest.raises(ValueError, match="world_size is 4"):
         drop_in(4, world_size=4)
+
+
+# -- whose optimizer it is -----------------------------------------------------------------------------------------------------
+
+
+def hooks_on(optimizer: torch.optim.Optimizer) -> list[int]:
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    return [len(registered) for registered in hooks]
+
+
+def test_a_second_ensemble_after_close_leaves_no_hooks_of_the_first() -> None:
+    run = CoresidentRun(2).steps(3)
+    assert hooks_on(run.optimizer) == [1, 1, 1]
+    run.ensemble.close()
+    assert hooks_on(run.optimizer) == [0, 0, 0]
+    run.replicas.attach(run.optimizer)
+    hdet.Ensemble(run.optimizer, replicas=run.replicas)
+    assert hooks_on(run.optimizer) == [1, 1, 1]
+
+
+def test_a_refused_second_ensemble_leaves_the_first_as_it_was() -> None:
+    run = CoresidentRun(2).steps(3)
+    before = [list(row) for row in run.optimizer.multipliers]
+    with pytest.raises(ValueError, match="already driven"):
+        hdet.Ensemble(run.optimizer, replicas=hdet.CoresidentReplicas(run.net, 2))
+    assert run.optimizer.multipliers == before and before != [[1.0], [1.0]] and hooks_on(run.optimizer) == [1, 1, 1]
+    run.steps(2)
+
+
+def test_a_converged_run_continues_with_another_number_of_replicas() -> None:
+    first = CoresidentRun(4).steps(20)
+    run = restored(CoresidentRun(2).steps(3), saved(first), ORDERS[0], 20)
+    assert all(torch.equal(w, first.weights()[0]) for w in run.weights())
+    run.steps(2)
+    with pytest.raises(ValueError, match="4 replicas that are not equal, this optimizer 2"):
+        restored(CoresidentRun(2), saved(first.steps(2)), ORDERS[0], 22)

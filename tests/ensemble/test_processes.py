@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -229,6 +230,25 @@ def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
         assert not torch.equal(before, after)
         assert torch.equal(after, ranks[0][1]) and torch.allclose(after, mean, rtol=1e-6, atol=1e-7)
         assert warned == 1 and cycle == 1 and converged
+
+
+def written_and_converged(rank: int, world: int, equally: bool) -> Any:
+    run = Run(rank, dtype=torch.bfloat16, optimizer=partial(hdet.FusedAdamW, master_weights="fp32")).steps(2)
+    with torch.no_grad():
+        for parameter in run.net.parameters():
+            parameter.fill_(1.0 if equally else 1.0 + 2 * rank)
+    run.ensemble.converge()
+    before = run.weights().float()
+    masters = torch.cat([state["master_param"].flatten() for state in run.optimizer.state.values()])
+    run.step()
+    return before, masters, (run.weights().float() - before).abs().max().item()
+
+
+@pytest.mark.parametrize("equally", [True, False])
+def test_what_was_written_to_parameters_with_masters_is_what_converges(equally: bool) -> None:
+    for weights, masters, moved in run_ranks(written_and_converged, 2, equally):
+        assert (weights == (1 if equally else 2)).all() and (masters == (1 if equally else 2)).all()
+        assert moved < 0.05  # and the next step goes on from there
 
 
 def straight_and_resumed(rank: int, world: int) -> bool:

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from hdet import kernels
-
-
-def why_not(backend: str) -> str | None:
-    """None, or why that backend cannot be tested here."""
-    if not torch.cuda.is_available():
-        return "there is no GPU here"
-    state = kernels.available()[backend]
-    return None if state == kernels.USABLE else f'backend="{backend}": {state}'
+from ..kernels.cases import why_not
 
 
 @pytest.fixture(params=["cuda", "triton"])

@@ -201,6 +201,23 @@ def test_a_rate_on_the_device_is_read_there(backend: str) -> None:
     assert param.tolist() == [0.25] * 10
 
 
+def test_a_captured_step_reads_its_rate_on_the_device(backend: str) -> None:
+    """Another rate for each replay, with no call of hdet's between them."""
+    rate = torch.tensor(0.5, device="cuda")
+    param = torch.nn.Parameter(torch.ones(10, device="cuda"))
+    optimizer = FusedSGD([param], lr=rate, backend=backend)
+    param.grad = torch.ones_like(param)
+    for _ in range(2):
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for value in (0.25, 1.0):
+        rate.fill_(value)
+        graph.replay()
+    assert param.tolist() == [-1.25] * 10
+
+
 def kernels_of(call: Any) -> list[str]:
     """Names of the kernels that a call launches."""
     call()

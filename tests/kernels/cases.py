@@ -30,13 +30,15 @@ SIZES: dict[str, list[int]] = {
 }
 
 
-def usable(name: str) -> str | None:
-    """None, or why tests on that backend are skipped."""
-    reason = kernels.available()[name]
-    return None if reason == kernels.USABLE else reason
+def why_not(backend: str) -> str | None:
+    """None, or why that backend cannot be tested here on its device."""
+    if backend in ("cuda", "triton") and not torch.cuda.is_available():
+        return "there is no GPU here"
+    state = kernels.available()[backend]
+    return None if state == kernels.USABLE else f'backend="{backend}": {state}'
 
 
-BACKENDS = ["cpu", "torch"] + [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda",) if not usable(name)]
+BACKENDS = ["cpu", "torch"] + [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda",) if not why_not(name)]
 """those the tables of this folder run on; test_shim.py and the tests of hdet.triton_kernels run them without a GPU"""
 
 

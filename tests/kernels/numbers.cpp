@@ -26,6 +26,10 @@ void split(const float* in, uint16_t* upper, uint16_t* lower, float* joined, int
   }
 }
 
+void join_halves(const uint16_t* upper, const uint16_t* lower, float* joined, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) joined[i] = join(upper[i], lower[i]);
+}
+
 void philox_words(uint64_t seed, const uint32_t* counter, uint32_t* out) {
   const Random4 random = philox(seed, counter[0], counter[1], counter[2], counter[3]);
   for (int i = 0; i < 4; ++i) out[i] = random.word[i];

@@ -24,12 +24,12 @@ def test_triton_is_usable_with_a_gpu_or_in_its_interpreter_or_says_what_is_missi
     for interpret, gpu in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        state = kernels._triton_state()
+        state = kernels._triton_state(None)
         assert state == "usable" if interpret or gpu else "no usable CUDA device" in state and "TRITON_INTERPRET=1" in state
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    assert kernels._triton_state() == "Triton 3.5.1 is too old: install 3.6 or later"
+    assert kernels._triton_state(None) == "Triton 3.5.1 is too old: install 3.6 or later"
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Install it with pip install hdet[triton]" in kernels._triton_state()
+    assert "Install it with pip install hdet[triton]" in kernels._triton_state(None)
 
 
 def test_auto_is_the_native_backend_of_the_device() -> None:
@@ -73,7 +73,7 @@ class _WithoutCuda:
 def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_C", _WithoutCuda())
     monkeypatch.setattr(kernels, "_warned", False)
-    monkeypatch.setattr(kernels, "_triton_state", lambda: "Triton is missing")
+    monkeypatch.setitem(kernels._STATES, "triton", lambda device: "Triton is missing")
     with pytest.warns(RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
     with warnings.catch_warnings():
@@ -87,6 +87,36 @@ def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(monkeypatc
     pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
     monkeypatch.setattr(native, "_C", _WithoutCuda())
     monkeypatch.setattr(kernels, "_warned", False)
-    monkeypatch.setattr(kernels, "_triton_state", lambda: kernels.USABLE)
+    monkeypatch.setitem(kernels._STATES, "triton", lambda device: kernels.USABLE)
     with pytest.warns(RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "triton"
+
+
+def test_only_the_backend_that_is_asked_for_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at the others would import Triton and start CUDA."""
+
+    def asked(device: torch.device | None) -> str:
+        raise AssertionError("another backend was asked")
+
+    for others, name in ((("cuda", "triton", "torch"), "cpu"), (("cuda", "triton", "cpu"), "torch")):
+        with monkeypatch.context() as patch:
+            for other in others:
+                patch.setitem(kernels._STATES, other, asked)
+            assert kernels.select(name, torch.device("cpu")).name == name
+
+
+def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Built(_WithoutCuda):
+        cuda = True
+
+        @staticmethod
+        def build_info() -> dict[str, object]:
+            return {"cuda": True, "cuda_archs": "80 90"}
+
+    monkeypatch.setattr(native, "_C", Built())
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if device == torch.device("cuda", 1) else (9, 0))
+    assert kernels.available()["cuda"] == kernels.USABLE
+    with pytest.raises(RuntimeError, match="compute capability 7.5, hdet was built for 80 90"):
+        kernels.select("cuda", torch.device("cuda", 1))

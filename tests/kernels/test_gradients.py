@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import weakref
 
 import pytest
@@ -11,12 +12,14 @@ from torch import Tensor
 from hdet import _C, kernels
 from hdet.kernels import StepSettings, StepTensors
 
+from .cases import BACKENDS, device_of
+
 SHAPES = [(3, 4), (), (0, 5), (1, 7, 1), (6,)]
 MOVED, RETYPED, UNUSUAL = _C.Gradients.MOVED, _C.Gradients.RETYPED, _C.Gradients.UNUSUAL
 EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 SETTINGS = [StepSettings(0.1, (1.0,))]
 
-pytestmark = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no DLPack exchange interface: Python checks every gradient")
+with_exchange = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no DLPack exchange interface: Python checks every gradient")
 
 
 def some(seed: int = 0) -> list[Tensor]:
@@ -34,6 +37,7 @@ def addresses(gradients: _C.Gradients) -> list[int]:
     return table.tolist()
 
 
+@with_exchange
 def test_says_what_has_changed() -> None:
     gradients, first = reader(), some(1)
     assert gradients.read(first) == MOVED | RETYPED
@@ -48,6 +52,7 @@ def test_says_what_has_changed() -> None:
     assert gradients.types == [2, 1, 1, 1, 3]
 
 
+@with_exchange
 def test_takes_views_with_offsets_and_strides_that_do_not_matter() -> None:
     gradients = some(1)
     gradients[0] = torch.randn(5, 4)[1:4]
@@ -76,6 +81,7 @@ UNUSUAL_ONES = {
 }
 
 
+@with_exchange
 @pytest.mark.parametrize("name", UNUSUAL_ONES)
 def test_leaves_the_unusual_to_python_and_then_starts_anew(name: str) -> None:
     gradients, usual = reader(), some(1)
@@ -87,12 +93,33 @@ def test_leaves_the_unusual_to_python_and_then_starts_anew(name: str) -> None:
     assert gradients.read(usual[:-1]) == UNUSUAL
 
 
+@with_exchange
 def test_keeps_no_gradient_alive() -> None:
     gradients, list_of_them = reader(), some(1)
     gradients.read(list_of_them)
     alive = weakref.ref(list_of_them[0])
     del list_of_them
     assert alive() is None
+
+
+@pytest.mark.parametrize("exchange", [None, 3, datetime.datetime_CAPI], ids=["none", "not a capsule", "another capsule"])  # type: ignore[attr-defined]
+def test_without_the_interface_or_with_another_one_python_looks(exchange: object) -> None:
+    gradients = _C.Gradients(Tensor, exchange, some())
+    assert gradients.read(some(1)) == UNUSUAL
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_negated_view_is_refused(backend: str) -> None:
+    """Its memory holds the opposite of what it stands for, and DLPack does not tell."""
+    p = torch.zeros(3, device=device_of(backend))
+    g = torch.ones_like(p)
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros((), device=p.device)]), backend)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"gradient of parameter 0 is a negated view.*resolve_neg"):
+            plan.step([torch._neg_view(g)], SETTINGS)
+        assert p.tolist() == [0.0] * 3
+    plan.step([torch._neg_view(g).resolve_neg()], SETTINGS)
+    assert p.tolist() == [pytest.approx(0.1)] * 3
 
 
 @pytest.mark.parametrize("exchange", [True, False])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hdet.kernels import rounding
+
 from ..build.tools import ROOT, compiler
 
 HERE = Path(__file__).resolve().parent
@@ -61,8 +63,9 @@ def test_every_number_of_16_bits_widens_as_in_torch(numbers: ctypes.CDLL, dtype:
     assert equal(found, values.float())
 
 
-def test_split_is_exact_for_every_pattern_and_its_upper_half_is_the_nearest(numbers: ctypes.CDLL) -> None:
+def test_split_is_exact_for_every_number_and_its_upper_half_is_the_nearest(numbers: ctypes.CDLL) -> None:
     values = all_kinds_of_floats()
+    values = values[~values.isnan()]
     upper, lower = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
     joined = torch.empty(len(values))
     numbers.split(address(values), address(upper), address(lower), address(joined), ctypes.c_int64(len(values)))
@@ -71,6 +74,26 @@ def test_split_is_exact_for_every_pattern_and_its_upper_half_is_the_nearest(numb
     error = (values.double() - upper.double()).abs()[finite]
     nearest = (values.double() - values.bfloat16().double()).abs()[finite]
     assert torch.equal(error, nearest)
+
+
+def test_a_nan_shows_in_the_upper_half_of_the_split_form(numbers: ctypes.CDLL) -> None:
+    """Also that of a GPU, 0x7fffffff, which would round to minus zero."""
+    values = all_kinds_of_floats()
+    values = torch.cat([values[values.isnan()], torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
+    upper, lower = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
+    joined = torch.empty(len(values))
+    numbers.split(address(values), address(upper), address(lower), address(joined), ctypes.c_int64(len(values)))
+    assert bool(upper.isnan().all()) and bool(joined.isnan().all())
+    for mine, other in zip((upper, lower), rounding.split(values), strict=True):
+        assert torch.equal(mine.view(torch.int16), other.view(torch.int16))
+
+
+def test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half(numbers: ctypes.CDLL) -> None:
+    lower = torch.arange(-32768, 0, dtype=torch.int32).to(torch.int16).repeat(2)
+    upper = torch.tensor([0.0, -0.0], dtype=torch.bfloat16).repeat_interleave(32768)
+    joined = torch.empty(len(lower))
+    numbers.join_halves(address(upper), address(lower), address(joined), ctypes.c_int64(len(lower)))
+    assert equal(joined, upper.float()) and equal(rounding.join(upper, lower), upper.float())
 
 
 def test_stochastic_rounding_goes_up_as_often_as_what_is_cut_off(numbers: ctypes.CDLL) -> None:

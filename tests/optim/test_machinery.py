@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import hdet
@@ -79,7 +78,7 @@ def test_a_rate_on_the_device_is_passed_by_address_and_one_on_the_cpu_read() -> 
     device = torch.device("meta")
     there, elsewhere = torch.tensor(0.25, device=device), torch.tensor(0.25)
     rest = (0.9, 0.99, 1e-8, 0.1, 0.0, False, True)
-    assert isinstance(plans._settings((there, *rest), (1.0,), False, device).lr, Tensor)
+    assert plans._settings((there, *rest), (1.0,), False, device).lr is there
     assert plans._settings((there.double(), *rest), (1.0,), False, device).lr.dtype == torch.float32  # type: ignore[union-attr]
     assert plans._settings((elsewhere, *rest), (1.0,), False, device).lr == 0.25
     assert plans._settings((0.25, *rest), (1.0,), True, device) == (0.25, (1.0,), 0.9, 0.99, 1e-8, 0.1, 0.0, False, True, True)

@@ -200,6 +200,48 @@ def test_refresh_masters(master_weights: str) -> None:
     assert (ours[0] == 5).all()
 
 
+@pytest.mark.parametrize("master_weights", ["fp32", "split", None])
+@pytest.mark.parametrize("loaded", [False, True], ids=["stepped", "loaded"])
+def test_masters_are_asked_for_up_to_date(master_weights: str | None, loaded: bool) -> None:
+    ours, a = bfloat16_run(master_weights=master_weights)
+    buffer = torch.zeros(3)
+    assert a.masters([*ours, buffer]) == [None] * 7  # none before the first step
+    set_gradients(ours, 0)
+    a.step()
+    if loaded:
+        a.load_state_dict(copy.deepcopy(a.state_dict()))
+    kept = a.masters([*ours, buffer])
+    if master_weights is None:
+        assert kept == [None] * 7
+        return
+    key = "master_param" if master_weights == "fp32" else "remainder"
+    assert all(master is a.state[param][key] for param, master in zip(ours, kept, strict=False)) and kept[6] is None
+    assert a.masters(ours, 1) == [None] * 6  # there is no such replica
+    with torch.no_grad():
+        ours[0].fill_(1.0)
+    if master_weights == "fp32":
+        assert (a.masters(ours)[0] == 1).all()
+
+
+def test_a_refused_step_leaves_masters_as_they_are() -> None:
+    ours, a = bfloat16_run(master_weights="fp32")
+    set_gradients(ours, 0)
+    a.step()
+    a.load_state_dict(copy.deepcopy(a.state_dict()))  # the next step is planned anew
+    before = [master.clone() for master in exact(a, ours)]
+    with torch.no_grad():
+        ours[0].fill_(1.0)
+    a.multipliers[0][1] = -1.0
+    a.multipliers.append([1.0] * 3)
+    with pytest.raises(ValueError, match="multipliers has 2 lists for 1 replicas"):
+        a.step()
+    assert_equal(exact(a, ours), before)
+    a.multipliers = [[1.0] * 3]
+    ours[0].grad = None
+    a.step()
+    assert (exact(a, ours)[0] == 1).all()
+
+
 def test_masters_are_not_looked_at_while_nobody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, a = bfloat16_run(master_weights="fp32")
     set_gradients(ours, 0)

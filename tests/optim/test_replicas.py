@@ -349,7 +349,7 @@ def test_states_of_another_number_of_replicas() -> None:
     state = three.state_dict()
     _, two, sets = replicated(2)
     before = copy.deepcopy([tensor.detach() for tensor in sets[1]])
-    with pytest.raises(ValueError, match="the loaded state has 3 replicas, this optimizer 2"):
+    with pytest.raises(ValueError, match="the loaded state has 3 replicas that are not equal, this optimizer 2"):
         two.load_state_dict(state)
     assert_equal(sets[1], before)
     alone, one, _ = replicated(1)
@@ -360,6 +360,66 @@ def test_states_of_another_number_of_replicas() -> None:
     assert_equal(sets[1], before)
     run(two, two.replica_parameters(0), range(3, 4))  # type: ignore[arg-type]
     assert all(len(values["replica_params"]) == 1 for values in state_of(two))
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_converged_state_is_that_of_any_number_of_replicas(count: int, dtype: torch.dtype, master_weights: str | None) -> None:
+    ours, three, _ = replicated(3, dtype=dtype, master_weights=master_weights)
+    run(three, ours, range(3))
+    three.average_replicas(WEIGHTS)
+    state = copy.deepcopy(three.state_dict())
+    theirs, other, sets = replicated(count, dtype=dtype, master_weights=master_weights)
+    run(other, theirs, range(7, 9))
+    before = [tensor.detach().clone() for tensor in sets[-1]]
+    with pytest.raises(ValueError, match="load the model before the optimizer"):
+        other.load_state_dict(state)
+    assert_equal(sets[-1], before)
+    with torch.no_grad():
+        for param, value in zip(theirs, ours, strict=True):
+            param.copy_(value)
+    other.load_state_dict(state)
+    for k in range(count):
+        assert_equal(sets[k], ours)
+        assert_equal(values(other, k), values(three, 0))
+    if master_weights is not None:  # equal parameters are not enough
+        state["state"][0]["replica_masters"][-1].view(-1)[0].add_(2**-12 if master_weights == "fp32" else 1)
+        with pytest.raises(ValueError, match="3 replicas that are not equal"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_a_state_of_one_replica_brings_its_master_for_all(master_weights: str) -> None:
+    """At once, in whatever order parameters and state are loaded: an average may come before the next step."""
+    ours, one, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
+    run(one, ours, range(3))
+    theirs, three, sets = replicated(3, dtype=torch.bfloat16, master_weights=master_weights)
+    three.load_state_dict(copy.deepcopy(one.state_dict()))
+    with torch.no_grad():
+        for k in range(3):
+            for param, value in zip(sets[k], ours, strict=True):
+                param.copy_(value)
+    expected = [value.clone() for value in values(one, 0)]
+    for k in range(3):
+        assert_equal(values(three, k), expected)
+    three.average_replicas([0.5, 0.25, 0.25])
+    for k in range(3):
+        assert_equal(values(three, k), expected)
+    run(three, theirs, range(3, 4))
+    run(one, ours, range(3, 4))
+    for k in range(3):
+        assert_equal(values(three, k), values(one, 0))
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "split"])
+def test_replicas_made_in_the_middle_of_a_run_may_be_averaged_before_they_step(master_weights: str) -> None:
+    params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
+    run(optimizer, params, range(3))
+    expected = [value.clone() for value in values(optimizer, 0)]
+    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+    optimizer.average_replicas([0.5, 0.5])
+    assert_equal(values(optimizer, 0), expected)
+    assert_equal(values(optimizer, 1), expected)
 
 
 def test_a_copy_has_its_own_replicas() -> None:

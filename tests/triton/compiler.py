@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from hdet.triton_kernels.launch import COMPILER, Memory
+from hdet.kernels.mirrors import Mirrors
+from hdet.kernels.triton_launch import COMPILER, Memory
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -39,6 +40,7 @@ class Compiling(Memory):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._on_cuda, self._tables, self._streams = device, False, [], set()
+        self._mirrors = Mirrors(lambda: False)
 
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         placed.copy_(table)

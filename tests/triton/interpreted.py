@@ -17,9 +17,10 @@ from triton.runtime import interpreter
 
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors, rounding, triton_step
-from hdet.triton_kernels import numbers
-from hdet.triton_kernels.launch import Memory
-from tests.kernels import test_average, test_norm, test_pair, test_rank_one
+from hdet.kernels.settings import CALL_SETTINGS, ROW_SETTINGS
+from hdet.kernels.triton_launch import Memory
+from hdet.triton_kernels import hyper, numbers
+from tests.kernels import test_average, test_gradients, test_memory, test_norm, test_pair, test_rank_one
 from tests.kernels.cases import CHUNK, SIZES, Guarded
 from tests.kernels.problem import check
 from tests.kernels.table import CASES, STORAGE, Case
@@ -42,13 +43,16 @@ def cut(case: Case) -> Case:
 def patch_once() -> None:
     """The interpreter patches triton.language anew for every call of a device function, which takes longer than most calls.
 
-    Once for each kernel and each module that device functions know it by is enough.
+    Once for each kernel and each module that device functions know it by is enough. This only saves time: a Triton that does it in
+    another way is left alone.
     """
-    original, outer, done = interpreter._patch_lang, [], set()
+    original, outer, done = getattr(interpreter, "_patch_lang", None), [], set()
+    if original is None:
+        return
 
     def patch(fn: Any) -> Any:
         modules = frozenset(id(value) for value in fn.__globals__.values() if value in (tl, tl.core))
-        if not (outer and outer[0]._changes):  # a kernel begins: those of the last one were taken back
+        if not (outer and getattr(outer[0], "_changes", None)):  # a kernel begins: those of the last one were taken back
             done.clear()
             outer[:] = [original(fn)]
         elif modules not in done:
@@ -62,7 +66,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (test_average, test_norm, test_pair):
+    for module in (test_average, test_gradients, test_norm, test_pair, test_rank_one):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -211,23 +215,8 @@ def test_norm_edges() -> None:
 # rank one
 
 
-@pytest.fixture()
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_rank_one takes the backend's name for the device's."""
-
-    def guarded(sizes: list[int], shift: int, seed: int, device: str = "cpu", dtypes: torch.dtype = torch.float32) -> Guarded:
-        return Guarded(sizes, shift, seed, "cpu", dtypes)
-
-    def zeros(*size: object, device: object = None, **more: object) -> torch.Tensor:
-        return real(*size, device="cpu", **more)
-
-    real = torch.zeros
-    monkeypatch.setattr(test_rank_one, "Guarded", guarded)
-    monkeypatch.setattr(torch, "zeros", zeros)
-
-
 @pytest.mark.parametrize("rule", test_rank_one.RULES)
-def test_a_line_has_the_bits_of_the_cpu(rule: str, on_cpu: None) -> None:
+def test_a_line_has_the_bits_of_the_cpu(rule: str) -> None:
     found = []
     for backend in ("cpu", "triton"):
         sizes = [0, 7, CHUNK + 1]
@@ -251,16 +240,16 @@ def test_a_line_has_the_bits_of_the_cpu(rule: str, on_cpu: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_of_16_bits(dtype: torch.dtype, on_cpu: None) -> None:
+def test_outputs_of_16_bits(dtype: torch.dtype) -> None:
     test_rank_one.test_outputs_of_16_bits_are_the_rounded_ones(dtype, "triton")
 
 
 @pytest.mark.parametrize("after_mean", [False, True])
-def test_skipped_steps_on_a_line(after_mean: bool, on_cpu: None) -> None:
+def test_skipped_steps_on_a_line(after_mean: bool) -> None:
     test_rank_one.test_a_skipped_step_moves_nothing_but_folds(after_mean, "triton")
 
 
-def test_lines_that_stay_and_lines_that_are_refused(on_cpu: None) -> None:
+def test_lines_that_stay_and_lines_that_are_refused() -> None:
     test_rank_one.test_converge_before_any_step_and_after_a_mean_changes_nothing("triton")
     test_rank_one.test_what_would_leave_the_line_is_refused_before_anything_changes("triton")
 
@@ -278,6 +267,14 @@ def test_a_rate_in_memory_that_moves_is_found_again() -> None:
     assert p.tolist() == [-1.75] * 3
 
 
+def test_gradients_that_are_negated_views_are_refused() -> None:
+    test_gradients.test_a_negated_view_is_refused("triton")
+
+
+def test_the_tables_are_as_long_as_the_kernels_take_them() -> None:
+    assert (hyper.CALL_SETTINGS.value, hyper.ROW_SETTINGS.value) == (CALL_SETTINGS, ROW_SETTINGS)
+
+
 def test_settings_travel_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     refresh = Memory.refresh
@@ -288,6 +285,10 @@ def test_settings_travel_only_when_they_change(monkeypatch: pytest.MonkeyPatch) 
         copies.clear()
         plan.step([g], [StepSettings(lr)])
         assert len(copies) == number
+
+
+def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:
+    test_memory.check_rates("triton")
 
 
 def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ if triton.knobs.runtime.interpret:
 
 from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors, triton_step
 from hdet.kernels import triton as backend
+from hdet.kernels import triton_launch as launch
 from hdet.kernels.interface import PLAIN
-from hdet.triton_kernels import launch
 
 from .compiler import Binary, Compiling, Driver
 

@@ -285,6 +285,20 @@ def test_a_captured_step_copies_nothing_and_says_what_it_needs() -> None:
     assert state.copies == 0
 
 
+def test_tables_that_a_graph_holds_outlive_their_plan() -> None:
+    _, plan, gradients, settings = prepared()
+    count = len(cuda.captured)
+    plan.step(gradients, settings)
+    assert len(cuda.captured) == count
+    state.capturing = True
+    plan.step(gradients, settings)
+    plan.step(gradients, settings)
+    addresses = {address for _, address in state.used}
+    del plan
+    assert len(cuda.captured) == count + 1, "once for each plan"
+    assert addresses == {table.data_ptr() for table in cuda.captured[-1]}
+
+
 @pytest.mark.parametrize("how", [{"lr": 0.3}, {"weight_decay": 0.7}, {"beta1": 0.3, "beta2": 0.4}, {"multipliers": [1.7]}])
 def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
     one, two = prepared(), prepared()

@@ -38,7 +38,7 @@ def _copy(table: torch.Tensor, placed: torch.Tensor) -> None:
 
 
 cuda._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
-cuda._capturing = lambda: state.capturing
+cuda._capturing = lambda device: state.capturing  # type: ignore[misc]
 cuda._placed = lambda table, device: table.clone()  # type: ignore[misc]
 cuda._copy_without_waiting = _copy
 cuda._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]

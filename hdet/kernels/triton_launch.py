@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from ..ranges import ranged
+from .mirrors import Mirrors
 
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
@@ -48,9 +49,14 @@ class Memory:
         self._on_cuda = device.type == "cuda"
         self._tables: list[Tensor] = []
         self._streams: set[int] = set()
+        self._mirrors = Mirrors(self._capturing)
+
+    def _capturing(self) -> bool:
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
     def place(self, table: Tensor) -> Tensor:
         """A table that a plan keeps, where kernels read it. Waits for the copy, so that every stream may read it."""
+        self._mirrors.check_new()
         return self._keep(table.to(self.device))
 
     def _keep(self, table: Tensor) -> Tensor:
@@ -60,25 +66,17 @@ class Memory:
 
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:
-        """`table` has changed in host memory: what place() returned for it follows on the current stream, without waiting.
+        """`table` may have changed in host memory: what place() returned for it follows on the current stream, without waiting."""
+        if table is not placed:
+            self._mirrors.refresh(table, placed, self._copy)
 
-        torch keeps the pinned copy until it has been read, so the next change does not touch it.
-        """
-        if not self._on_cuda:
-            if table is not placed:
-                placed.copy_(table)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "settings or addresses differ from those on the device. A CUDA graph replays what it captured, so its step must find "
-                "everything there: before the capture run one step with the same parameters as a warm-up, afterwards leave gradients where "
-                "they are (zero_grad(set_to_none=False), or zero_gradients=True), and after the last change of a hyperparameter call "
-                "optimizer.write_hyperparameters()"
-            )
-        placed.copy_(table.pin_memory(), non_blocking=True)
+    def _copy(self, table: Tensor, placed: Tensor) -> None:
+        """torch keeps the pinned copy until it has been read, so the next change does not touch it."""
+        placed.copy_(table.pin_memory() if self._on_cuda else table, non_blocking=True)
 
     def room(self, count: int, dtype: torch.dtype) -> Tensor:
         """Numbers that kernels fill for each other."""
+        self._mirrors.check_new()
         return self._keep(torch.zeros(count, dtype=dtype, device=self.device))
 
     def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:

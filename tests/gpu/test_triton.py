@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: bits, a captured step, streams. tests/gpu runs the table of cases on them."""
+"""The Triton kernels on a GPU: bits, a captured step, streams. test_table.py runs the table of cases on them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import torch
 
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
-from tests.kernels.problem import final_tensors
-from tests.kernels.table import CASES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no usable CUDA device or driver"),
-    pytest.mark.skipif(kernels.available()["triton"] != kernels.USABLE, reason=f"Triton: {kernels.available()['triton']}"),
-]
+from ..kernels.cases import why_not
+from ..kernels.problem import final_tensors
+from ..kernels.table import CASES
+
+pytestmark = pytest.mark.gpu
 on_triton = functools.partial(kernels.step_plan, backend="triton")
+
+
+@pytest.fixture(autouse=True)
+def triton_or_skip() -> None:
+    reason = why_not("triton")
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("name", ["all float adamw", "all float lion 4 replicas", "stochastic"])

@@ -1,0 +1,85 @@
+"""What travels to a device between steps, and what a capture refuses: hdet/kernels/mirrors.py, on tables in host memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hdet import kernels
+from hdet.kernels import StepSettings, StepTensors, cuda
+from hdet.kernels.cpu import CpuStepPlan
+from hdet.kernels.mirrors import Mirrors
+
+
+def check_rates(backend: str) -> None:
+    """A rate that is another object for the same memory in each step, as `detach()` makes it, travels once."""
+    p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), backend)
+    memory, travelled = plan.memory, []  # type: ignore[attr-defined]
+    refresh = memory.refresh
+    memory.refresh = lambda table, placed: (travelled.append(len(table)), refresh(table, placed))
+    plan.step([g], [StepSettings(rate.detach())])
+    assert travelled
+    travelled.clear()
+    for _ in range(2):
+        plan.step([g], [StepSettings(rate.detach())])
+    assert not travelled and p.tolist() == [-1.5] * 3
+    for other in (torch.zeros(2), torch.zeros(1, dtype=torch.float64), torch.empty((), device="meta")):
+        with pytest.raises((ValueError, TypeError), match="lr of row 0"):
+            plan.step([g], [StepSettings(other)])
+    plan.step([g], [StepSettings(rate.clone().fill_(1.0))])
+    assert travelled and p.tolist() == [-2.5] * 3
+
+
+def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:
+    check_rates("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A CUDA device's memory, in the host's."""
+    state = SimpleNamespace(capturing=False, copies=0)
+
+    def copy(table: Tensor, placed: Tensor) -> None:
+        state.copies += 1
+        placed.copy_(table)
+
+    monkeypatch.setattr(cuda, "_capturing", lambda: state.capturing)
+    monkeypatch.setattr(cuda, "_placed", lambda table, device: table.clone())
+    monkeypatch.setattr(cuda, "_copy_without_waiting", copy)
+    return state
+
+
+def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:
+    p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
+    plan = CpuStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), cuda.CudaMemory(torch.device("cpu")))
+    plan.step([g], [StepSettings(rate.detach())])
+    copies, device.capturing = device.copies, True
+    plan.step([g], [StepSettings(rate.detach())])
+    rate.fill_(0.25)
+    plan.step([g], [StepSettings(rate.detach())])
+    assert p.tolist() == [-1.25] * 3 and device.copies == copies
+    moved = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match=r"hyperparameters have changed.*warm-up.*write_hyperparameters"):
+        plan.step([g], [StepSettings(moved)])
+    plan.step([g], [StepSettings(rate)])
+    device.capturing = False
+    plan.step([g], [StepSettings(moved)])
+    assert p.tolist() == [-2.5] * 3 and device.copies == copies + 1
+
+
+def test_addresses_among_doubles_are_compared_as_bits() -> None:
+    """As doubles they are numbers so small that a processor may be told to take them for 0."""
+    mirrors, copies = Mirrors(lambda: False), []
+    placed = torch.zeros(2, dtype=torch.float64)
+    assert torch.set_flush_denormal(True) or pytest.skip("this processor keeps small numbers")
+    try:
+        for address in (1 << 40, 1 << 40, 1 << 41):
+            table = torch.tensor([0, address]).view(torch.float64)
+            mirrors.refresh(table, placed, lambda table, placed: (copies.append(1), placed.copy_(table)))  # type: ignore[arg-type, return-value]
+    finally:
+        torch.set_flush_denormal(False)
+    assert len(copies) == 2 and placed.view(torch.int64).tolist() == [0, 1 << 41]
