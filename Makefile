@@ -23,11 +23,12 @@ demo: $(BIN)/hdet.stamp
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q
 
-# No environment and no pip: the module is built in place, with the setuptools, pybind11, cmake and ninja that are there.
+# No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
+# RESULTS=folder gets copies of what is written.
 gpu:
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" || { echo "make gpu: the torch of $(PYTHON) finds no GPU here; nothing was run. PYTHON=... names another one"; exit 1; }
-	HDET_CUDA=1 $(PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py
+	HDET_CUDA=1 $(PYTHON) benchmarks/build.py
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(RESULTS),--results "$(RESULTS)")
 
 lint: $(BIN)/hdet.stamp
 	$(BIN)/ruff check .

@@ -66,12 +66,12 @@ def norm(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> 
     return compare(options, "norm", name, shapes, plan.norm, lambda: torch.nn.utils.get_total_norm(gradients), 4, **notes)
 
 
-def run(device: str = "cpu", backend: str = "auto", quick: bool = False) -> list[dict[str, Any]]:
+def run(options: Options) -> list[dict[str, Any]]:
     """All records."""
-    options, records = Options(device, backend, quick), []
+    records = []
     for benchmark, memory in ((average, 64 + 40), (lerp, 12), (swap, 12), (pack, 10), (norm, 4)):
         for name, shapes, notes in options.shapes(memory):
-            if benchmark is average or not quick or name == "GPT-2 124M":
+            if benchmark is average or options.wants(name):
                 records.append(benchmark(options, name, shapes, notes))
                 free()
     return records

@@ -3,16 +3,23 @@
 A record compares hdet with torch and both with a copy of one large tensor, timed in turn in one run:
 
     hdet_ms, torch_ms     medians        ratio       median of hdet / torch, round by round: what to look at
+    alone_ms              on CUDA hdet's kernels without Python: replays of a graph of the same call
+    bound                 the ratio at which traffic alone would leave hdet and its peer, where the peer is hdet in two calls
     bytes_per_parameter   what hdet reads and writes at least, all replicas together
-    gb_s, copy_gb_s       those bytes and the copy's (8 an element) per second        of_copy    the one divided by the other
-    launches              kernels of one call, on CUDA
+    gb_s, copy_gb_s       those bytes and the copy's (8 an element) per second; of the kernels alone on CUDA
+    of_copy               the one divided by the other
+    cache                 "L2" where the traffic is less than twice the L2: of_copy then says nothing about memory
+    launches              kernels of one call, on CUDA, counted on 300 tensors after all timing: the profiler slows what follows
     host_us               time of the call alone, on CUDA, where it returns before the device is done
     scale                 "1/n" where the first dimension of every large tensor was divided by n to fit the memory
+
+On CUDA events are around at least 20 ms of calls, so that no launch and no synchronisation is part of a figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import time
@@ -21,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import alternate, emit
+from harness import alternate, alternate_on_cuda, emit
 from torch import Tensor
 
 from hdet import kernels
@@ -74,18 +81,31 @@ def _divided(shapes: Shapes, divisor: int) -> Shapes:
     return [(max(1, s[0] // divisor), *s[1:]) if torch.Size(s).numel() >= 1 << 16 else s for s in shapes]
 
 
+COUNTED: Shapes = [(50,)] * 300
+
+
 @dataclass
 class Options:
+    """`counting`: kernels are counted, on one short list, and nothing is timed."""
+
     device: str
     backend: str
     quick: bool
+    counting: bool = False
 
     @property
     def repeats(self) -> int:
-        return 7 if self.quick else 21
+        return (5 if self.quick else 7) if self.device == "cuda" else 7 if self.quick else 21
+
+    def wants(self, name: str) -> bool:
+        """Whether an operation that is not the first of its file is timed on that list."""
+        return self.counting or not self.quick or name == "GPT-2 124M"
 
     def shapes(self, bytes_per_parameter: float) -> Iterator[tuple[str, Shapes, dict[str, Any]]]:
         """(name, shapes that fit, what to note). Quick: an eighth of the memory and no second large list."""
+        if self.counting:
+            yield "300 x 50", COUNTED, {}
+            return
         for name, shapes in SHAPES.items():
             if self.quick and name == "layer of 7B":
                 continue
@@ -111,24 +131,21 @@ def compare(
     **notes: Any,
 ) -> dict[str, Any]:
     """The record of one comparison, also printed. `torchs` may be what hdet itself does in two calls: say so in `notes`."""
+    backend = kernels.select(options.backend, torch.device(options.device)).name
+    key = {"benchmark": "launches" if options.counting else "kernels", "operation": operation, "backend": backend}
+    if options.counting:
+        record: dict[str, Any] = {**key, "launches": launches(hdet)}
+        emit(record)
+        return record
     elements = numel(shapes)
-    calls = max(1, (1 << 20) // max(1, elements)) if options.device == "cpu" else max(1, min(20, (1 << 27) // elements))
-    if torchs is not None and options.device == "cuda" and calls > 1:
-        calls = max(1, min(calls, int(0.1 / seconds_of(torchs))))  # a loop over 10 000 tensors takes half a second
-    copied = min(1 << 26, max(1 << 22, elements))
-    source, target = torch.randn(copied, device=options.device), torch.empty(copied, device=options.device)
-    candidates: dict[str, Call] = {"hdet": hdet, "copy": lambda: target.copy_(source)}
-    if torchs is not None:
-        candidates["torch"] = torchs
-    seconds = alternate(candidates, options.repeats, device=options.device, calls=calls)
-    median = {key: statistics.median(values) for key, values in seconds.items()}
-    gb_s, copy_gb_s = bytes_per_parameter * elements / median["hdet"] / 1e9, 8 * copied / median["copy"] / 1e9
+    seconds, copied, more = (_on_cuda if options.device == "cuda" else _on_cpu)(options, elements, hdet, torchs)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    traffic = bytes_per_parameter * elements
+    gb_s, copy_gb_s = traffic / median.get("alone", median["hdet"]) / 1e9, 8 * copied / median["copy"] / 1e9
     record = {
-        "benchmark": "kernels",
-        "operation": operation,
+        **key,
         "shapes": name,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "backend": kernels.select(options.backend, torch.device(options.device)).name,
         "threads": torch.get_num_threads(),
         "tensors": len(shapes),
         "parameters": elements,
@@ -141,21 +158,63 @@ def compare(
     if torchs is not None:
         ratio = statistics.median(a / b for a, b in zip(seconds["hdet"], seconds["torch"], strict=True))
         record |= {"torch_ms": round(1e3 * median["torch"], 4), "ratio": round(ratio, 3)}
-    if options.device == "cuda":
-        record |= {"launches": launches(hdet), "host_us": host_us(hdet)}
-    record |= notes
+    if "alone" in median:
+        record["alone_ms"] = round(1e3 * median["alone"], 4)
+    if options.device == "cuda" and traffic < 2 * torch.cuda.get_device_properties(0).L2_cache_size:
+        record["cache"] = "L2"
+    record |= more | notes
     emit(record)
     return record
 
 
-def seconds_of(call: Call) -> float:
-    """One call on CUDA after another that warms up."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+Timed = tuple[dict[str, list[float]], int, dict[str, Any]]
+"""seconds of each candidate, elements that the copy copies, more fields of the record"""
+
+
+def _on_cpu(options: Options, elements: int, hdet: Call, torchs: Call | None) -> Timed:
+    copied = min(1 << 26, max(1 << 22, elements))
+    source, target = torch.randn(copied), torch.empty(copied)
+    candidates: dict[str, Call] = {"hdet": hdet, "copy": lambda: target.copy_(source)}
+    if torchs is not None:
+        candidates["torch"] = torchs
+    return alternate(candidates, options.repeats, calls=max(1, (1 << 20) // max(1, elements))), copied, {}
+
+
+def _on_cuda(options: Options, elements: int, hdet: Call, torchs: Call | None) -> Timed:
+    """The host's time first: replays and events are next, and nothing here starts the profiler."""
+    more: dict[str, Any] = {"host_us": host_us(hdet)}
+    copied, copy = cuda_copy()
+    candidates = {"hdet": hdet, "copy": copy}
+    if torchs is not None:
+        candidates["torch"] = torchs
+    try:
+        graph = graph_of(hdet)
+    except RuntimeError as error:
+        more["alone_error"] = str(error)
+    else:
+        candidates["alone"] = graph.replay
+    return alternate_on_cuda(candidates, options.repeats), copied, more
+
+
+@functools.cache
+def cuda_copy() -> tuple[int, Call]:
+    """(elements, a copy of that many floats): 2^29, or a sixteenth of the memory."""
+    count = int(min(1 << 29, torch.cuda.mem_get_info()[0] / 16 / 8))
+    source, target = torch.randn(count, device="cuda"), torch.empty(count, device="cuda")
+    return count, lambda: target.copy_(source)
+
+
+def graph_of(call: Call) -> torch.cuda.CUDAGraph:
+    """What the call launches, captured after a warm-up on a stream beside."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
 
 
 def host_us(call: Call) -> float:
@@ -166,11 +225,14 @@ def host_us(call: Call) -> float:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
     return round(1e6 * statistics.median(times), 1)
 
 
 def launches(call: Call) -> int | None:
     """Kernels of one call as the profiler counts them; None where it cannot."""
+    if not torch.cuda.is_available():
+        return None
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -187,7 +249,10 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def main(run: Callable[[str, str, bool], list[dict[str, Any]]], description: str | None) -> None:
+Run = Callable[[Options], list[dict[str, Any]]]
+
+
+def main(run: Run, description: str | None) -> None:
     """The command line of one benchmark: records as JSON lines."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -197,7 +262,9 @@ def main(run: Callable[[str, str, bool], list[dict[str, Any]]], description: str
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kernels.select(arguments.backend, torch.device(arguments.device))  # says why where it is not usable
-    run(arguments.device, arguments.backend, arguments.quick)
+    run(Options(arguments.device, arguments.backend, arguments.quick))
+    if arguments.device == "cuda":
+        run(Options(arguments.device, arguments.backend, arguments.quick, counting=True))
 
 
 def torch_adamw(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.AdamW:

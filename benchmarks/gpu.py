@@ -1,19 +1,27 @@
 """The command behind `make gpu`: runs every GPU test, times every operation on CUDA and Triton, prints one table and writes a file.
 
-    python benchmarks/gpu.py [--minutes 6.5] [--no-tests] [--dry-run]
+    python benchmarks/gpu.py [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
 
 Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time does not allow is named and makes
-the exit status 1, as does a test that fails. --dry-run goes the same way on the CPU with small tensors, to try the command itself.
-Records are those of step.py, replicas.py and average.py (see compare.py), in benchmarks/results/<device>.json.
+the exit status 1, as does a test that fails; the last line and "good" in the file say the same, for a pipe hides a status unless the
+shell is told otherwise (set -o pipefail; make gpu 2>&1 | tee log). --dry-run goes the same way on the CPU with small tensors, to try
+the command itself. Records are those of step.py, replicas.py and average.py (see compare.py).
+
+The file is benchmarks/results/<device>.json, and pytest's output build/gpu/tests.log. From a machine that is remote, or does not last,
+copy both: scp machine:hdet/benchmarks/results/*.json benchmarks/results/. Where a folder there is brought back by itself, name it,
+make gpu RESULTS=FOLDER, and both are copied into it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +41,10 @@ import step
 
 from hdet import kernels
 
+TEST_LOG = ROOT / "build" / "gpu" / "tests.log"
+LARGE = "tests/gpu/test_large.py"
+WORKERS = 6
+"""processes that share the GPU: what takes long is compiling for Triton"""
 BENCHMARKS = {"step": step, "replicas": replicas, "average": average}
 COLUMNS = {
     "operation": "{:<58.58}",
@@ -41,8 +53,11 @@ COLUMNS = {
     "hdet_ms": "{:>9}",
     "torch_ms": "{:>9}",
     "ratio": "{:>6}",
+    "bound": "{:>5}",
+    "alone_ms": "{:>9}",
     "gb_s": "{:>8}",
     "of_copy": "{:>8}",
+    "cache": "{:>5}",
     "launches": "{:>8}",
     "host_us": "{:>8}",
 }
@@ -69,59 +84,91 @@ def device_name(device: str) -> str:
 
 
 def run_tests(device: str, budget: Budget) -> dict[str, Any]:
-    """Every test marked gpu, in a process of its own."""
-    folders = [
-        str(path) for path in (ROOT / "tests").iterdir() if path.name in ("gpu", "kernels", "optim", "triton", "converge", "ensemble")
-    ]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *folders]
-    if device == "cpu":
-        command += ["--collect-only"]
-    start = time.monotonic()
-    print(f"tests: {' '.join(command[1:])}", flush=True)
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=max(1.0, budget.left))
-        output, status = result.stdout + result.stderr, result.returncode
-    except subprocess.TimeoutExpired as expired:
-        output, status = f"{expired.stdout!r}\nstopped: no time was left", 1
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", output)}
-    good = status == 0 and (device == "cpu" or counts.get("passed", 0) > 0)
-    print(output[-6000:] if not good else f"tests: {counts}", flush=True)
+    """Every test marked gpu, in processes of their own; those that take most of the memory after the others, one at a time."""
+    names = ("gpu", "kernels", "optim", "triton", "converge", "ensemble")
+    folders = [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
+    several = ["-n", str(WORKERS), "--dist", "loadgroup"] if device == "cuda" and importlib.util.find_spec("xdist") else []
+    start, counts, good = time.monotonic(), dict[str, int](), True
+    TEST_LOG.parent.mkdir(parents=True, exist_ok=True)
+    TEST_LOG.write_text("")
+    for arguments in ([*several, f"--ignore={LARGE}", *folders], [LARGE]):
+        status, output = _pytest([*arguments, *(["--collect-only"] if device == "cpu" else [])], budget)
+        for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", output):
+            counts[name] = counts.get(name, 0) + int(count)
+        good = good and status == 0
+        if status != 0:
+            print(output[-6000:], flush=True)
+    good = good and (device == "cpu" or counts.get("passed", 0) > 0)
+    print(f"tests: {counts}, output in {TEST_LOG.relative_to(ROOT)}", flush=True)
     return {"passed": good, "counts": counts, "seconds": round(time.monotonic() - start, 1)}
 
 
+def _pytest(arguments: list[str], budget: Budget) -> tuple[int, str]:
+    """(exit status, output), which goes to a file, so that it is there when the time is over."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *arguments]
+    print(f"tests: {' '.join(command[1:])}", flush=True)
+    before = TEST_LOG.stat().st_size
+    with TEST_LOG.open("ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(max(1.0, budget.left))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers are in its session
+            process.wait()
+            log.write(b"\nstopped: no time was left\n")
+            status = 1
+    return status, TEST_LOG.read_bytes()[before:].decode(errors="replace")
+
+
 def run_benchmarks(device: str, budget: Budget) -> tuple[list[dict[str, Any]], list[str]]:
-    """(records, what there was no time for or what failed): the native backend first, then Triton with fewer shapes and rounds."""
+    """(records, what there was no time for or what failed): the native backend first, then Triton with fewer shapes and rounds.
+
+    Launches are counted when all else is done: a process that was profiled once is slower from then on.
+    """
     records, missing = [], []
     backends = [("auto", False), ("triton", True)] if device == "cuda" else [("auto", True)]
-    for backend, quick in backends:
-        state = kernels.available()["triton"] if backend == "triton" else kernels.USABLE
-        for name, module in BENCHMARKS.items():
-            if state != kernels.USABLE:
-                missing.append(f"{name} on {backend}: {state}")
-            elif budget.left < 2:
-                missing.append(f"{name} on {backend}: no time was left")
-            else:
-                done, reason = _run(module, device, backend, quick, budget.left)
-                records += done
-                missing += [f"{name} on {backend}: {reason}"] if reason else []
-    return records, missing
+    for counting in (False, True) if device == "cuda" else (False,):
+        for backend, quick in backends:
+            state = kernels.available()["triton"] if backend == "triton" else kernels.USABLE
+            for name, module in BENCHMARKS.items():
+                what = f"{'launches of ' if counting else ''}{name} on {backend}"
+                if state != kernels.USABLE:
+                    missing.append(f"{what}: {state}")
+                elif budget.left < 2:
+                    missing.append(f"{what}: no time was left")
+                else:
+                    done, reason = _run(module, compare.Options(device, backend, quick, counting), budget.left)
+                    records += done
+                    missing += [f"{what}: {reason}"] if reason else []
+    return with_launches(records), missing
 
 
-def _run(module: Any, device: str, backend: str, quick: bool, seconds: float) -> tuple[list[dict[str, Any]], str]:
+def with_launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The timed records, each with the launches that were counted for its operation."""
+    counted = {(r["operation"], r["backend"]): r["launches"] for r in records if r["benchmark"] == "launches"}
+    timed = [record for record in records if record["benchmark"] != "launches"]
+    for record in timed:
+        key = (record["operation"], record["backend"])
+        if key in counted:
+            record["launches"] = counted[key]
+    return timed
+
+
+def _run(module: Any, options: compare.Options, seconds: float) -> tuple[list[dict[str, Any]], str]:
     """Records as they were printed, so that those before a failure are kept; and the failure. It is stopped after `seconds`."""
     lines, reason, start = io.StringIO(), "", time.monotonic()
     signal.signal(signal.SIGALRM, _out_of_time)
     with contextlib.redirect_stdout(lines):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            module.run(device, backend, quick)
+            module.run(options)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and the next benchmark runs
             reason = f"{type(error).__name__}: {error}"
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     compare.free()
     records = [json.loads(line) for line in lines.getvalue().splitlines() if line.startswith("{")]
-    print(f"{module.__name__} on {backend}: {len(records)} records in {time.monotonic() - start:.1f} s {reason}", flush=True)
+    print(f"{module.__name__} on {options.backend}: {len(records)} records in {time.monotonic() - start:.1f} s {reason}", flush=True)
     return records, reason
 
 
@@ -138,6 +185,7 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=6.5, help="for tests and benchmarks together, without the build")
+    parser.add_argument("--results", metavar="FOLDER", help="a folder that gets copies of the results and of pytest's output")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small tensors")
     arguments = parser.parse_args()
@@ -157,14 +205,25 @@ def main() -> int:
     print(table(records), flush=True)
     for what in missing:
         print(f"MISSING  {what}")
+    good = not missing and bool(records) and (tests is None or tests["passed"])
     result = {"device": device_name(device), "torch": torch.__version__, "cuda": torch.version.cuda, "tests": tests, "missing": missing}
-    path = ROOT / "benchmarks" / "results" / f"{re.sub(r'[^a-z0-9]+', '-', device_name(device).lower())}.json"
     if device == "cuda":
-        path.write_text(json.dumps({**result, "records": records}, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {path.relative_to(ROOT)}")
-    good = not missing and records and (tests is None or tests["passed"])
+        keep({"good": good, **result, "records": records}, arguments.results)
     print("make gpu: all done" if good else "make gpu: NOT everything passed", flush=True)
     return 0 if good else 1
+
+
+def keep(result: dict[str, Any], folder: str | None) -> None:
+    """Writes the file of results, and copies for whoever fetches them."""
+    path = ROOT / "benchmarks" / "results" / f"{re.sub(r'[^a-z0-9]+', '-', device_name('cuda').lower())}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path.relative_to(ROOT)}")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for source in (path, TEST_LOG):
+            if source.exists():
+                shutil.copy(source, folder)
+        print(f"copied to {folder}")
 
 
 if __name__ == "__main__":

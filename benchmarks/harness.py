@@ -6,6 +6,7 @@ Machines are shared and noisy, so every figure is a ratio of two things measured
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import platform
@@ -44,23 +45,17 @@ def alternate(
     *,
     barrier: bool = False,
     warmup: int = 2,
-    device: str = "cpu",
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done.
-
-    On CUDA a figure is the time until the device is done; ``calls`` in a row hide what the first launch waits for.
-    """
+    """Seconds per call, all candidates in turn in each round; with ``barrier`` the time until the last rank is done."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(-warmup, repeats):
         for name, call in candidates.items():
-            _wait(device)
             if barrier:
                 dist.barrier()
             start = time.perf_counter()
             for _ in range(calls):
                 call()
-            _wait(device)
             if barrier:
                 dist.barrier()
             if turn >= 0:
@@ -68,9 +63,37 @@ def alternate(
     return seconds
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def alternate_on_cuda(
+    candidates: dict[str, Callable[[], object]], repeats: int, *, at_least: float = 0.02, at_most: float = 3.0
+) -> dict[str, list[float]]:
+    """Seconds per call between two events on the current stream, all candidates in turn in each round.
+
+    A round has so many calls of each that they take `at_least` seconds, and five of what is not as slow as that: then neither the way
+    to the first launch nor a synchronisation is part of it. There are fewer rounds, down to three, where a slow candidate would need
+    more than `at_most` seconds.
+    """
+    calls, rounds = {}, repeats
+    for name, call in candidates.items():
+        _between_events(call, 2)  # the first may compile
+        once = _between_events(call, 3)
+        calls[name] = min(2000, max(5 if once < at_least else 1, math.ceil(at_least / once)))
+        rounds = max(3, min(rounds, int(at_most / (once * calls[name]))))
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            seconds[name].append(_between_events(call, calls[name]))
+    return seconds
+
+
+def _between_events(call: Callable[[], object], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
 
 
 def summary(seconds: dict[str, list[float]], floor: str) -> dict[str, dict[str, float]]:

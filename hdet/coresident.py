@@ -45,6 +45,8 @@ class CoresidentReplicas(Replicas):
     - Until the first optimizer step all replicas follow the model: weights loaded or initialised outside of `use` are everyone's.
     - Frozen parameters and buffers are shared. Running statistics (BatchNorm) are updated by every micro-batch, K times a step.
     - ``backward`` may run inside or outside of `use`; with activation checkpointing inside, because it runs the model again.
+    - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k > 0 have none of their own.
+    - Move or cast the model before: the other replicas' parameters do not follow `model.to()` (refused by name).
     - The optimizer must be one of hdet's fused ones. Its state holds the other replicas, so a checkpoint of model and optimizer has
       all of them; load it after the Ensemble is made. A state without other replicas makes all of them equal to the model.
 
@@ -82,6 +84,12 @@ class CoresidentReplicas(Replicas):
     def __repr__(self) -> str:
         return f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count})"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "CoresidentReplicas cannot be copied or pickled: they are bound to the modules of one model. Make new ones of the copied model "
+            "and load the optimizer's state, which holds the other replicas"
+        )
+
     @contextmanager
     def use(self, replica: int) -> Iterator[None]:
         """Inside, the model runs at the weights of ``replica`` (0 .. K - 1). May be nested; the innermost counts.
@@ -91,6 +99,7 @@ class CoresidentReplicas(Replicas):
         """
         self._check_number(replica)
         self._check_frozen()
+        self._check_kind(replica)
         if not self._entered:
             self.settle()
         entry = [replica]
@@ -134,6 +143,8 @@ class CoresidentReplicas(Replicas):
 
     def _part(self, *_: Any) -> None:
         """The optimizer is about to step: from now on replicas differ."""
+        if self._entered:
+            raise ValueError("optimizer.step() was called inside `with replicas.use(k):`; it steps all replicas, call it after")
         self.settle()
         self._following = False
 
@@ -190,6 +201,7 @@ class CoresidentReplicas(Replicas):
         optimizer.set_replicas(self.count, self._copies)
         self._hooks = [
             optimizer.register_step_pre_hook(self._part),
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
@@ -206,6 +218,15 @@ class CoresidentReplicas(Replicas):
     def _check_number(self, replica: Any) -> None:
         if not isinstance(replica, int) or isinstance(replica, bool) or not 0 <= replica < self.count:
             raise ValueError(f"replica must be one of 0 .. {self.count - 1}, got {replica!r}")
+
+    def _check_kind(self, replica: int) -> None:
+        for main, copies in self._sets.items():
+            own = copies[replica]
+            if own.dtype != main.dtype or own.is_cuda != main.is_cuda:  # a device would cost more to look at than to switch
+                raise ValueError(
+                    f"a parameter is {main.dtype} on {main.device} now, its copy for replica {replica} {own.dtype} on {own.device}: "
+                    "move and cast the model before CoresidentReplicas(model) is made"
+                )
 
     def _check_frozen(self) -> None:
         for parameter, name in self._frozen.items():
@@ -262,9 +283,13 @@ def _check_model(model: Any) -> None:
                 )
 
 
-def _members(value: Any) -> Iterator[torch.Tensor]:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    return (x for x in held if isinstance(x, torch.Tensor))
+def _members(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """Tensors in a value, however nested. `seen`: what it lies in, as containers may hold themselves."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from _members(held, seen | {id(value)})
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:

@@ -65,6 +65,7 @@ class FanOut:
 
         # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
 
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each replica that this optimizer steps (a stock one has one)."""
@@ -88,4 +89,13 @@ class FanOut:
         """Multipliers are 1 from now on; the wrapper stays in the call chain but does nothing."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         self.active = False
+        self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    """What is averaged and explored is settled when an Ensemble is made: replicas would part for good in a group added later."""
+    raise ValueError(
+        "add_param_group: this optimizer is driven by an Ensemble, which would not average the new group: add all groups before, "
+        "or converge(), close() the Ensemble and make a new one"
+    )

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .converge import digest
+from .converge import Masters, digest
 from .core.controllers import Decision, Evidence, ProbeRule
 from .kernels import PairPlan
 from .kernels.checks import FLOATS
 from .optim.finish import values_to
 from .ranges import ranged
-from .slots import Masters
 
 __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
 
-from .converge import all_finite, digest
+from .converge import Masters, all_finite, digest
 from .ranges import ranged
 from .replicas import Replicas
 from .window import LossWindow
 
-__all__ = ["LocalReplica", "Masters", "Slot", "gather_slots", "local_replicas", "masters_of"]
-
-Masters = Callable[[], Sequence[torch.Tensor | None]]
+__all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas", "masters_of"]
 
 
 @dataclass(frozen=True)

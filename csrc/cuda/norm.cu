@@ -13,9 +13,30 @@ constexpr int kTotalThreads = 512;
 
 __device__ __forceinline__ void add_square(double& sum, float x) { sum += static_cast<double>(x) * static_cast<double>(x); }
 
-// One stream only, so it takes 1536 threads of a multiprocessor to have 48 KiB in flight: 30 KiB are what the
-// bandwidth of an H200 needs at a latency of 0.8 us.
-__global__ void __launch_bounds__(kNormThreads, 6)
+// A turn of the only stream.
+struct Turn {
+  Place at;
+  Raw<kEight> raw;
+
+  __device__ __forceinline__ Turn(DType type, const void* stream, const Cut& parts, int turn) : at(place_of(parts, turn)) {
+    load<Use::again>(type, stream, at, raw);  // the update reads it next: the last of it may still be in the cache
+  }
+
+  __device__ __forceinline__ void add_squares(DType type, double& sum) const {
+    float x[kEight];
+    unpack(type, raw, x);
+    // a group that is there twice counts once
+    const int count = at.first == at.second ? 4 : kEight;
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      if (i < count) add_square(sum, x[i]);
+    }
+  }
+};
+
+// With one stream only it takes many threads to keep the memory busy: 30 KiB are what the bandwidth of an H200 needs at a latency of
+// 0.8 us. 1280 threads of a multiprocessor have 80 KiB in flight, two turns each before they wait for the first.
+__global__ void __launch_bounds__(kNormThreads, 5)
     norm_kernel(const Chunk* __restrict__ chunks, void* const* __restrict__ tensors, double* __restrict__ partials) {
   __shared__ double sums[kNormThreads];
   const Chunk chunk = chunks[blockIdx.x];
@@ -25,26 +46,21 @@ __global__ void __launch_bounds__(kNormThreads, 6)
   const Cut parts = cut(chunk.length, head_of(stream, type, wide), wide, true);
   phase([&](int thread) {
     double sum = 0.0;
-    const auto eight = [&](const Place& at) {
-      Raw<kEight> raw;
-      float x[kEight];
-      load<Use::again>(type, stream, at, raw);  // the update reads it next: the last of it may still be in the cache
-      unpack(type, raw, x);
-      // a group that is there twice counts once
-      const int count = at.first == at.second ? 4 : kEight;
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        if (i < count) add_square(sum, x[i]);
-      }
-    };
-    const auto one = [&](const Place& at) {
+    int turn = thread;
+#pragma unroll 1
+    for (; turn + kNormThreads < parts.turns; turn += 2 * kNormThreads) {
+      const Turn one(type, stream, parts, turn), other(type, stream, parts, turn + kNormThreads);
+      one.add_squares(type, sum);
+      other.add_squares(type, sum);
+    }
+    if (turn < parts.turns) Turn(type, stream, parts, turn).add_squares(type, sum);
+    over_ends<kNormThreads>(parts, chunk.length, thread, [&](const Place& at) {
       Raw<1> raw;
       float x[1];
       load<Use::again>(type, stream, at, raw);
       unpack(type, raw, x);
       add_square(sum, x[0]);
-    };
-    over_elements<kNormThreads>(parts, chunk.length, thread, eight, one);
+    });
     sums[thread] = sum;
   });
   add_up<kNormThreads>(sums);

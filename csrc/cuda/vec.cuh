@@ -271,21 +271,27 @@ __device__ __forceinline__ Cut cut(int length, int head, bool wide, bool vectors
   return {head, turns, head + units * unit, wide ? 4 : 4 * turns, wide};
 }
 
-// Shares a chunk among the threads of its block: eight(place) for each turn and one(place) for what is left. Where the number of
-// groups is odd, the last turn has one group twice: it is read twice and then written twice, with the same values.
-template <int kThreads, class Eight, class One>
-__device__ __forceinline__ void over_elements(const Cut& c, int length, int thread, const Eight& eight, const One& one) {
-  const int stride = c.wide ? kEight : 4;
-#pragma unroll 1
-  for (int turn = thread; turn < c.turns; turn += kThreads) {
-    const int first = c.head + turn * stride;
-    const int second = first + c.gap;
-    eight(Place{first, second < c.tail ? second : first, c.wide});
-  }
-  // The head and the tail in one loop: two copies would only fill the instruction cache.
+// Where the number of groups is odd, the last turn has one group twice: it is read twice and then written twice, with the same values.
+__device__ __forceinline__ Place place_of(const Cut& c, int turn) {
+  const int first = c.head + turn * (c.wide ? kEight : 4);
+  const int second = first + c.gap;
+  return {first, second < c.tail ? second : first, c.wide};
+}
+
+// one(place) for what is left besides the turns. The head and the tail in one loop: two copies would only fill the instruction cache.
+template <int kThreads, class One>
+__device__ __forceinline__ void over_ends(const Cut& c, int length, int thread, const One& one) {
   const int ends = c.head + (length - c.tail);
 #pragma unroll 1
   for (int i = thread; i < ends; i += kThreads) one(Place{i < c.head ? i : i - c.head + c.tail, 0, false});
+}
+
+// Shares a chunk among the threads of its block: eight(place) for each turn and one(place) for what is left.
+template <int kThreads, class Eight, class One>
+__device__ __forceinline__ void over_elements(const Cut& c, int length, int thread, const Eight& eight, const One& one) {
+#pragma unroll 1
+  for (int turn = thread; turn < c.turns; turn += kThreads) eight(place_of(c, turn));
+  over_ends<kThreads>(c, length, thread, one);
 }
 
 }  // namespace hdet::cuda

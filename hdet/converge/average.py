@@ -16,7 +16,10 @@ from .. import kernels
 from ..kernels.checks import FLOATS
 from ..replicas import Replicas
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "Masters", "check_averageable"]
+
+Masters = Callable[[], Sequence[torch.Tensor | None]]
+"""Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 DIRECT_BYTES = 1 << 20
@@ -93,7 +96,7 @@ class BucketedAverage:
         tensors: Sequence[torch.Tensor],
         replicas: Replicas,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        masters: Callable[[], Sequence[torch.Tensor | None]] | None = None,
+        masters: Masters | None = None,
     ) -> None:
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1024:
             raise ValueError(f"bucket_bytes must be a whole number of bytes >= 1024, got {bucket_bytes!r}")

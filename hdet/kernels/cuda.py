@@ -22,7 +22,7 @@ from hdet.ranges import ranged
 
 from . import native
 from .interface import Column, RankOneTensors, StepTensors
-from .mirrors import Mirrors
+from .mirrors import Mirrors, captured
 from .native_plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
 from .native_rank_one import NativeRankOnePlan
 from .native_step import NativeStepPlan
@@ -54,10 +54,6 @@ def _copy_without_waiting(table: Tensor, placed: Tensor) -> None:
 def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
     """Keeps the table's memory, once it is dropped, until this stream has done all it was given before."""
     table.record_stream(stream)
-
-
-captured: list[list[Tensor]] = []
-"""the tables of plans that a CUDA graph has captured"""
 
 
 class CudaMemory(native.Memory):

@@ -8,6 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+captured: list[list[Tensor]] = []
+"""the tables of plans that a CUDA graph has captured: it holds their addresses, and may outlive the plan"""
+
 
 class Mirrors:
     """Copies in host memory of what has been copied to a device. `capturing` says whether its stream is being captured."""

@@ -143,8 +143,10 @@ class NativeStepPlan:
 
     def _write_gradients(self, gradients: Sequence[Tensor], changes: int) -> None:
         types = self.gradients.types
-        # not a plain tensor, a torch without DLPack's exchange, or what DLPack does not tell: usable, or what is it?
-        if changes == _C.Gradients.UNUSUAL or any(map(Tensor.is_neg, gradients)):
+        unusual = changes == _C.Gradients.UNUSUAL  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        if not unusual and changes & _C.Gradients.RETYPED:  # the first ones, mostly: to ask each step would take too long
+            unusual = any(map(Tensor.is_neg, gradients))  # DLPack does not tell
+        if unusual:
             check_gradients(gradients, self.tensors.params[0])
             _C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
             types = [native.DTYPES[g.dtype] for g in gradients]

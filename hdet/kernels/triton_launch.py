@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ..ranges import ranged
-from .mirrors import Mirrors
+from .mirrors import Mirrors, captured
 
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
@@ -35,6 +35,13 @@ def registers_for(replicas: int) -> dict[str, int]:
     return {"maxnreg": REGISTERS} if replicas > 1 and torch.version.hip is None else {}
 
 
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 class Memory:
     """Tables in the memory of one device, and launches on its current stream."""
 
@@ -49,10 +56,8 @@ class Memory:
         self._on_cuda = device.type == "cuda"
         self._tables: list[Tensor] = []
         self._streams: set[int] = set()
-        self._mirrors = Mirrors(self._capturing)
-
-    def _capturing(self) -> bool:
-        return self._on_cuda and torch.cuda.is_current_stream_capturing()
+        self._mirrors = Mirrors(lambda: _capturing(device))  # looked up in each call: a test replaces it
+        self._captured = False
 
     def place(self, table: Tensor) -> Tensor:
         """A table that a plan keeps, where kernels read it. Waits for the copy, so that every stream may read it."""
@@ -91,9 +96,12 @@ class Memory:
             kernel[(programs,)](*arguments, **options, **COMPILER)
 
     def _note_stream(self) -> None:
-        """Tables that are dropped stay in memory until every stream that has used them has passed that point."""
+        """Tables that are dropped stay in memory until every stream that has used them has passed that point; captured ones for good."""
         stream = torch.cuda.current_stream(self.device)
         if stream.cuda_stream not in self._streams:
             self._streams.add(stream.cuda_stream)
             for table in self._tables:
                 table.record_stream(stream)
+        if not self._captured and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+            captured.append(self._tables)

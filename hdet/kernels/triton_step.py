@@ -107,7 +107,7 @@ class TritonStepPlan:
                 and False not in [g.is_contiguous() for g in gradients]
                 and {g.dtype for g in gradients} <= t.FORMATS.keys()
                 and {g.get_device() for g in gradients} <= {self.device_number}
-                and not any(map(Tensor.is_neg, gradients))
+                and (self._gradient_dtypes or not any(map(Tensor.is_neg, gradients)))  # in each step that would take too long
                 and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
             )
         except (RuntimeError, AttributeError):  # sparse tensors have no address; None has no attributes

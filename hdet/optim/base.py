@@ -23,7 +23,8 @@ from .stepper import Stepper
 class FusedOptimizer(Stepper):
     """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
 
-    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous; gradients are any of the three. Arithmetic is
+    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is
+    refused); gradients are any of the three. Arithmetic is
     float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations (foreach, fused,
     capturable) are accepted and change nothing; amsgrad and differentiable are refused.
 
@@ -57,7 +58,8 @@ class FusedOptimizer(Stepper):
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
     model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step wherever
     the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through `.data`
-    is not counted: call `refresh_masters()` after it. A split master needs neither, as the parameter is its upper half.
+    is not counted: call `refresh_masters()` after it. A split parameter is the upper half of its value: what is written there counts at
+    once, and the lower half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
 
     torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
     then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers, betas and clipping may change.

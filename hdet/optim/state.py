@@ -65,6 +65,8 @@ class Layout:
         key, kept = self.master_key(sets[0]), kept_masters(state)
         found = next((name for name in MASTER_KEYS if state.get(name) is not None), None)
         if key is None:
+            for param, master in zip(sets, kept, strict=False):
+                _regain(param, master)
             return {} if found is None else {found: None, **({"replica_masters": None} if "replica_masters" in state else {})}
         dtype = torch.int16 if key == "remainder" else torch.float32
         if found == key and len(kept) == len(sets) and all(_fits(m, p, dtype) for m, p in zip(kept, sets, strict=True)):
@@ -117,12 +119,14 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
     if not ours:
         return []
     if theirs and len(theirs) != len(ours):
-        if not all(_same_bits(tensor, param) for tensor in theirs) or not all(_same_bits(master, masters[0]) for master in masters):
+        # The first replica is in the model's state, which may be loaded later: it is asked only where nothing else can tell.
+        alone = len(theirs) == 1 and len(masters) < 2
+        if not (_same_bits([*theirs, *([param] if alone else [])]) and _same_bits(masters)):
             raise ValueError(
                 f"the loaded state has {len(theirs) + 1} replicas that are not equal, this optimizer {len(ours) + 1}: construct as many, "
-                "or converge before saving and load the model before the optimizer"
+                f"or call ensemble.converge() before saving{' and load the model before the optimizer' if alone else ''}"
             )
-        theirs, masters = [param] * len(ours), masters[:1]
+        theirs, masters = theirs[:1] * len(ours), masters[:1]
     entries["replica_params"] = list(ours)
     if masters:  # a single one counts for all replicas
         entries["replica_masters"] = masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
@@ -132,6 +136,14 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
 def adopt(param: Tensor, master: Tensor) -> None:
     """Takes over what was written to a parameter behind its float32 master: elements that no longer are the master, rounded."""
     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
+
+
+def _regain(param: Tensor, master: Tensor) -> None:
+    """A parameter that was 16 bits wide and has been cast to float32 is its master again, unless it has been written to since."""
+    if param.dtype == master.dtype == torch.float32 and any(
+        torch.equal(master.to(dtype).float(), param) for dtype in (torch.bfloat16, torch.float16)
+    ):
+        param.copy_(master)
 
 
 def reset_master(param: Tensor, master: Tensor) -> None:
@@ -189,8 +201,8 @@ def _replica_dtype(key: str, values: Mapping[str, Any], param: Tensor) -> torch.
     return torch.int16 if values.get("remainder") is not None else torch.float32
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
+def _same_bits(tensors: Sequence[Tensor]) -> bool:
+    return all(torch.equal(tensor, tensors[0]) and torch.equal(tensor.signbit(), tensors[0].signbit()) for tensor in tensors[1:])
 
 
 def _are(kept: object, tensors: Sequence[Tensor]) -> bool:

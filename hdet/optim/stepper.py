@@ -20,7 +20,7 @@ from hdet.kernels.interface import PLAIN
 from . import groups, lists, plans
 from .finish import Averaging
 from .plans import Hyper, Part, Planned
-from .state import MASTER_KEYS, Layout, replicas_for
+from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -123,12 +123,24 @@ class Stepper(Optimizer):
         super().__setstate__(state)
         self._forget()
 
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state says so
+        with zeros, as torch's optimizer needs a whole one."""
+        saved = super().state_dict()
+        for i, param in enumerate(self._listed()):
+            state = saved["state"].get(i, {})
+            if self._required and "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
+                zeros = {key: torch.zeros_like(param, dtype=self.moment_dtype) for key in self._required if key != "step"}
+                saved["state"][i] = {"step": torch.zeros((), device=param.device), **zeros, **state}
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this optimizer or of torch's. See torch.optim.Optimizer.load_state_dict.
 
         Moments and masters keep their precision, whatever the parameter's dtype is. Co-resident replicas are written in place. A state
-        of one replica is everyone's, up to the parameters themselves. So is one of another number if its replicas are equal, as after
-        a converge, and the model has been loaded before; from the middle of a cycle it is refused by ValueError.
+        of one replica is everyone's, up to the parameters themselves. A state of another number of replicas is everyone's if they are
+        equal, as after a converge (one of two float32 replicas is compared with the model, which is to be loaded before); from the
+        middle of a cycle it is refused by ValueError.
         """
         held: dict[str, Any] = {}
 

@@ -9,6 +9,9 @@ from .chunks import BATCH, TAIL, load_chunk, whole_vectors
 from .numbers import load_parameter, pointer, store_parameter
 from .rules import add_weighted, empty_sum
 
+HELD = tl.constexpr(4)
+"""up to so many replicas' addresses are held in registers; of more they are read again in each block"""
+
 
 @dataclass(frozen=True)
 class AverageVariant:
@@ -22,7 +25,7 @@ class AverageVariant:
 
 
 @triton.jit
-def parameter_pointers(addresses, offset, k, V: tl.constexpr):
+def load_pointers(addresses, offset, k, V: tl.constexpr):
     """Of replica k; `addresses` has params[K], then masters[K]."""
     param = pointer(tl.load(addresses + k), offset, V.param, V.vector)
     master = pointer(tl.load(addresses + V.replicas + k), offset, V.master, V.vector)
@@ -30,7 +33,15 @@ def parameter_pointers(addresses, offset, k, V: tl.constexpr):
 
 
 @triton.jit
-def average_block(addresses, weights, offset, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
+def pointers_of(addresses, held, offset, k: tl.constexpr, V: tl.constexpr):
+    if V.replicas <= HELD:
+        return held[2 * k], held[2 * k + 1]
+    else:
+        return load_pointers(addresses, offset, k, V)
+
+
+@triton.jit
+def average_block(addresses, held, weights, offset, start, end, V: tl.constexpr, BLOCK: tl.constexpr):
     K: tl.constexpr = V.replicas
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end
@@ -38,24 +49,33 @@ def average_block(addresses, weights, offset, start, end, V: tl.constexpr, BLOCK
     for batch in tl.static_range(0, K, BATCH):
         values = ()
         for k in tl.static_range(batch, min(batch + BATCH, K)):
-            param, master = parameter_pointers(addresses, offset, k, V)
-            read = offsets < tl.where(tl.load(weights + k) != 0, end, 0)
+            param, master = pointers_of(addresses, held, offset, k, V)
+            read = offsets < tl.where(weights[k] != 0, end, 0)
             values = values + (load_parameter(param, master, offsets, read, V.param, V.master),)
         for k in tl.static_range(batch, min(batch + BATCH, K)):
-            mean = add_weighted(mean, tl.load(weights + k), values[k - batch])
+            mean = add_weighted(mean, weights[k], values[k - batch])
     for k in tl.static_range(K):
-        param, master = parameter_pointers(addresses, offset, k, V)
+        param, master = pointers_of(addresses, held, offset, k, V)
         store_parameter(param, master, offsets, mask, mean, V.param, V.master)
 
 
 @triton.jit
 def average(chunks, addresses, weights, V: tl.constexpr):
     """`addresses`: [tensor][2 K]"""
+    K: tl.constexpr = V.replicas
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)
-    addresses += chunk.tensor * (2 * V.replicas)
+    addresses += chunk.tensor * (2 * K)
+    # before the loop: a store may hit any address, so nothing would be kept from one block to the next
+    held = ()
+    if K <= HELD:
+        for k in tl.static_range(K):
+            held = held + load_pointers(addresses, chunk.offset, k, V)
+    numbers = ()
+    for k in tl.static_range(K):
+        numbers = numbers + (tl.load(weights + k),)
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):
-        average_block(addresses, weights, chunk.offset, start, whole, V, V.block)
+        average_block(addresses, held, numbers, chunk.offset, start, whole, V, V.block)
     if whole < chunk.length:
-        average_block(addresses, weights, chunk.offset, whole, chunk.length, V, TAIL)
+        average_block(addresses, held, numbers, chunk.offset, whole, chunk.length, V, TAIL)

@@ -56,7 +56,8 @@ def join(upper, lower):
 @triton.jit
 def not_nan(x):
     """The bits of x; a NaN's are those of the canonical one."""
-    return tl.where(x == x, bits_of(x), 0x7FC00000).to(tl.uint32)
+    bits = bits_of(x)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.uint32)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from .hyper import (
 )
 from .numbers import F32, load, pointer, store
 from .rules import HYPER_ROW, load_row, take_step
-from .step import SHARED, locate, new_direction
+from .step import SHARED, load_shared, locate, new_direction, pointers_of
 
 STATE = tl.constexpr(3)
 LINE = tl.constexpr(5)
@@ -148,10 +148,15 @@ def load_line(addresses, lines, chunk, V: tl.constexpr):
 
 
 @triton.jit
-def move_on_line(line, u, offsets, mask, end):
+def load_place(line, offsets, mask):
+    """Base and D of a block."""
+    return load(line.base, offsets, mask, F32), load(line.displacement, offsets, mask, F32)
+
+
+@triton.jit
+def move_on_line(line, u, loaded, offsets, mask, end):
     """Base and D of a block after a step along u. The base is written where it has changed."""
-    base = load(line.base, offsets, mask, F32)
-    displacement = load(line.displacement, offsets, mask, F32)
+    base, displacement = loaded
     base = tl.where(line.folds != 0, take_step(line.rho, line.scale, base, displacement), base)
     displacement = line.decay * tl.where(line.folds != 0, 0.0, displacement) + line.step_size * u
     store(line.base, offsets, offsets < tl.where(line.folds != 0, end, 0), base, F32)
@@ -166,11 +171,12 @@ def rank_one_block(shared, place, line, row, start, end, V: tl.constexpr, BLOCK:
     mask = offsets < end
     live = offsets < tl.where(place.skip == 0, end, 0)
     none = tl.zeros((BLOCK,), tl.float32)
-    u, _ = new_direction(shared, place, row, start, offsets, mask, live, none, V, BLOCK)
-    base, displacement = move_on_line(line, tl.where(place.skip == 0, u, 0.0), offsets, mask, end)
+    loaded, on_line = load_shared(shared, offsets, mask, V), load_place(line, offsets, mask)
+    u, _ = new_direction(shared, place, row, start, loaded, offsets, live, none, V, BLOCK)
+    base, displacement = move_on_line(line, tl.where(place.skip == 0, u, 0.0), on_line, offsets, mask, end)
     for k in tl.static_range(K):
-        output = pointer(tl.load(place.addresses + k), place.offset, V.param, V.vector)
-        new = take_step(tl.load(place.replica_rows + 2 * k), tl.load(place.replica_rows + 2 * k + 1), base, displacement)
+        output, _, _ = pointers_of(place, k, V)
+        new = take_step(place.replica_rows[2 * k], place.replica_rows[2 * k + 1], base, displacement)
         store(output, offsets, mask, new, V.param)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, none, V.gradient)
@@ -207,7 +213,7 @@ def converge_block(addresses, offset, line, start, end, V: tl.constexpr, BLOCK: 
     K: tl.constexpr = V.replicas
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end
-    base, _ = move_on_line(line, tl.zeros((BLOCK,), tl.float32), offsets, mask, end)
+    base, _ = move_on_line(line, tl.zeros((BLOCK,), tl.float32), load_place(line, offsets, mask), offsets, mask, end)
     for k in tl.static_range(K):
         store(pointer(tl.load(addresses + k), offset, V.param, V.vector), offsets, mask, base, V.param)
 

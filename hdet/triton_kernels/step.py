@@ -12,6 +12,8 @@ from .rules import HYPER_ROW, add_weighted, direction, empty_sum, load_row, runn
 
 SHARED = tl.constexpr(3)
 """columns of the address table before those of the replicas: exp_avg, exp_avg_sq, bucket; then params[K], masters[K], averages[K]"""
+HELD = tl.constexpr(4)
+"""up to so many replicas' addresses are held in registers; of more they are read again in each block"""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,12 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a block must know of its chunk."""
+    """What a block must know of its chunk. Stores may hit any address, so what is not loaded here is loaded again in each block."""
 
     addresses: tl.tensor  # of this tensor: params[K], masters[K], averages[K]
-    replica_rows: tl.tensor  # of this row
-    weights: tl.tensor
+    pointers: tuple  # the parameter's, the master's, the average's, of each replica; of more than HELD replicas none
+    replica_rows: tuple  # two numbers of each replica
+    weights: tuple  # where they are used
     offset: tl.tensor
     seed: tl.tensor
     first_replica: tl.tensor
@@ -58,10 +61,20 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def parameter_pointers(place, k, V: tl.constexpr):
-    param = pointer(tl.load(place.addresses + k), place.offset, V.param, V.vector)
-    master = pointer(tl.load(place.addresses + V.replicas + k), place.offset, V.master, V.vector)
-    return param, master
+def load_pointers(addresses, offset, k, V: tl.constexpr):
+    """Of replica k: parameter, master, average."""
+    param = pointer(tl.load(addresses + k), offset, V.param, V.vector)
+    master = pointer(tl.load(addresses + V.replicas + k), offset, V.master, V.vector)
+    average = pointer(tl.load(addresses + 2 * V.replicas + k), offset, V.average, V.vector)
+    return param, master, average
+
+
+@triton.jit
+def pointers_of(place, k: tl.constexpr, V: tl.constexpr):
+    if V.replicas <= HELD:
+        return place.pointers[3 * k], place.pointers[3 * k + 1], place.pointers[3 * k + 2]
+    else:
+        return load_pointers(place.addresses, place.offset, k, V)
 
 
 @triton.jit
@@ -70,23 +83,30 @@ def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
     K: tl.constexpr = V.replicas
     values = ()
     for k in tl.static_range(FIRST, min(FIRST + BATCH, K)):
-        param, master = parameter_pointers(place, k, V)
+        param, master, _ = pointers_of(place, k, V)
         values = values + (load_parameter(param, master, offsets, mask, V.param, V.master),)
     return values
 
 
 @triton.jit
-def new_direction(shared, place, row, start, offsets, mask, live, param, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Reads the gradient, moves the moments, returns u and the random bits of replica 0."""
-    RULE: tl.constexpr = V.rule
-    gradient = load(shared.gradient, offsets, mask, V.gradient, True) * row.gradient_scale
+def load_shared(shared, offsets, mask, V: tl.constexpr):
+    """Gradient and moments."""
+    gradient = load(shared.gradient, offsets, mask, V.gradient, True)
     exp_avg = gradient * 0
     exp_avg_sq = exp_avg
     if V.exp_avg != NONE:
         exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
     if V.exp_avg_sq != NONE:
         exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
-    u, exp_avg, exp_avg_sq = direction(row, gradient, param, exp_avg, exp_avg_sq, RULE)
+    return gradient, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def new_direction(shared, place, row, start, loaded, offsets, live, param, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Moves the moments along what load_shared has read, returns u and the random bits of replica 0."""
+    RULE: tl.constexpr = V.rule
+    gradient, exp_avg, exp_avg_sq = loaded
+    u, exp_avg, exp_avg_sq = direction(row, gradient * row.gradient_scale, param, exp_avg, exp_avg_sq, RULE)
     bits = tl.zeros((BLOCK,), tl.uint32)
     if V.stochastic and (V.exp_avg_sq == BF16 or (V.first and V.param == BF16)):
         bits = rounding_bits(place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK)
@@ -117,35 +137,35 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < end
     live = offsets < tl.where(place.skip == 0, end, 0)
+    loaded = load_shared(shared, offsets, mask, V)  # first: addresses may have to be read before parameters
     old = load_batch(place, offsets, mask, 0, V)
     param = tl.zeros((BLOCK,), tl.float32)
     if K == 1 and (V.rule == "adam" or V.rule == "sgd"):
         param = old[0]
-    u, bits = new_direction(shared, place, row, start, offsets, mask, live, param, V, BLOCK)
+    u, bits = new_direction(shared, place, row, start, loaded, offsets, live, param, V, BLOCK)
 
     mean = empty_sum(BLOCK)
     for batch in tl.static_range(0, K, BATCH):
         if batch > 0:
             old = load_batch(place, offsets, mask, batch, V)
         for k in tl.static_range(batch, min(batch + BATCH, K)):
-            p, master = parameter_pointers(place, k, V)
+            p, master, average = pointers_of(place, k, V)
             x = old[k - batch]
-            new = take_step(tl.load(place.replica_rows + 2 * k), tl.load(place.replica_rows + 2 * k + 1), x, u)
+            new = take_step(place.replica_rows[2 * k], place.replica_rows[2 * k + 1], x, u)
             new = tl.where(place.skip == 0, new, x)
             if V.average != NONE:
-                average = pointer(tl.load(place.addresses + 2 * K + k), place.offset, V.average, V.vector)
                 moving = offsets < tl.where((place.skip == 0) & (place.average_weight != 0), end, 0)
                 moved = running_average(load(average, offsets, moving, V.average), new, place.average_weight)
                 store(average, offsets, moving, moved, V.average)
             if V.finish == "store":
                 store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
             elif V.finish == "pack":
-                tl.store(shared.bucket + offsets, scaled(tl.load(place.weights), new), mask=mask)
+                tl.store(shared.bucket + offsets, scaled(place.weights[0], new), mask=mask)
             else:
-                mean = add_weighted(mean, tl.load(place.weights + k), new)
+                mean = add_weighted(mean, place.weights[k], new)
     if V.finish == "mean":
         for k in tl.static_range(K):
-            p, master = parameter_pointers(place, k, V)
+            p, master, _ = pointers_of(place, k, V)
             store_parameter(p, master, offsets, mask, mean, V.param, V.master)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, tl.zeros((BLOCK,), tl.float32), V.gradient)
@@ -154,7 +174,19 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def locate(chunk, gradients, addresses, ids, replica_rows, weights, control, random, V: tl.constexpr):
     """The streams of a chunk, and what its blocks must know."""
-    columns = addresses + chunk.tensor * (SHARED + 3 * V.replicas)
+    K: tl.constexpr = V.replicas
+    columns = addresses + chunk.tensor * (SHARED + 3 * K)
+    pointers = ()
+    if K <= HELD:
+        for k in tl.static_range(K):
+            pointers = pointers + load_pointers(columns + SHARED, chunk.offset, k, V)
+    row_numbers = ()
+    for i in tl.static_range(2 * K):
+        row_numbers = row_numbers + (tl.load(replica_rows + chunk.row * (2 * K) + i),)
+    weight_numbers = ()
+    if V.finish != "store":
+        for k in tl.static_range(K):
+            weight_numbers = weight_numbers + (tl.load(weights + k),)
     shared = Shared(
         pointer(tl.load(gradients + 2 * chunk.tensor), chunk.offset, V.gradient, V.vector),
         pointer(tl.load(columns), chunk.offset, V.exp_avg, V.vector),
@@ -163,8 +195,9 @@ def locate(chunk, gradients, addresses, ids, replica_rows, weights, control, ran
     )
     place = Place(
         columns + SHARED,
-        replica_rows + chunk.row * (2 * V.replicas),
-        weights,
+        pointers,
+        row_numbers,
+        weight_numbers,
         chunk.offset,
         tl.load(random),
         tl.load(random + 1).to(tl.int32),

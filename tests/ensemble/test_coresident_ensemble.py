@@ -361,39 +361,3 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
     assert scheduler.ensemble.corrections["lr"] != 1.0
     with pytest.raises(ValueError, match="world_size is 4"):
         drop_in(4, world_size=4)
-
-
-# -- whose optimizer it is -----------------------------------------------------------------------------------------------------
-
-
-def hooks_on(optimizer: torch.optim.Optimizer) -> list[int]:
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-    return [len(registered) for registered in hooks]
-
-
-def test_a_second_ensemble_after_close_leaves_no_hooks_of_the_first() -> None:
-    run = CoresidentRun(2).steps(3)
-    assert hooks_on(run.optimizer) == [1, 1, 1]
-    run.ensemble.close()
-    assert hooks_on(run.optimizer) == [0, 0, 0]
-    run.replicas.attach(run.optimizer)
-    hdet.Ensemble(run.optimizer, replicas=run.replicas)
-    assert hooks_on(run.optimizer) == [1, 1, 1]
-
-
-def test_a_refused_second_ensemble_leaves_the_first_as_it_was() -> None:
-    run = CoresidentRun(2).steps(3)
-    before = [list(row) for row in run.optimizer.multipliers]
-    with pytest.raises(ValueError, match="already driven"):
-        hdet.Ensemble(run.optimizer, replicas=hdet.CoresidentReplicas(run.net, 2))
-    assert run.optimizer.multipliers == before and before != [[1.0], [1.0]] and hooks_on(run.optimizer) == [1, 1, 1]
-    run.steps(2)
-
-
-def test_a_converged_run_continues_with_another_number_of_replicas() -> None:
-    first = CoresidentRun(4).steps(20)
-    run = restored(CoresidentRun(2).steps(3), saved(first), ORDERS[0], 20)
-    assert all(torch.equal(w, first.weights()[0]) for w in run.weights())
-    run.steps(2)
-    with pytest.raises(ValueError, match="4 replicas that are not equal, this optimizer 2"):
-        restored(CoresidentRun(2), saved(first.steps(2)), ORDERS[0], 22)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -201,21 +202,61 @@ def test_a_rate_on_the_device_is_read_there(backend: str) -> None:
     assert param.tolist() == [0.25] * 10
 
 
-def test_a_captured_step_reads_its_rate_on_the_device(backend: str) -> None:
-    """Another rate for each replay, with no call of hdet's between them."""
-    rate = torch.tensor(0.5, device="cuda")
-    param = torch.nn.Parameter(torch.ones(10, device="cuda"))
-    optimizer = FusedSGD([param], lr=rate, backend=backend)
-    param.grad = torch.ones_like(param)
-    for _ in range(2):
+def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:
+    """Changed in place between replays, without a word to the optimizer; the bits are those of steps that are not captured."""
+    ours, theirs = parameters(), parameters()
+    rates = [torch.tensor(0.5, device="cuda") for _ in range(2)]
+    a, b = (FusedAdamW(groups(params), lr=rate, backend=backend) for params, rate in zip((ours, theirs), rates, strict=True))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for params, optimizer in ((ours, a), (theirs, b)):
+        set_gradients(params, 0)
+        with torch.cuda.stream(side):
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        a.step()
+    for turn, lr in enumerate((0.5, 0.03, 0.0, 0.2), 1):
+        before = ours[0].detach().clone()
+        for params, rate in ((ours, rates[0]), (theirs, rates[1])):
+            rate.fill_(lr)
+            set_gradients(params, turn)
+        graph.replay()
+        b.step()
+        assert same_bits(state_of(a), state_of(b)), f"replay {turn}"
+        assert torch.equal(ours[0], before) == (lr == 0), "a rate that was captured as a number"
+
+
+def test_a_graph_outlives_the_plan_it_captured(backend: str) -> None:
+    """The plan is replaced, its tables' memory is given to others: the graph still updates the tensors that it captured."""
+    params = parameters()
+    optimizer = FusedSGD(params, lr=0.5, backend=backend)
+    set_gradients(params, 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
-    for value in (0.25, 1.0):
-        rate.fill_(value)
-        graph.replay()
-    assert param.tolist() == [-1.25] * 10
+    gradients = [param.grad for param in params]
+    counters = [value for param in params for value in optimizer.state[param].values()]  # the caller's to keep
+    optimizer.param_groups[0]["params"] = params[:1]
+    optimizer.step()  # another plan
+    del optimizer
+    gc.collect()
+    torch.cuda.synchronize()
+    others = [torch.full((n,), -1, dtype=torch.int64, device="cuda") for n in (1, 4, 16, 64, 256) for _ in range(50)]
+    before = [param.detach().clone() for param in params]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(int(other.max()) == int(other.min()) == -1 for other in others)
+    for param, old, gradient in zip(params, before, gradients, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(param.detach(), old - 0.5 * gradient)
+    assert counters
 
 
 def kernels_of(call: Any) -> list[str]:

@@ -47,7 +47,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.copies += 1
         placed.copy_(table)
 
-    monkeypatch.setattr(cuda, "_capturing", lambda: state.capturing)
+    monkeypatch.setattr(cuda, "_capturing", lambda device: state.capturing)
     monkeypatch.setattr(cuda, "_placed", lambda table, device: table.clone())
     monkeypatch.setattr(cuda, "_copy_without_waiting", copy)
     return state

@@ -131,6 +131,28 @@ def test_masters_change_their_form_exactly(of: str, into: str) -> None:
     assert_equal(exact(other, ours), theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_parameter_that_becomes_float32_gets_its_masters_value(dtype: torch.dtype) -> None:
+    """Unless somebody has written to it."""
+    ours = parameters(dtype=dtype)
+    a = FusedAdamW(groups(ours), lr=1e-2, master_weights="fp32")
+    set_gradients(ours, 0)
+    a.step()
+    expected = [master.clone() for master in exact(a, ours)]
+    for param in ours:
+        param.grad, param.data = None, param.data.float()
+    with torch.no_grad():
+        ours[1][3] = 5.0
+    expected[1] = ours[1].detach().clone()
+    for param in ours:
+        param.grad = torch.zeros_like(param)
+    for group in a.param_groups:
+        group["lr"] = 0.0
+    a.step()
+    assert_equal(ours, expected)
+    assert not any("master_param" in state for state in state_of(a))
+
+
 def test_masters_that_nobody_keeps_are_dropped_with_a_warning() -> None:
     ours, a = bfloat16_run(master_weights="fp32")
     set_gradients(ours, 0)

@@ -34,7 +34,7 @@ def replicated(
     params = parameters(dtype=dtype)
     optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
     optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
-    optimizer.multipliers = [[rho] * 3 for rho in RHOS[:count]]
+    optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
     return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
 
 
@@ -371,14 +371,10 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(count: int, dtype: 
     state = copy.deepcopy(three.state_dict())
     theirs, other, sets = replicated(count, dtype=dtype, master_weights=master_weights)
     run(other, theirs, range(7, 9))
-    before = [tensor.detach().clone() for tensor in sets[-1]]
-    with pytest.raises(ValueError, match="load the model before the optimizer"):
-        other.load_state_dict(state)
-    assert_equal(sets[-1], before)
+    other.load_state_dict(state)
     with torch.no_grad():
         for param, value in zip(theirs, ours, strict=True):
             param.copy_(value)
-    other.load_state_dict(state)
     for k in range(count):
         assert_equal(sets[k], ours)
         assert_equal(values(other, k), values(three, 0))
@@ -386,6 +382,28 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(count: int, dtype: 
         state["state"][0]["replica_masters"][-1].view(-1)[0].add_(2**-12 if master_weights == "fp32" else 1)
         with pytest.raises(ValueError, match="3 replicas that are not equal"):
             other.load_state_dict(state)
+
+
+def test_whether_two_replicas_are_equal_only_the_model_can_tell() -> None:
+    ours, two, _ = replicated(2)
+    run(two, ours, range(3))
+    two.average_replicas(WEIGHTS[:2])
+    theirs, three, sets = replicated(3)
+    before = [tensor.detach().clone() for tensor in sets[-1]]
+    with pytest.raises(ValueError, match="load the model before the optimizer"):
+        three.load_state_dict(two.state_dict())
+    assert_equal(sets[-1], before)
+    with torch.no_grad():
+        for param, value in zip(theirs, ours, strict=True):
+            param.copy_(value)
+    three.load_state_dict(two.state_dict())
+    assert_equal(sets[-1], ours)
+    run(two, ours, range(3, 4))
+    with torch.no_grad():
+        for param, value in zip(theirs, ours, strict=True):
+            param.copy_(value)
+    with pytest.raises(ValueError, match="2 replicas that are not equal"):
+        three.load_state_dict(two.state_dict())
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
@@ -405,6 +423,7 @@ def test_a_state_of_one_replica_brings_its_master_for_all(master_weights: str) -
     three.average_replicas([0.5, 0.25, 0.25])
     for k in range(3):
         assert_equal(values(three, k), expected)
+    three.multipliers, one.multipliers = [[1.0] * 3] * 3, [[1.0] * 3]
     run(three, theirs, range(3, 4))
     run(one, ours, range(3, 4))
     for k in range(3):
