@@ -48,7 +48,7 @@ class Ensemble:
 
     Args:
         optimizer: any torch optimizer; its parameters are what is averaged. Gradients must be all-reduced over the replicas (DDP).
-            Co-resident replicas need one of hdet's fused optimizers.
+            Co-resident replicas need one of hdet's fused optimizers. Groups are added before, or after close().
         scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values.
         knobs: what to explore; default ``[LearningRate(spread=1/9)]``.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.

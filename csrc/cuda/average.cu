@@ -84,7 +84,7 @@ struct Average {
 };
 
 template <bool kFloat>
-__global__ void __launch_bounds__(kAverageThreads, kFloat ? 8 : 6) average_kernel(const __grid_constant__ AveragePlan plan) {
+__global__ void __launch_bounds__(kAverageThreads, kFloat ? 8 : 5) average_kernel(const __grid_constant__ AveragePlan plan) {
   const Average<kFloat> average(plan);
   const Cut parts = average.prepare();
   threads([&](int thread) {

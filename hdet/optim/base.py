@@ -56,10 +56,10 @@ class FusedOptimizer(Stepper):
     dtype is. A state without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
 
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
-    model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step wherever
-    the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through `.data`
-    is not counted: call `refresh_masters()` after it. A split parameter is the upper half of its value: what is written there counts at
-    once, and the lower half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
+    model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average
+    wherever the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through
+    `.data` is not counted: call `refresh_masters()` after it. A split parameter is the upper half of its value: what is written there
+    counts at once, and the lower half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
 
     torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
     then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers, betas and clipping may change.
