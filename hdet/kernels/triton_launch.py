@@ -15,7 +15,7 @@ BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
 TABLE_BLOCK = 2048
 """numbers of a table, or of a norm, that one program takes at a time"""
-REGISTERS = 96
+REGISTERS = 128
 """a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own"""
 
 COMPILER = {"enable_fp_fusion": False}

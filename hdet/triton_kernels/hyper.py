@@ -170,7 +170,7 @@ def count_steps(counters, num_tensors, skip, BLOCK: tl.constexpr):
     """Every tensor's counter += 1, unless the step is skipped."""
     for first in range(0, num_tensors, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        live = (i < num_tensors) & (skip == 0)
+        live = i < tl.where(skip, 0, num_tensors)
         counter = tl.load(counters + i, mask=live, other=0).to(tl.pointer_type(tl.float32))
         tl.store(counter, tl.load(counter, mask=live, other=0) + 1, mask=live)
 
