@@ -1,4 +1,4 @@
-"""Ten optimizer steps or converges for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
+"""Ten optimizer steps, or ten with a converge after each, for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
 
     python benchmarks/profiled.py step|converge [--shapes gpt2|small] [--replicas K] [--device cpu|cuda]
 
@@ -37,10 +37,17 @@ def prepare(mode: str, model: torch.nn.Module, replicas: int) -> Callable[[], ob
     if mode == "step" and replicas == 1:
         return optimizer.step
     if dist.is_initialized():
-        return hdet.Ensemble(optimizer, sync_interval=1 << 30).converge
-    ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(model, max(2, replicas)), sync_interval=1 << 30)
-    optimizer.step()
-    return optimizer.step if mode == "step" else ensemble.converge
+        ensemble = hdet.Ensemble(optimizer, sync_interval=1 << 30)
+    else:
+        ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(model, max(2, replicas)), sync_interval=1 << 30)
+    if mode == "step":
+        return optimizer.step
+
+    def converge() -> None:
+        optimizer.step()  # equal replicas would be left alone
+        ensemble.converge()
+
+    return converge
 
 
 def main() -> None:
