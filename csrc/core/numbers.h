@@ -10,13 +10,15 @@ enum class DType : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3 };
 // What stands beside a parameter of 16 bits: nothing; its float32 value; or the 16 bits that its bfloat16 lacks (split).
 enum class Master : int32_t { none = 0, f32 = 1, split = 2 };
 
+HDET_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
 HDET_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
 // To nearest, ties to even. NaN stays NaN.
 HDET_HD uint16_t to_bf16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  return static_cast<uint16_t>(is_nan(bits) ? 0x7fc0u : rounded);
 }
 
 // Stochastic: up with the probability of what would be cut off. `random` is uniform in 0 .. 65535. Infinities and NaN are exact.
@@ -71,7 +73,6 @@ HDET_HD float join(uint16_t upper, uint16_t lower) {
   const uint32_t bits = ((static_cast<uint32_t>(upper) - static_cast<uint32_t>(lower >> 15)) << 16) + lower;
   return float_of((upper & 0x7fffu) == 0 && lower >= 0x8000u ? static_cast<uint32_t>(upper) << 16 : bits);
 }
-HDET_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 HDET_HD uint16_t upper_half(float x) {
   const uint32_t bits = bits_of(x);
   return static_cast<uint16_t>(is_nan(bits) ? 0x7fc0u : (bits + 0x8000u) >> 16);

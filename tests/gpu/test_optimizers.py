@@ -32,6 +32,19 @@ def refusing_to_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def captured_step(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    """A step is done on a side stream, as capturing needs, and then one is captured, which does nothing until it is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph
+
+
 def test_as_torchs_fused_adamw_over_100_steps(backend: str) -> None:
     ours, theirs = parameters(), parameters()
     a = FusedAdamW(groups(ours), lr=1e-3, weight_decay=0.1, backend=backend)
@@ -109,16 +122,10 @@ def test_capture_and_replay_with_changing_hyperparameters(kind: Any, options: di
     """Rates, decay and betas change between replays; the bits are those of steps that are not captured."""
     ours, theirs = parameters(), parameters()
     a, b = (kind([{"params": params}], lr=1e-2, backend=backend, **options) for params in (ours, theirs))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    for params, optimizer in ((ours, a), (theirs, b)):
+    for params in (ours, theirs):
         set_gradients(params, 0)
-        with torch.cuda.stream(side):
-            optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        a.step()
+    b.step()
+    graph = captured_step(a)
     for turn in range(1, 7):
         changes: dict[str, Any] = {"lr": 1e-2 / turn, "weight_decay": 0.1 * turn}
         changes |= {"momentum": 0.5 + 0.05 * turn} if kind is FusedSGD else {"betas": (0.5 + 0.05 * turn, 0.9 + 0.01 * turn)}
@@ -207,16 +214,10 @@ def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:
     ours, theirs = parameters(), parameters()
     rates = [torch.tensor(0.5, device="cuda") for _ in range(2)]
     a, b = (FusedAdamW(groups(params), lr=rate, backend=backend) for params, rate in zip((ours, theirs), rates, strict=True))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    for params, optimizer in ((ours, a), (theirs, b)):
+    for params in (ours, theirs):
         set_gradients(params, 0)
-        with torch.cuda.stream(side):
-            optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        a.step()
+    b.step()
+    graph = captured_step(a)
     for turn, lr in enumerate((0.5, 0.03, 0.0, 0.2), 1):
         before = ours[0].detach().clone()
         for params, rate in ((ours, rates[0]), (theirs, rates[1])):
@@ -233,14 +234,7 @@ def test_a_graph_outlives_the_plan_it_captured(backend: str) -> None:
     params = parameters()
     optimizer = FusedSGD(params, lr=0.5, backend=backend)
     set_gradients(params, 0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
+    graph = captured_step(optimizer)
     gradients = [param.grad for param in params]
     counters = [value for param in params for value in optimizer.state[param].values()]  # the caller's to keep
     optimizer.param_groups[0]["params"] = params[:1]
