@@ -63,7 +63,7 @@ class CoresidentReplicas(Replicas):
         if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 2:
             raise ValueError(f"num_replicas must be a whole number >= 2, got {num_replicas!r}: one replica is the model itself")
         _check_model(model)
-        self.model, self.count, self.index, self.peer_group = model, num_replicas, 0, None
+        self.model, self.count, self.index = model, num_replicas, 0
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, name in names.items():
             _check_parameter(parameter, name)
@@ -174,7 +174,7 @@ class CoresidentReplicas(Replicas):
         """The same parameters of each replica; what is shared (buffers, frozen ones) stands in all lists."""
         return [[self._sets[t][k] if t in self._sets else t for t in tensors] for k in self.local]  # type: ignore[index]
 
-    def gather_rows(self, *rows: torch.Tensor) -> torch.Tensor:
+    def sum_rows(self, *rows: torch.Tensor) -> torch.Tensor:
         """K rows -> (K, width); nobody else is to be asked."""
         return torch.stack(rows)
 

@@ -77,7 +77,7 @@ def gather_slots(
     """
     replicas.settle()
     local = [_row(member, None if probes is None else probes[k], compare) for k, member in enumerate(members)]
-    return [Slot(row[0] == 1, row[1], row[2], (row[3], row[4]), row[5:]) for row in replicas.gather_rows(*local).tolist()]
+    return [Slot(row[0] == 1, row[1], row[2], (row[3], row[4]), row[5:]) for row in replicas.sum_rows(*local).tolist()]
 
 
 def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Converge: the average of the replicas' parameters, and the checks that go with it (Eq. 3)."""
 
-from .average import BucketedAverage, Masters
+from .average import BucketedAverage
 from .health import all_finite, digest
+from .protocol import Average, Converge, Masters, Task, local_parts
 
-__all__ = ["BucketedAverage", "Masters", "all_finite", "digest"]
+__all__ = ["Average", "BucketedAverage", "Converge", "Masters", "Task", "all_finite", "digest", "local_parts"]

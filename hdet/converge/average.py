@@ -5,7 +5,7 @@ Cost: one all_reduce of the parameters' bytes. Extra memory: at most one bucket,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,11 +15,9 @@ import torch.distributed as dist
 from .. import kernels
 from ..kernels.checks import FLOATS
 from ..replicas import Replicas
+from .protocol import Masters
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "Masters", "check_averageable"]
-
-Masters = Callable[[], Sequence[torch.Tensor | None]]
-"""Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
+__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable"]
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 DIRECT_BYTES = 1 << 20

@@ -17,24 +17,42 @@ class ReplicaDisagreement(RuntimeError):
 
 
 class Replicas:
-    """N replicas, of which this process holds one (or, as `hdet.CoresidentReplicas`, all).
+    """N replicas. This process holds one, or a part of one (or, as `hdet.CoresidentReplicas`, all).
 
     Attributes:
         index: this replica's number, 0 .. count - 1.
         count: N.
-        peer_group: the ``torch.distributed`` group that averages parameters; None when there is one replica.
+        ranks: [replica][member] -> rank of the default group; member m of every replica holds the same part of the model. Empty if
+            nothing is distributed.
+        member: this process's place inside its replica.
+        peer_group: the ``torch.distributed`` group of the ranks with this ``member`` number, in the order of their replicas: it
+            averages parameters. None when there is one replica.
+        world_group: all ranks of all replicas: it adds up the losses. None when this process is alone.
 
-    Use `single`, `from_group`, or `default`.
+    Use `single`, `from_group`, `from_mesh`, `from_layout`, `from_megatron` or `default`.
     """
 
-    index: int
-    count: int
-    peer_group: dist.ProcessGroup | None
+    index: int = 0
+    count: int = 1
+    ranks: Sequence[Sequence[int]] = ()
+    member: int = 0
+    peer_group: dist.ProcessGroup | None = None
+    world_group: dist.ProcessGroup | None = None
 
-    def __init__(self, index: int, count: int, peer_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        peer_group: dist.ProcessGroup | None = None,
+        *,
+        ranks: Sequence[Sequence[int]] = (),
+        member: int = 0,
+        world_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
             raise ValueError(f"index must be one of 0 .. count - 1, got index {index!r} of count {count!r}")
         self.index, self.count, self.peer_group = index, count, peer_group
+        self.ranks, self.member, self.world_group = ranks, member, world_group
 
     def __repr__(self) -> str:
         return f"Replicas(index={self.index}, count={self.count})"
@@ -59,7 +77,10 @@ class Replicas:
             raise ValueError(
                 f"rank {dist.get_rank()} is not a member of the group given to from_group: pass each rank the group it belongs to"
             )
-        return cls(index, count, group if count > 1 else None)
+        if count == 1:
+            return cls(0, 1)
+        ranks = [[rank] for rank in dist.get_process_group_ranks(group)]
+        return cls(index, count, group, ranks=ranks, world_group=group)
 
     @classmethod
     def default(cls) -> Replicas:
@@ -108,15 +129,16 @@ class Replicas:
     def detach(self) -> None:
         """The end of `attach`: the optimizer is not listened to any more."""
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def sum_rows(self, row: torch.Tensor) -> torch.Tensor:
         """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the slots of a cycle.
 
-        One all_reduce of N * width numbers. A NaN stays in its own row, because every other replica adds zeros there.
+        All ranks of a replica add to its row; one all_reduce of N * width numbers. A NaN stays in its own row, because the ranks of
+        other replicas add zeros there.
         """
         rows = row.new_zeros(self.count, row.numel())
         rows[self.index] = row
-        if self.peer_group is not None:
-            dist.all_reduce(rows, group=self.peer_group)
+        if self.world_group is not None:
+            dist.all_reduce(rows, group=self.world_group)
         return rows
 
     def require_agreement(self, settings: Mapping[str, int], device: torch.device) -> None:
@@ -128,7 +150,7 @@ class Replicas:
         if self.peer_group is None:
             return
         names = list(settings)
-        rows = self.gather_rows(torch.tensor([float(settings[name]) for name in names], dtype=torch.float64, device=device)).tolist()
+        rows = self.sum_rows(torch.tensor([float(settings[name]) for name in names], dtype=torch.float64, device=device)).tolist()
         wrong = [name for k, name in enumerate(names) if len({row[k] for row in rows}) > 1]
         if wrong:
             raise ReplicaDisagreement(

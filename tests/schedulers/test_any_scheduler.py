@@ -229,7 +229,7 @@ class PairOnPaper(hdet.Replicas):
     def __init__(self):
         super().__init__(0, 2, None)
 
-    def gather_rows(self, row):
+    def sum_rows(self, row):
         return torch.stack([row, row])
 
 

@@ -1,0 +1,73 @@
+"""What a way of averaging is given, and what an Ensemble asks of it (docs/converge.md tells which one pays when)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.optim import Optimizer
+
+from ..replicas import Replicas
+
+__all__ = ["Average", "Converge", "Masters", "Task", "local_parts"]
+
+Masters = Callable[[], Sequence[torch.Tensor | None]]
+"""Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be averaged, on this rank."""
+
+    tensors: Sequence[torch.Tensor]
+    """Parameters, then buffers, in the same order on all peers; DTensors stand for their local shards (`local_parts`)."""
+    replicas: Replicas
+    optimizer: Optimizer
+    masters: Masters
+    sync_interval: int
+    """T, optimizer steps between averages."""
+    bucket_bytes: int
+    """Upper bound of the extra memory of a plain average."""
+
+
+class Average(Protocol):
+    """Eq. 3 for one `Task`. All ranks call the same methods in the same order: what communicates, and when, is a pure function of the
+    arguments. ``weights``: w_r of all N replicas, summing to 1; a replica of weight 0 contributes nothing, not even a NaN, and takes the
+    average like the others.
+    """
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is under way and nothing is kept back: the tensors are all there is to know, and are equal on all replicas."""
+
+    def after_step(self, position: int) -> list[str]:
+        """After step ``position`` (1 .. T - 1) of a cycle. May communicate. Returns notes for the record."""
+
+    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+        """After the last step of a cycle. Returns notes for the record."""
+
+    def complete(self, weights: Sequence[float]) -> None:
+        """Now, in full and exactly: afterwards `settled`. What was under way is finished or dropped, what was kept back is forgotten."""
+
+    def mean(self) -> list[torch.Tensor] | None:
+        """The mean of the replicas at this very step, without communication, where this rank has it; else None. Not to be written to."""
+
+    @property
+    def companions(self) -> int:
+        """Further sets of parameters that the optimizer steps at the base rate (multiplier 1) beside this replica's: 0 or 1."""
+
+
+@runtime_checkable
+class Converge(Protocol):
+    """The settings of a way of averaging: a frozen dataclass that is checked when it is made."""
+
+    def build(self, task: Task) -> Average:
+        """Raises ValueError, by name and with the way out, for a task it cannot do; nothing is changed then."""
+
+
+@torch.no_grad()
+def local_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors; of a DTensor its shard on this rank, which shares its memory. Asked anew whenever it is needed: a shard may move."""
+    return [t.to_local() if hasattr(t, "to_local") else t.detach() for t in tensors]
