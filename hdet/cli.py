@@ -95,14 +95,9 @@ def _build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
     )
     command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
-    simulate = command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training.")
-    simulate.add_argument(
-        "--start", type=float, default=1 / 30, metavar="FACTOR", help="how wrong the first rate is, 1 being right (default: 1/30)"
+    _add_simulate_arguments(
+        command("simulate", _simulate, "Watch the controller on a noisy quadratic, or see what averaging costs at scale.")
     )
-    simulate.add_argument("--cycles", type=int, default=40, help="(default: 40)")
-    simulate.add_argument("--replicas", type=int, default=4, help="(default: 4)")
-    simulate.add_argument("--spread", type=float, default=0.3, help="(default: 0.3)")
-    simulate.add_argument("--seed", type=int, default=0, help="(default: 0)")
     return parser
 
 
@@ -131,6 +126,45 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
             extra = {"type": kind, "metavar": "FOLDER" if kind is str else kind.__name__.upper()}
         # No default here: what was not typed stays away, so that --resume can tell.
         settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
+
+
+QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
+    "start": (float, 1 / 30, "FACTOR", "how wrong the first rate is, 1 being right (default: 1/30)"),
+    "cycles": (int, 40, "INT", "(default: 40)"),
+    "spread": (float, 0.3, "FLOAT", "(default: 0.3)"),
+    "seed": (int, 0, "INT", "(default: 0)"),
+}
+
+
+def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    from hdet.jobs.scaling import ARGUMENTS
+
+    # No defaults: what was not typed stays away, so that an option of the other simulation can be told.
+    parser.add_argument("--replicas", type=_whole, default=4, metavar="N", help="(default: 4)")
+    quadratic = parser.add_argument_group("a noisy quadratic, pure Python, no training")
+    for name, (kind, _, metavar, text) in QUADRATIC.items():
+        quadratic.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    scale = parser.add_argument_group("what averaging costs (docs/scaling.md); numbers may be written like 45e9")
+    scale.add_argument(
+        "--parameters", type=_whole, default=argparse.SUPPRESS, metavar="P", help="of the model; asks for the table of costs"
+    )
+    for name, (kind, default, text) in ARGUMENTS.items():
+        scale.add_argument(
+            f"--{name.replace('_', '-')}", type=_whole if kind is int else float, default=argparse.SUPPRESS,
+            metavar="N" if kind is int else "X", help=f"{text} (default: {default:g})".replace("e+", "e"),
+        )  # fmt: skip
+    scale.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the costs as one JSON object")
+
+
+def _whole(text: str) -> int:
+    """1024, and also 70e9."""
+    try:
+        value = float(text)
+        if value == int(value):
+            return int(text) if text.lstrip("+-").isdigit() else int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 1024 or 70e9")
 
 
 # -- commands --------------------------------------------------------------------------------------------------------------
@@ -175,8 +209,21 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from hdet.jobs.scaling import ARGUMENTS, describe
     from hdet.jobs.simulate import simulate
 
-    for line in simulate(options.start, cycles=options.cycles, replicas=options.replicas, spread=options.spread, seed=options.seed):
+    typed = vars(options)
+    costs = [name for name in (*ARGUMENTS, "json") if name in typed]
+    if "parameters" in typed:
+        for name in QUADRATIC:
+            if name in typed:
+                raise ValueError(f"{name} belongs to the noisy quadratic: leave it out, or leave out --parameters")
+        lines = describe(options.replicas, options.parameters, {k: typed[k] for k in ARGUMENTS if k in typed}, as_json="json" in typed)
+    elif costs:
+        raise ValueError(f"{costs[0]} belongs to the table of costs: pass --parameters P, e.g. --parameters 70e9")
+    else:
+        quadratic = {name: typed.get(name, default) for name, (_, default, _, _) in QUADRATIC.items()}
+        lines = simulate(replicas=options.replicas, **quadratic)
+    for line in lines:
         print(line)
     return 0

@@ -68,6 +68,8 @@ class Engine:
         self.position = 0
         self.corrections = [1.0] * len(knobs)
         self.bases: list[float | None] = [None] * len(knobs)
+        self._table: list[list[float]] = []
+        self._table_of: tuple[int, int, bool] | None = None
 
     # -- fan out ---------------------------------------------------------------------------------------------------------
 
@@ -77,12 +79,17 @@ class Engine:
         return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and not getattr(self.controller, "idle", False)
 
     def multipliers(self) -> list[list[float]]:
-        """[knob][replica]: rho of the running cycle (Eq. 1 and 8); all 1 while the spread rests."""
-        table = []
-        for knob in self.knobs:
-            grid = multipliers(self.replicas, knob.spread if self.explores else 0.0)
-            table.append([grid[place] for place in assignment(self.seed, self.cycle, knob.name, self.replicas)])
-        return table
+        """[knob][replica]: rho of the running cycle (Eq. 1 and 8); all 1 while the spread rests. Not to be written to."""
+        key = (self.seed, self.cycle, self.explores)
+        if key != self._table_of:  # a cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost
+            self._table = self._draw() if self.explores else [[1.0] * self.replicas for _ in self.knobs]
+            self._table_of = key
+        return self._table
+
+    def _draw(self) -> list[list[float]]:
+        grids = {spread: multipliers(self.replicas, spread) for spread in {knob.spread for knob in self.knobs}}
+        places = (assignment(self.seed, self.cycle, knob.name, self.replicas) for knob in self.knobs)
+        return [[grids[knob.spread][place] for place in row] for knob, row in zip(self.knobs, places, strict=True)]
 
     def value(self, knob: int, scheduled: float) -> float:
         """The base value in force, given the untouched schedule's."""
@@ -116,7 +123,7 @@ class Engine:
         """
         table = self.multipliers()
         clean = [x if x is not None and math.isfinite(x) else None for x in losses]
-        rows = None if probes is None else [row if row is not None and all(map(math.isfinite, row)) else None for row in probes]
+        rows = None if probes is None else [row if row is not None and _all_finite(row) else None for row in probes]
         judged: Sequence[object] = clean if rows is None else rows
         notes = [f"replica {r} left out: no finite {'loss' if rows is None else 'probe loss'}" for r, x in enumerate(judged) if x is None]
         decisions = [Decision()] * len(self.knobs)
@@ -211,6 +218,11 @@ class Engine:
         self.cycle, self.step, self.position, self.seed = (state[key] for key in ("cycle", "step", "position", "seed"))
         self.corrections = [float(x) for x in state["corrections"]]
         self.bases = [None if x is None else float(x) for x in state["bases"]]
+
+
+def _all_finite(row: Sequence[float]) -> bool:
+    """A finite sum has finite terms, which is the quick way to know; finite terms may have a sum that is not."""
+    return math.isfinite(sum(row)) or all(map(math.isfinite, row))
 
 
 def _lists(state: Mapping[str, Any], length: int) -> bool:

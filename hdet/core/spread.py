@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import lru_cache
 
 __all__ = ["assignment", "check_spread", "multipliers"]
 
@@ -32,7 +33,8 @@ def multipliers(count: int, spread: float) -> list[float]:
         raise ValueError(f"count must be at least 1 replica, got {count!r}")
     check_spread(spread)
     middle = (count - 1) / 2
-    return [1.0 + spread * (r - middle) / max(middle, 0.5) for r in range(count)]
+    unit = max(middle, 0.5)
+    return [1.0 + spread * (r - middle) / unit for r in range(count)]
 
 
 def assignment(seed: int, cycle: int, knob: str, count: int) -> list[int]:
@@ -41,8 +43,15 @@ def assignment(seed: int, cycle: int, knob: str, count: int) -> list[int]:
     Sorting by a hash is a uniform permutation that every rank finds alone: no generator state, no communication,
     the same on every platform and Python version, and the user's random numbers are never touched.
     """
-    order = sorted(range(count), key=lambda r: hashlib.sha256(f"{seed}/{cycle}/{knob}/{r}".encode()).digest())
+    key = f"{seed}/{cycle}/{knob}/".encode()
+    digests = [hashlib.sha256(key + r).digest() for r in _numbers(count).split()]
     places = [0] * count
-    for place, replica in enumerate(order):
+    for place, replica in enumerate(sorted(range(count), key=digests.__getitem__)):
         places[replica] = place
     return places
+
+
+@lru_cache(maxsize=1)
+def _numbers(count: int) -> bytes:
+    """0 .. count - 1 in decimal: making these costs a third of an assignment, keeping them as one piece 4 kB at 1 024 replicas."""
+    return " ".join(map(str, range(count))).encode()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
+from operator import mul
 
 __all__ = ["mean_and_error", "slopes"]
 
@@ -15,11 +17,11 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
     honest error (the residual over replicas is not: with shared gradients all replicas lie on one line and share their noise).
     None if the design cannot tell the knobs apart: fewer than two replicas, or multipliers that are collinear.
     """
-    used = [r for r, row in enumerate(probes) if row is not None]
-    if len(used) < 2:
+    used = [row is not None for row in probes]
+    if sum(used) < 2:
         return None
-    design = [_centred([math.log(knob[r]) for r in used]) for knob in multipliers]
-    gram = [[_dot(a, b) for b in design] for a in design]
+    design = [_centred(list(map(math.log, compress(knob, used)))) for knob in multipliers]
+    gram = _gram(design)
     fits = []
     for losses in zip(*(row for row in probes if row is not None), strict=True):
         y = _centred(losses)
@@ -43,7 +45,13 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+    return math.fsum(map(mul, a, b))
+
+
+def _gram(design: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Symmetric, so each product of two columns once."""
+    lower = [[_dot(a, b) for b in design[: i + 1]] for i, a in enumerate(design)]
+    return [[lower[max(i, j)][min(i, j)] for j in range(len(design))] for i in range(len(design))]
 
 
 def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:
