@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.kernels import PairPlan, StepOptions
+from hdet import shards
+from hdet.kernels import PairPlan, StepOptions, StepSettings
 from hdet.kernels.checks import normalised
 from hdet.kernels.interface import PLAIN
 from hdet.ranges import ranged
 
 from . import lists, plans
-from .finish import Averaging, check_copies, check_finish, values_to
+from .finish import Averaging, ShardedClip, check_copies, check_finish, local_gradients, values_to
 from .state import REPLICA_KEYS, kept_masters, like_first, reset_master
 from .stepper import Stepper
 
@@ -87,7 +88,10 @@ class FusedOptimizer(Stepper):
         planned = self._plan_for(params, plans.are_none(gradients))
         settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         planned.watch.check()
-        planned.step(gradients, settings, self._options)  # type: ignore[arg-type]
+        if planned.sharded:
+            self._step_shards(planned, gradients, settings)
+        else:
+            planned.step(gradients, settings, self._options)  # type: ignore[arg-type]
         if planned is not self._planned:
             planned.settle(self.state)
             self._planned = planned
@@ -96,13 +100,29 @@ class FusedOptimizer(Stepper):
             self._finish_others([param for param, none in zip(params, planned.absent, strict=True) if none], finish)
         return loss
 
+    def _step_shards(self, planned: plans.Planned, gradients: list[Tensor | None], settings: list[tuple[StepSettings, ...]]) -> None:
+        """A step on what lies on this rank: the kernels see shards alone."""
+        own = local_gradients(gradients, planned.params)
+        if self._max_grad_norm is not None and len(planned.parts) == 1:
+            clip = ShardedClip(own, planned.params, self._max_grad_norm, self._options(planned.parts[0].device))
+            planned.step(own, settings, lambda _: clip.options)  # type: ignore[arg-type]
+            self._sharded_clip = clip
+        else:
+            planned.step(own, settings, self._options)  # type: ignore[arg-type]
+        if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
+            for gradient in gradients:
+                if gradient is not None and shards.is_partial(gradient):
+                    shards.local(gradient).zero_()
+
     # -- what a step can do beside stepping ------------------------------------------------------------------------------
 
     @property
     def grad_norm(self) -> Tensor | None:
         """The global norm that the last step found, 0-d float32 on the device; None without max_grad_norm. Reading it waits."""
         planned = self._planned
-        return planned.parts[0].plan.norm if planned and planned.parts and self._max_grad_norm is not None else None
+        if planned is None or not planned.parts or self._max_grad_norm is None:
+            return None
+        return self._sharded_clip.norm if planned.sharded and self._sharded_clip else planned.parts[0].plan.norm
 
     @property
     def step_skipped(self) -> Tensor | None:
@@ -153,6 +173,11 @@ class FusedOptimizer(Stepper):
         """
         if self._planned is None:
             raise RuntimeError("write_hyperparameters() needs a step before: there is no table to write to")
+        if self._planned.sharded and self._max_grad_norm is not None:
+            raise RuntimeError(
+                "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, outside of the table; set "
+                "max_grad_norm=None and use torch.nn.utils.clip_grad_norm_"
+            )
         settings = self._planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         for part, rows in zip(self._planned.parts, settings, strict=True):
             part.plan.upload(rows, self._options(part.device))
@@ -170,13 +195,13 @@ class FusedOptimizer(Stepper):
         """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None.
 
         What has been written to parameters in place is taken over first, so that masters say what the model is now. Tensors that the
-        optimizer does not step, and states before their first step, have None.
+        optimizer does not step, and states before their first step, have None. Of a DTensor: the shard of its master on this rank.
         """
         if self.master_weights is None:
             return [None] * len(params)
         self._take_over()
         kept = [kept_masters(self.state.get(param, {})) for param in params]
-        return [masters[replica] if replica < len(masters) else None for masters in kept]
+        return [shards.local(masters[replica]) if replica < len(masters) else None for masters in kept]
 
     def _take_over(self) -> None:
         if self._planned is not None:
@@ -203,7 +228,9 @@ class FusedOptimizer(Stepper):
             if count > 1 and param.requires_grad:
                 state["replica_params"] = sets[param][1:]
                 if masters := kept_masters(state):
-                    state["replica_masters"] = [like_first(copy, param, masters[0]) for copy in sets[param][1:]]
+                    first, master = shards.local(param), shards.local(masters[0])
+                    made = [like_first(shards.local(copy), first, master) for copy in sets[param][1:]]
+                    state["replica_masters"] = [shards.like(one, param) for one in made]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
 
@@ -239,8 +266,9 @@ class FusedOptimizer(Stepper):
         for places in plans.by_device(params, range(len(params))).values():
             chosen = [params[i] for i in places]
             kept = [kept_masters(self.state.get(param, {})) for param in chosen]
-            sources = [self._replicas_of(param)[k] for param in chosen]
-            yield values_to([destinations[param][k] for param in chosen], sources, [m[k] if m else None for m in kept], self.backend)
+            sources = [shards.local(self._replicas_of(param)[k]) for param in chosen]
+            masters = [shards.local(m[k]) if m else None for m in kept]
+            yield values_to([shards.local(destinations[param][k]) for param in chosen], sources, masters, self.backend)
 
     def _average(self, params: Sequence[Tensor], weights: Sequence[float]) -> None:
         if self.num_replicas == 1:
@@ -249,7 +277,8 @@ class FusedOptimizer(Stepper):
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
             sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
-            masters = plans.master_columns([self.state.get(param, {}) for param in chosen], self.num_replicas)
+            states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
+            masters = plans.master_columns(states, self.num_replicas)
             self._averaging.setdefault(device, Averaging())(sets, masters, weights, self.backend)
         if self._planned is not None:
             self._planned.watch.settle()

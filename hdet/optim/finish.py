@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from hdet import kernels
-from hdet.kernels import AveragePlan, PairPlan
+from hdet import kernels, shards
+from hdet.kernels import AveragePlan, PairPlan, StepOptions
 from hdet.kernels.checks import normalised
 from hdet.kernels.interface import FINISHES, Column
 
-from . import lists
+from . import lists, plans
 
 
 class Averaging:
@@ -26,7 +27,9 @@ class Averaging:
         self.addresses: list[int] = []
 
     def __call__(self, sets: list[list[Tensor]], masters: list[Column] | None, weights: Sequence[float], backend: str) -> None:
-        """`sets`: K lists of tensors."""
+        """`sets`: K lists of tensors; `masters` as they lie on this rank."""
+        whole = list(chain.from_iterable(sets))
+        sets = [shards.locals_of(column) for column in sets]
         params = list(chain.from_iterable(sets))
         tensors = [*params, *(master for column in masters or () for master in column if master is not None)]
         addresses = lists.addresses(tensors)
@@ -34,7 +37,43 @@ class Averaging:
             self.plan = kernels.average_plan(sets, masters, backend)
             self.tensors, self.addresses = tensors, addresses
         self.plan.average(weights)
-        torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
+        torch.autograd.graph.increment_version(plans.with_shards([param for param in whole if not param.is_inference()]))
+
+
+class ShardedClip:
+    """Clipping by the global norm of gradients of which this rank holds shards: the full norm takes a collective, which a kernel cannot.
+
+    The kernels get it as a larger scale of the gradients: g / (scale / c), c = min(1, max_norm / (norm + 1e-6)), as
+    torch.nn.utils.clip_grad_norm_. Nothing waits for the device.
+    """
+
+    norm: Tensor
+    """0-d float32, of the unscaled gradients"""
+    options: StepOptions
+    """those of the step, with the clipping and the skipping in them"""
+
+    def __init__(self, gradients: Sequence[Tensor | None], params: Sequence[Tensor], max_norm: float, options: StepOptions) -> None:
+        """`gradients`: as they lie on this rank, of all `params`, so that all ranks add up the same sums."""
+        present = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        norms = torch._foreach_norm(list(present.values()), 2, dtype=torch.float64)
+        squares = {i: norm.square() for i, norm in zip(present, norms, strict=True)}
+        nothing = norms[0].new_zeros(())
+        norm = shards.full_sums([squares.get(i, nothing) for i in range(len(params))], params).sum().sqrt()
+        if options.grad_scale is not None:
+            norm = norm / options.grad_scale.reshape(())
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = 1.0 / clip if options.grad_scale is None else options.grad_scale.reshape(()) / clip
+        found = (~norm.isfinite()).to(torch.float32)
+        if options.found_inf is not None:
+            found = found + options.found_inf.reshape(())
+        self.norm = norm.to(torch.float32)
+        self.options = replace(options, max_norm=0.0, grad_scale=scale.to(torch.float32), found_inf=found)
+
+
+def local_gradients(gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
+    """The shards that belong to those of the parameters."""
+    pairs = enumerate(zip(gradients, params, strict=True))
+    return [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
 
 
 def check_finish(
@@ -69,6 +108,7 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
                 f"copy {k} of a parameter is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
                 f"the parameter {param.dtype} of shape {tuple(param.shape)} on {param.device}: replicas are alike"
             )
+        shards.check_alike(tensor, param, f"copy {k} of a parameter", "replicas are alike; param.detach().clone() is laid out as param")
     return made
 
 

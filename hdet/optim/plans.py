@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet import shards
 from hdet.kernels import StepOptions, StepPlan, StepSettings
 from hdet.kernels.checks import check_gradients
 from hdet.kernels.interface import Column
@@ -29,19 +30,30 @@ class Watch:
 
     Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a model. Versions only grow, so
     their sum tells. A write through `.data` or by a foreign kernel is not seen. Masters are written by `check` and `adopt` alone; the
-    first check looks at all of them.
+    first check looks at all of them. A DTensor and its shard count apart, and both are watched; a shard may move.
     """
 
     def __init__(self, stepped: Iterable[tuple[Tensor, dict[str, Any]]], others: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Parameters and their states: those that the plan's steps write to, and those they leave alone."""
         ours = [pair for param, state in stepped for pair in _watched(param, state)]
         self.pairs = [*ours, *(pair for param, state in others for pair in _watched(param, state))]
-        self.params, self.per_step = [param for param, _ in self.pairs], len(ours)
+        self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
+        self._look()
+        self.per_step = len(with_shards([param for param, _ in ours]))
         self.sum = -1  # nothing is known yet
+
+    def _look(self) -> None:
+        self.params = with_shards([param for param, _ in self.pairs])
+        self.addresses = lists.addresses(shards.locals_of(self.sharded))
+
+    def _moved(self) -> bool:
+        return bool(self.sharded) and lists.addresses(shards.locals_of(self.sharded)) != self.addresses
 
     def adopt(self) -> None:
         for param, master in self.pairs:
             adopt(param, master)
+        if self.sharded:
+            self._look()
         self.settle()
 
     def settle(self) -> None:
@@ -49,7 +61,7 @@ class Watch:
         self.sum = sum(map(lists.version, self.params))
 
     def check(self) -> None:
-        if self.params and sum(map(lists.version, self.params)) != self.sum:
+        if self.params and (sum(map(lists.version, self.params)) != self.sum or self._moved()):
             self.adopt()
 
     def wrote(self) -> None:
@@ -91,8 +103,9 @@ class Planned:
         self.params, self.sizes, self.absent, self.flags, self.parts = params, sizes, absent, flags, parts
         self.entries, self.places = entries, list(states)
         self.whole = len(parts) == 1 and len(self.places) == len(params)
-        self.written = [tensor for tensor in written if not tensor.is_inference()]
-        self.addresses = lists.addresses(self._chosen(params))
+        self.sharded = any(map(shards.is_sharded, params))
+        self.written = with_shards([tensor for tensor in written if not tensor.is_inference()])
+        self.addresses = self._addresses(params)
         keys = sorted({key for state in states.values() for key in state if key not in REPLICA_KEYS})
         self.columns = {key: [state.get(key) for state in states.values()] for key in keys}
         self.watch = watch
@@ -102,6 +115,10 @@ class Planned:
 
     def _chosen(self, items: list[Any]) -> list[Any]:
         return items if len(self.places) == len(items) else [items[i] for i in self.places]
+
+    def _addresses(self, params: list[Tensor]) -> list[int]:
+        chosen = self._chosen(params)
+        return lists.addresses(shards.locals_of(chosen) if self.sharded else chosen)
 
     def settle(self, container: dict[Tensor, dict[str, Any]]) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
@@ -126,13 +143,13 @@ class Planned:
             and container is self.container
             and lists.same(list(container.values()), self.values)
             and all(lists.same_items(self.states, key, column) for key, column in self.columns.items())
-            and lists.addresses(self._chosen(params)) == self.addresses
+            and self._addresses(params) == self.addresses
         )
 
     def step(
         self, gradients: list[Tensor], settings: list[tuple[StepSettings, ...]], options: Callable[[torch.device], StepOptions]
     ) -> None:
-        """`gradients` of all parameters."""
+        """`gradients` of all parameters, as they lie on this rank."""
         if len(self.parts) > 1:
             self._check_parts(gradients, options)
         for part, rows in zip(self.parts, settings, strict=True):
@@ -147,7 +164,7 @@ class Planned:
             devices = ", ".join(str(part.device) for part in self.parts)
             raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_")
         for part in self.parts:
-            check_gradients([gradients[i] for i in part.places], [self.params[i] for i in part.places])
+            check_gradients([gradients[i] for i in part.places], shards.locals_of([self.params[i] for i in part.places]))
 
     def settings_of(self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool) -> list[tuple[StepSettings, ...]]:
         """One entry for each row of each part; the very same objects as in the last step if nothing has changed."""
@@ -162,6 +179,11 @@ class Planned:
         self.hypers = hypers if plain else []
         self.multipliers, self.settings = [list(row) for row in multipliers], made
         return made
+
+
+def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, and the shards of those that are DTensors: both have a version, and a write counts up one of them."""
+    return [*tensors, *(shards.local(tensor) for tensor in tensors if shards.is_sharded(tensor))]
 
 
 def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:

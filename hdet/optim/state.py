@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet import shards
 from hdet.kernels import rounding
 
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
+
+_RELAY = "load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which lays states out as their parameters are"
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,22 @@ class Layout:
     def missing(self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool) -> dict[str, Any]:
         """The entries to add to a parameter's state, or to replace in it, before it can be stepped; None: the entry must go.
 
-        `sets` is the parameter in all its replicas, the parameter itself first. `moments`: are moments to be kept?
+        `sets` is the parameter in all its replicas, the parameter itself first. `moments`: are moments to be kept? The state of a DTensor
+        is made of DTensors that are laid out as it is.
         """
+        param = sets[0]
+        if shards.is_sharded(param):
+            _check_layouts(state, param)
+            own = shards.local_state(state, param)
+            entries = shards.state_like(self._missing(own, shards.locals_of(sets), moments), param)
+        else:
+            entries = self._missing(state, sets, moments)
+        if len(sets) > 1 and not _are(state.get("replica_params"), sets[1:]):
+            entries["replica_params"] = list(sets[1:])
+        return entries
+
+    def _missing(self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool) -> dict[str, Any]:
+        """Of a parameter as it lies on this rank; without the list of its replicas."""
         param = sets[0]
         entries: dict[str, Any] = {}
         kept = [state.get(name) for name in self.moments]
@@ -57,8 +74,6 @@ class Layout:
             count = float(step) if step is not None else float(any(moment is not None for moment in kept))
             entries["step"] = torch.tensor(count, dtype=torch.float32, device=param.device)
         entries.update(self._missing_masters(state, sets))
-        if len(sets) > 1 and not _are(state.get("replica_params"), sets[1:]):
-            entries["replica_params"] = list(sets[1:])
         return entries
 
     def _missing_masters(self, state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
@@ -135,6 +150,7 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
 
 def adopt(param: Tensor, master: Tensor) -> None:
     """Takes over what was written to a parameter behind its float32 master: elements that no longer are the master, rounded."""
+    param, master = shards.local(param), shards.local(master)
     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
 
 
@@ -148,6 +164,7 @@ def _regain(param: Tensor, master: Tensor) -> None:
 
 def reset_master(param: Tensor, master: Tensor) -> None:
     """The master becomes exactly the parameter."""
+    param, master = shards.local(param), shards.local(master)
     if master.dtype == torch.int16:
         master.zero_()
     else:
@@ -172,13 +189,20 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
 
 
 def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
-    """A new replica's master: where it equals the first replica it is meant to, to the last bit."""
+    """A new replica's master: where it equals the first replica it is meant to, to the last bit. Of what lies on this rank."""
     own = torch.zeros_like(master) if master.dtype == torch.int16 else param.detach().to(torch.float32)
     return torch.where(param == first, master, own)
 
 
 def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype and tensor.device == param.device and tensor.is_contiguous()
+
+
+def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
+    for key, value in state.items():
+        for tensor in value if isinstance(value, list) else [value]:
+            if isinstance(tensor, Tensor) and key != "step":
+                shards.check_alike(tensor, param, f"{key} of a parameter of shape {tuple(param.shape)}", _RELAY)
 
 
 def _placed(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,7 +216,8 @@ def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor
         raise ValueError(
             f"the loaded {name} has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}: it is of another model"
         )
-    return _placed(value, param, dtype)
+    shards.check_alike(value, param, f"the loaded {name}", _RELAY)
+    return shards.like(_placed(shards.local(value), shards.local(param), dtype), param)
 
 
 def _replica_dtype(key: str, values: Mapping[str, Any], param: Tensor) -> torch.dtype:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from hdet import kernels
+from hdet import kernels, shards
 from hdet.kernels import StepOptions, StepTensors
 from hdet.kernels.interface import PLAIN
 
 from . import groups, lists, plans
-from .finish import Averaging
+from .finish import Averaging, ShardedClip
 from .plans import Hyper, Part, Planned
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
 
@@ -191,6 +191,7 @@ class Stepper(Optimizer):
         self._averages: dict[Tensor, list[Tensor]] = {}
         self._buckets: dict[Tensor, list[Tensor]] = {}
         self._averaging: dict[torch.device, Averaging] = {}
+        self._sharded_clip: ShardedClip | None = None
         self._plain = StepOptions()
         self._held = {}
 
@@ -260,7 +261,8 @@ class Stepper(Optimizer):
             kernels.select(self.backend, device)
             groups_of = [group_of[i] for i in places]
             row_of, row_groups = plans.number_rows(groups_of, plans.counts([states[i]["step"] for i in places]))
-            tensors = self._tensors([sets[i] for i in places], [states[i] for i in places], row_of, [flags[g] for g in groups_of], places)
+            own = [shards.local_state(states[i], params[i]) for i in places]
+            tensors = self._tensors([sets[i] for i in places], own, row_of, [flags[g] for g in groups_of], places)
             parts.append(Part(kernels.step_plan(tensors, self.backend), places, row_groups, device))
         written = [tensor for i in members for tensor in sets[i]]
         others = [(param, self.state[param]) for param, none in zip(params, absent, strict=True) if none and param in self.state]
@@ -270,21 +272,22 @@ class Stepper(Optimizer):
     def _tensors(
         self, sets: list[list[Tensor]], states: list[dict[str, Any]], rows: list[int], keeps: list[bool], places: list[int]
     ) -> StepTensors:
-        """What one plan works on. `keeps`: has the tensor moments? `places`: its number among all parameters."""
+        """What one plan works on. `states`: as they lie on this rank. `keeps`: has the tensor moments? `places`: its number among all
+        parameters."""
         count = self.num_replicas
         moments = [plans.column([state if keep else {} for state, keep in zip(states, keeps, strict=True)], key) for key in self._moments]
-        averages = [[self._averages[s[0]][k] if s[0] in self._averages else None for s in sets] for k in range(count)]
+        averages = [[shards.local(self._averages[s[0]][k]) if s[0] in self._averages else None for s in sets] for k in range(count)]
         small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
             rule=self.rule,
-            params=[[s[k] for s in sets] for k in range(count)],
+            params=[[shards.local(s[k]) for s in sets] for k in range(count)],
             rows=rows,
             steps=[state["step"] for state in states],
             exp_avgs=moments[0],
             exp_avg_sqs=moments[1] if len(moments) == 2 else None,
             masters=plans.master_columns(states, count),
             averages=averages if any(average is not None for average in averages[0]) else None,
-            buckets=[self._buckets[s[0]][0] for s in sets] if all(s[0] in self._buckets for s in sets) else None,
+            buckets=[shards.local(self._buckets[s[0]][0]) for s in sets] if all(s[0] in self._buckets for s in sets) else None,
             ids=places,
             stochastic=self.seed if self.stochastic_rounding or small_second else None,
             first_replica=self.first_replica,

@@ -1,0 +1,9 @@
+"""Checkpoints that never hold a mixture of replicas: whole or absent, verified before anything is changed (docs/checkpoints.md)."""
+
+from .errors import CheckpointError
+from .export import export_safetensors
+from .files import load, save
+from .folder import latest
+from .run_state import RunState
+
+__all__ = ["CheckpointError", "RunState", "export_safetensors", "latest", "load", "save"]

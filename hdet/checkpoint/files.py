@@ -1,0 +1,273 @@
+"""save and load: collective, atomic, verified."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..converge.health import digest
+from .errors import CheckpointError, Together
+from .folder import checksums, prepare, publish, read_manifest, resolve, steps, verify
+from .keys import is_dtensor
+from .optimizer_state import listed
+from .run_state import RunState
+
+__all__ = ["load", "save"]
+
+
+def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int = 2) -> Path:
+    """Write ``root/step-XXXXXXXX``, durably and whole, or not at all. Every rank calls it; ``root`` is on a file system they all see.
+
+    Converges first if the replicas have parted. The folder appears under its name by one rename once all is written, checksummed and
+    synced; before that the previous checkpoints are untouched. Then those older than the newest ``keep`` are removed. What a killed
+    save has left is removed by the next one. A step that is there already is replaced. Tensors are written once, by ranks in turn.
+
+    Returns:
+        The folder, on every rank, once it is durable.
+
+    Raises:
+        ValueError: ``step`` is negative or ``keep`` below 1.
+        CheckpointError: on every rank alike: nothing can be written there; or ranks differ in what they should have in common
+            (an optimizer's state that is not private, a frozen parameter), which a checkpoint would mix.
+    """
+    if not isinstance(state, RunState):
+        raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"step must be a whole number >= 0, got {step!r}")
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
+    from torch.distributed import checkpoint as dcp
+
+    ensemble, replicas = state.ensemble, state.ensemble.replicas
+    if not ensemble.converged:
+        ensemble.converge()
+    together = Together(replicas.world_group)
+    folder = Path(root)
+    final, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    together.first(lambda: prepare(folder, partial))
+    tree = _equal_tree(state, together)
+    with _one_line("writing", partial):
+        dcp.save(
+            tree, storage_writer=dcp.FileSystemWriter(partial), process_group=replicas.world_group, no_dist=replicas.world_group is None
+        )
+    names = together.first(lambda: sorted(entry.name for entry in partial.iterdir()))
+    sums = checksums(partial, names, together)
+    from .. import __version__
+
+    facts = {
+        "hdet": __version__,
+        "torch": str(torch.__version__),
+        "step": step,
+        "replicas": replicas.count,
+        "members": state.keys.members,
+    }
+    together.first(lambda: publish(partial, final, facts, sums, keep))
+    later = steps(folder)[-1:] if together.rank == 0 else []
+    if later and later[0] != final:
+        warnings.warn(f"{str(folder)!r} holds a later checkpoint than the one saved now: latest() gives {str(later[0])!r}", stacklevel=2)
+    return final
+
+
+def load(path: str | os.PathLike[str], state: RunState) -> int:
+    """Continue from a checkpoint: a folder ``step-XXXXXXXX``, or a root, of which the latest is taken. Every rank calls it.
+
+    The manifest and every checksum, names, shapes and settings are verified before model and optimizer are changed. There may be
+    another number of replicas: base values, corrections and velocities go on. DTensors may be sharded in another way, too.
+
+    Returns:
+        The step that was given to `save`.
+
+    Raises:
+        CheckpointError: on every rank alike, in one line: there is none, it is damaged (an older one is named, never taken silently),
+            of another version, or of another model, optimizer or Ensemble.
+    """
+    if not isinstance(state, RunState):
+        raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
+    from torch.distributed import checkpoint as dcp
+
+    group = state.ensemble.replicas.world_group
+    together = Together(group)
+    folder, manifest = together.first(lambda: _opened(Path(path)))
+    verify(folder, manifest["files"], together)
+    reader = dcp.FileSystemReader(folder)
+    plans = _Destinations(state, manifest, reader.read_metadata())
+
+    def read(tree: dict[str, Any]) -> dict[str, Any]:
+        with _one_line("reading", folder):
+            dcp.load(tree, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=group is None)
+        return tree
+
+    def fits(function: Callable[[], Any]) -> Any:
+        try:
+            return together.all(function)[together.rank]
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {str(folder)!r} does not fit this run: {error}") from error
+
+    plain = read(fits(plans.plain))
+    tensors = fits(lambda: plans.tensors() if state.check_groups_of(plain) is None else {})
+    fits(lambda: state.load_plain(plain))
+    read(tensors)
+    fits(lambda: state.load_tensors({**plain, **tensors, "optimizer": {**plain["optimizer"], **tensors["optimizer"]}}))
+    return int(manifest["step"])
+
+
+def _opened(path: Path) -> tuple[Path, dict[str, Any]]:
+    folder = resolve(path)
+    return folder, read_manifest(folder)
+
+
+@contextmanager
+def _one_line(doing: str, folder: Path) -> Iterator[None]:
+    """torch's CheckpointException, which is no Exception and prints every rank's traceback, as one of ours."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        text = (str(cause).strip() or "no message").splitlines()[0]
+        raise CheckpointError(f"{doing} {str(folder)!r} failed on rank {rank}: {type(cause).__name__}: {text}") from error
+
+
+# -- what is written -----------------------------------------------------------------------------------------------------
+
+
+def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
+    """The state, after a look at whether what is stored once is equal wherever it is."""
+    trees = []
+
+    def describe() -> dict[str, Any]:
+        trees.append(state.state_dict())
+        return {"member": state.keys.replicas.member, **_digests(trees[0])}
+
+    rows = together.all(describe)
+    for what in ("the parameters", "the optimizer's state"):
+        for scope in ("of all", "of a member"):
+            seen: dict[Any, tuple[int, Any]] = {}
+            for rank, row in enumerate(rows):
+                holder = row["member"] if scope == "of a member" else None
+                first, mark = seen.setdefault(holder, (rank, row[what, scope]))
+                if row[what, scope] != mark:
+                    raise CheckpointError(
+                        f"{what} differ between ranks {first} and {rank}, which should hold the same after a converge: a checkpoint would mix "
+                        "them. Gradients must be reduced over all replicas, or the Ensemble made with gradients='local'"
+                    )
+    return trees[0]
+
+
+def _digests(tree: Mapping[str, Any]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    entries = [(key, value) for key, values in tree["optimizer"]["state"].items() for value in values.values()]
+    for what, pairs in (("the parameters", list(tree["model"].items())), ("the optimizer's state", entries)):
+        shared = [(key, t) for key, t in pairs if isinstance(t, torch.Tensor) and not key.startswith("replica") and not t.is_complex()]
+        # Whole DTensors are equal shard by shard, on the same member; plain tensors without a prefix on every rank.
+        everywhere = [t for key, t in shared if not key.startswith("member") and not is_dtensor(t)]
+        found[what, "of all"] = tuple(digest(everywhere).tolist())
+        found[what, "of a member"] = tuple(digest([t.to_local() if is_dtensor(t) else t for _, t in shared]).tolist())  # type: ignore[operator]
+    return found
+
+
+# -- where it is read to -------------------------------------------------------------------------------------------------
+
+
+class _Destinations:
+    """Trees for torch's load to fill, made from what a checkpoint has: the optimizer need not have been stepped."""
+
+    def __init__(self, state: RunState, manifest: Mapping[str, Any], metadata: Any) -> None:
+        self.state, self.keys = state, state.keys
+        self.replicas, self.members = int(manifest["replicas"]), int(manifest["members"])
+        self.sizes = metadata.state_dict_metadata
+        self.below: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {}
+        """(section, key) -> flat name -> the path within: what the checkpoint has for a key"""
+        for flat, path in metadata.planner_data.items():
+            depth = 3 if path[:2] == ("optimizer", "state") else 2
+            self.below.setdefault((".".join(path[: depth - 1]), str(path[depth - 1])), {})[flat] = path[depth:]
+
+    def plain(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {"ensemble": b""}
+        own = self._own("").rstrip("/") or "all"
+        about = self.state.about_key()
+        if f"optimizer.about.{about}" not in self.sizes:
+            raise ValueError(
+                f"it was saved with replicas of {self.members} ranks, this run's have {self.keys.members}, "
+                "and tensors that are not DTensors are not cut anew: use the saved layout"
+            )
+        tree["optimizer"] = {"about": {about: b""}}
+        for section, wanted in (("extra", self.state.extra is not None), ("modules", any(f.startswith("modules.") for f in self.sizes))):
+            if wanted:
+                found = next((key for key in (own, "all", "replica0/member0") if f"{section}.{key}" in self.sizes), None)
+                if found is None:
+                    raise ValueError(f"it has no {section}: make the RunState as the saved run did")
+                tree[section] = {found: b""}
+        return tree
+
+    def tensors(self) -> dict[str, Any]:
+        return {"model": self._model(), "optimizer": {"state": self._optimizer()}}
+
+    def _own(self, name: str) -> str:
+        """This rank's own in the saved run, counted round."""
+        return self.keys.of_rank(self.replicas, self.members) + name
+
+    def _model(self) -> dict[str, torch.Tensor]:
+        ours, missing = {}, []
+        for key, tensor in self.state.model_tensors().items():
+            name = key.rpartition("/")[2]
+            candidates = (
+                (self._own(name), f"replica0/member0/{name}", name) if key.startswith("replica") else (key, f"replica0/member0/{key}")
+            )
+            found = next((c for c in candidates if f"model.{c}" in self.sizes), None)
+            if found is None:
+                missing.append(key)
+                continue
+            size = self.sizes[f"model.{found}"].size
+            if size != tensor.shape:
+                raise ValueError(f"{key!r} has the shape {tuple(size)} there and {tuple(tensor.shape)} here")
+            ours[found] = tensor
+        member = f"member{self.keys.replicas.member}/"
+        theirs = [key for section, key in self.below if section == "model" and ("/" not in key or key.startswith(member))]
+        unknown = [key for key in theirs if key not in ours]
+        if missing or unknown:
+            raise ValueError(f"it lacks {_few(missing)} and has {_few(unknown)} which the model has not: it is of another model")
+        return ours
+
+    def _optimizer(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        state = self.state
+        for name, param in zip(state.parameter_names(), listed(state.optimizer), strict=True):
+            shared = self.keys.shared(param) + name
+            replica = self.keys.replicas.index % self.replicas if state.private else 0
+            candidates = (f"replica{replica}/{shared}", shared)
+            found = next((c for c in candidates if ("optimizer.state", c) in self.below), None)
+            entries: dict[str, Any] = {}
+            for flat, path in self.below.get(("optimizer.state", found or ""), {}).items():
+                _set(entries, path, self._blank(flat, param))
+            tree[found or shared] = entries
+        return tree
+
+    def _blank(self, flat: str, param: torch.Tensor) -> Any:
+        """A place for an entry: cut like its parameter where it has its size."""
+        size = getattr(self.sizes[flat], "size", None)
+        if size is None:
+            return b""
+        dtype = self.sizes[flat].properties.dtype
+        if size == param.shape and len(size):
+            return torch.empty_like(param.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.empty(size, dtype=dtype)
+
+
+def _set(entries: MutableMapping[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    from torch.distributed.checkpoint._traverse import set_element
+
+    set_element(entries, path, value)  # type: ignore[arg-type]
+
+
+def _few(names: list[str]) -> str:
+    return "nothing" if not names else ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,269 @@
+"""RunState: model, optimizer, Ensemble and what else a run has, as a Stateful of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ensemble import Ensemble
+from .keys import Inventory, Keys, bare, is_dtensor
+from .optimizer_state import REPLICA_KEYS, blank_state, listed, on_the_device_of
+
+__all__ = ["RunState", "pack", "unpack"]
+
+
+class RunState:
+    """All that a run needs to go on, as tensors under keys of which none stands for two different things.
+
+    Args:
+        model: the module, wrapped or not (DDP, FSDP2, torch.compile); of a pipeline this rank's stages in one module.
+        ensemble: the `Ensemble` that drives its optimizer.
+        extra: a Stateful, or a dict that is filled in place: data loader, random generators. Plain data and tensors, of each rank
+            its own: each gets its own back, and with another number of replicas, rank r that of replica r mod the saved number.
+
+    `save` and `load` of this package use it; so can ``torch.distributed.checkpoint.save(state.state_dict(), ...)``.
+
+    Guarantees: nothing here communicates or steps the optimizer. Parameters and what else the Ensemble averages are stored once,
+    under the model's names ("model.<name>"); so is the optimizer's state ("optimizer.state.<name>.<entry>"), and that of each replica
+    by itself where replicas have their own (``ensemble.private_state``). Buffers that the Ensemble does not average are each rank's own.
+
+    Raises:
+        TypeError: another kind of argument.
+        ValueError: the optimizer steps a parameter that is not in ``model``.
+    """
+
+    def __init__(self, model: nn.Module, ensemble: Ensemble, extra: Any = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(ensemble, Ensemble):
+            raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
+        if extra is not None and not isinstance(extra, dict) and not _is_stateful(extra):
+            raise TypeError(f"extra must be a dict, or have state_dict and load_state_dict, got {type(extra).__name__}")
+        self.model, self.ensemble, self.extra = model, ensemble, extra
+        self.optimizer = ensemble.optimizer
+        self.keys = Keys(model, ensemble.replicas)
+        known = {id(p) for p in model.parameters()}
+        for g, group in enumerate(self.optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    raise ValueError(f"parameter {i} of group {g} of the optimizer is not in model: pass the module that holds all of them")
+
+    # -- torch's Stateful ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts with strings as keys, tensors (live ones) and bytes as values. No communication.
+
+        In the middle of a cycle the parameters are ``ensemble.mean()`` where this rank has it; such a state continues from the mean.
+
+        Raises:
+            ValueError: the replicas have parted and the mean is not known here; or ``extra`` holds what cannot be given back.
+        """
+        mean = self._mean()
+        return {"model": self.model_tensors(mean), "optimizer": self._optimizer_tree(mean is not None), **self.plain_parts()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError or CheckpointError for what does not fit."""
+        self.load_plain(state)
+        self.load_tensors(state)
+
+    # -- the model -------------------------------------------------------------------------------------------------------
+
+    def model_tensors(self, mean: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Key -> tensor (detached, live), or its ``mean`` (by id); tied ones once."""
+        averaged = {id(t) for t in self.ensemble.parameters}
+        tensors = {}
+        for name, tensor in Inventory(self.model).tensors.items():
+            common = id(tensor) in averaged or isinstance(tensor, nn.Parameter) or is_dtensor(tensor)
+            prefix = self.keys.shared(tensor) if common else self.keys.of_rank()
+            tensors[prefix + name] = (mean or {}).get(id(tensor), tensor).detach()
+        return tensors
+
+    def _mean(self) -> dict[int, torch.Tensor] | None:
+        """None: the parameters themselves are the mean."""
+        ensemble = self.ensemble
+        if ensemble.converged or not _under_way(ensemble):
+            return None
+        mean = getattr(ensemble, "mean", lambda: None)()
+        if mean is None:
+            raise ValueError(
+                "in the middle of a cycle the replicas' parameters differ, and a checkpoint of them would be a mixture: "
+                "call ensemble.converge() on all ranks before, or use hdet.checkpoint.save, which does"
+            )
+        return {id(t): _like(m, t) for t, m in zip(ensemble.parameters, mean, strict=True)}
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------------
+
+    @property
+    def private(self) -> bool:
+        """Has each replica an optimizer state of its own?"""
+        return bool(getattr(self.ensemble, "private_state", False)) and self.keys.several_processes
+
+    def parameter_names(self) -> list[str]:
+        """Of the optimizer's parameters, in its order."""
+        names = Inventory(self.model).name_of
+        return [names[id(p)] for p in listed(self.optimizer)]
+
+    def optimizer_key(self, name: str, param: torch.Tensor) -> str:
+        return (self.keys.of_replica(param) if self.private else self.keys.shared(param)) + name
+
+    def _optimizer_tree(self, mean: bool) -> dict[str, Any]:
+        saved, names, params = self.optimizer.state_dict(), self.parameter_names(), listed(self.optimizer)
+        state: dict[str, Any] = {}
+        unstarted = []
+        groups = [group for group in self.optimizer.param_groups for _ in group["params"]]
+        for i, (name, param, group) in enumerate(zip(names, params, groups, strict=True)):
+            entries = _of_one_replica(saved["state"].get(i, {}), name, mean)
+            if not entries and param.requires_grad:
+                entries = blank_state(self.optimizer, group, param)
+                unstarted.append(name)
+            state[self.optimizer_key(name, param)] = entries
+        sizes = iter(names)
+        settings = [{**group, "params": [next(sizes) for _ in group["params"]]} for group in saved["param_groups"]]
+        rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+        about = {"groups": settings, "unstarted": unstarted, "rest": rest}
+        return {"state": state, "about": {self.about_key(): pack(about, "the optimizer's settings")}}
+
+    def about_key(self) -> str:
+        """Parameter groups are everyone's unless some member has parameters of its own."""
+        prefixes = {self.keys.shared(p) for p in listed(self.optimizer)}
+        return "all" if prefixes <= {""} else f"member{self.ensemble.replicas.member}"
+
+    def check_groups(self, about: Mapping[str, Any]) -> None:
+        """Raises ValueError if the saved parameter groups have other parameters than these."""
+        names = iter(self.parameter_names())
+        ours = [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
+        theirs = [group["params"] for group in about["groups"]]
+        if ours != theirs:
+            raise ValueError(
+                f"the saved optimizer has parameter groups of {[len(g) for g in theirs]} parameters, this one of {[len(g) for g in ours]}"
+                + (f"; {_first_difference(theirs, ours)}" if [len(g) for g in theirs] == [len(g) for g in ours] else "")
+                + ": build the optimizer as the saved run did"
+            )
+
+    # -- plain data ------------------------------------------------------------------------------------------------------
+
+    def plain_parts(self) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whether this moment is one to save at has been looked at here
+            parts: dict[str, Any] = {"ensemble": pack(self.ensemble.state_dict(), "the Ensemble's state")}
+        own = (self.keys.of_rank() or "all").rstrip("/")
+        if others := Inventory(self.model).others:
+            parts["modules"] = {own: pack(others, "the extra state of a module")}
+        if self.extra is not None:
+            parts["extra"] = {own: pack(self.extra.state_dict() if _is_stateful(self.extra) else self.extra, "extra")}
+        return parts
+
+    def load_plain(self, state: Mapping[str, Any]) -> None:
+        """The parts without tensors, whose state is checked before anything is changed."""
+        self.check_groups(unpack(_only(state["optimizer"]["about"])))
+        self.ensemble.load_state_dict(unpack(state["ensemble"]))
+        if self.extra is not None:
+            loaded = unpack(_only(state["extra"]))
+            if _is_stateful(self.extra):
+                self.extra.load_state_dict(loaded)
+            else:
+                self.extra.clear()
+                self.extra.update(loaded)
+
+    @torch.no_grad()
+    def load_tensors(self, state: Mapping[str, Any]) -> None:
+        """Model, then optimizer; where their tensors came from (the prefixes of the keys) no longer matters."""
+        loaded = {bare(key): tensor for key, tensor in state["model"].items()}
+        if "modules" in state:
+            loaded |= unpack(_only(state["modules"]))
+        self.model.load_state_dict({raw: loaded[name] for raw, name in Inventory(self.model).first_name.items()})
+        about = unpack(_only(state["optimizer"]["about"]))
+        entries = {bare(key): value for key, value in state["optimizer"]["state"].items()}
+        numbered: dict[int, dict[str, Any]] = {}
+        for i, (name, param) in enumerate(zip(self.parameter_names(), listed(self.optimizer), strict=True)):
+            if entries.get(name) and name not in about["unstarted"]:
+                numbered[i] = {**entries[name], **_further_replicas(self.optimizer, param)}
+        numbers = iter(range(len(listed(self.optimizer))))
+        groups = []
+        for saved, present in zip(about["groups"], self.optimizer.param_groups, strict=True):
+            settings = {key: on_the_device_of(value, present.get(key)) for key, value in saved.items()}
+            groups.append({**settings, "params": [next(numbers) for _ in present["params"]]})
+        self.optimizer.load_state_dict({**about["rest"], "state": numbered, "param_groups": groups})
+
+
+# -- small things --------------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any, name: str) -> bytes:
+    """Plain data and tensors as bytes: one leaf, whatever its shape, so that another shape at loading time does not matter.
+
+    Raises:
+        ValueError: it could not be read again with weights_only.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        unpack(file.getvalue())
+    except Exception as error:  # torch and pickle raise half a dozen types here
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{name} holds what a checkpoint cannot give back ({reason}): keep tensors, numbers, strings, lists and dicts"
+        ) from error
+    return file.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _only(values: Mapping[str, Any]) -> Any:
+    (value,) = values.values()
+    return value
+
+
+def _under_way(ensemble: Ensemble) -> bool:
+    """Has a step of a cycle been done? Before the first one there is nothing to converge, and a load may find the replicas as they are."""
+    return bool(ensemble.engine.position or ensemble._fan_out.stepped)
+
+
+def _like(mean: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's mean is given as its local part."""
+    if not is_dtensor(tensor) or is_dtensor(mean):
+        return mean
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        mean,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:
+    """Without further replicas on this device, which are equal; or, of a ``mean`` that the optimizer steps beside, with its master."""
+    kept = {key: value for key, value in entries.items() if value is not None and key not in REPLICA_KEYS}
+    master = next((key for key in ("master_param", "remainder") if key in kept), None)
+    if mean and master is not None:
+        beside = entries.get("replica_masters") or []
+        if len(beside) != 1:
+            raise ValueError(f"the mean of {name}'s master weights is not known here: call ensemble.converge() on all ranks before")
+        kept[master] = beside[0]
+    return kept
+
+
+def _further_replicas(optimizer: Any, param: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    """The other replicas on this device begin as the model, which has been loaded."""
+    count = getattr(optimizer, "num_replicas", 1)
+    return {"replica_params": [param.detach()] * (count - 1)} if count > 1 and param.requires_grad else {}
+
+
+def _first_difference(theirs: list[list[str]], ours: list[list[str]]) -> str:
+    a, b = next((a, b) for x, y in zip(theirs, ours, strict=True) for a, b in zip(x, y, strict=True) if a != b)
+    return f"the first that differs is {a!r} there and {b!r} here"

@@ -1,0 +1,169 @@
+"""Tensors that are laid over a device mesh (DTensor): the shard of this rank, and sums over all shards.
+
+torch.distributed.tensor is imported only where there is a DTensor, and so has been imported already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "alike",
+    "check_alike",
+    "full_sums",
+    "gradient_on",
+    "is_partial",
+    "is_sharded",
+    "like",
+    "local",
+    "local_state",
+    "locals_of",
+    "part_of",
+    "sharding_dims",
+    "state_like",
+]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Is it a DTensor, whatever its placements?"""
+    return hasattr(tensor, "to_local") and isinstance(tensor, Tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a DTensor its shard on this rank, which shares its memory and may be empty.
+
+    Asked anew whenever it is needed: a shard may move.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return shard.wait() if hasattr(shard, "wait") else shard  # the result of a collective that nobody has waited for yet
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(map(local, tensors))
+
+
+def like(shard: Tensor, tensor: Tensor) -> Tensor:
+    """`shard` as part of a DTensor that is laid out as `tensor`, or the shard itself where `tensor` is plain. No communication."""
+    if not is_sharded(tensor):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    given: Any = tensor
+    shard = shard.detach()
+    if shard.device.type == given.device_mesh.device_type:
+        return DTensor.from_local(shard, given.device_mesh, given.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    made = torch.empty_like(given, dtype=shard.dtype)  # offloaded: from_local would move it to the mesh's device
+    local(made).copy_(shard)
+    return made
+
+
+def is_partial(tensor: object) -> bool:
+    """Is it a DTensor whose value is a sum that has not been taken?"""
+    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
+
+
+def alike(tensor: object, other: object) -> bool:
+    """Are both plain, or both laid over the same mesh with the same placements?"""
+    if not is_sharded(tensor) or not is_sharded(other):
+        return is_sharded(tensor) == is_sharded(other)
+    one, two = tensor, other
+    return one.placements == two.placements and one.device_mesh == two.device_mesh  # type: ignore[attr-defined]
+
+
+def check_alike(tensor: Tensor, param: Tensor, name: str, remedy: str) -> None:
+    """Raises ValueError unless `tensor` is laid out as the parameter."""
+    if not alike(tensor, param):
+        raise ValueError(f"{name} is {described(tensor)}, the parameter {described(param)}: {remedy}")
+
+
+def described(tensor: Any) -> str:
+    return f"a DTensor with {list(tensor.placements)} on {tensor.device_mesh}" if is_sharded(tensor) else "a plain tensor"
+
+
+def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state of a parameter, as it lies on this rank: DTensors as shards, also in lists."""
+    if not is_sharded(param):
+        return dict(state)
+    return {key: _mapped(value, local) for key, value in state.items()}
+
+
+def state_like(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """What `local_state` undoes. The step counter stays a plain tensor, as torch's."""
+    if not is_sharded(param):
+        return dict(entries)
+    return {key: value if key == "step" else _mapped(value, lambda shard: like(shard, param)) for key, value in entries.items()}
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, list):
+        return [_mapped(item, change) for item in value]
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def gradient_on(gradient: Tensor, param: Tensor, name: str) -> Tensor:
+    """The shard of a gradient that belongs to the parameter's shard.
+
+    A gradient that is still a sum to be taken (Partial, as sequence parallelism leaves those of norms) is reduced, as torch's optimizers
+    do: one collective. Raises ValueError for any other difference.
+    """
+    if alike(gradient, param):
+        return local(gradient)
+    given: Any = gradient
+    if is_sharded(gradient) and is_sharded(param) and given.device_mesh == param.device_mesh:  # type: ignore[attr-defined]
+        pairs = list(zip(given.placements, param.placements, strict=True))  # type: ignore[attr-defined]
+        if all(one == other or one.is_partial() for one, other in pairs):
+            return local(given.redistribute(placements=param.placements))  # type: ignore[attr-defined]
+    raise ValueError(
+        f"{name} is {described(gradient)}, the parameter {described(param)}: a gradient must be laid out as its parameter; "
+        "use gradient.redistribute(mesh, placements), or parallelize the model before its optimizer is made"
+    )
+
+
+def full_sums(values: Sequence[Tensor], tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None] | None = None) -> Tensor:
+    """Adds up, for each tensor, a number that every rank has for its own shard: (n,) of n 0-d values, the same on all ranks of a mesh.
+
+    Each element of the full tensor counts once: sums run over the mesh dimensions that shard it, not over those that replicate it, or
+    over the group that is given for a plain tensor. One all_reduce for each mesh and sharding dimension, whatever the number of tensors;
+    the host does not wait for the device.
+    """
+    sums = torch.stack(list(values))
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if groups is not None and groups[i] is not None:
+            together.setdefault((None, groups[i]), []).append(i)
+        elif dims := sharding_dims(tensor, f"tensor {i}"):
+            together.setdefault((tensor.device_mesh, *dims), []).append(i)  # type: ignore[attr-defined]
+    for (mesh, *over), places in together.items():
+        part = sums[places] if mesh is None else sums[places].to(mesh.device_type)
+        for dim in over:
+            dist.all_reduce(part, group=dim if mesh is None else mesh.get_group(dim))
+        sums[places] = part.to(sums.device)
+    return sums
+
+
+def part_of(full: Tensor, tensor: Tensor) -> Tensor:
+    """The part of `full`, which every rank has, that belongs to this rank's shard of `tensor`. No communication."""
+    if not is_sharded(tensor):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    given: Any = tensor
+    return local(distribute_tensor(full, given.device_mesh, given.placements, src_data_rank=None))
+
+
+def sharding_dims(tensor: Tensor, name: str) -> tuple[int, ...]:
+    """The dimensions of its mesh over which a tensor is split; () for a plain one. Raises ValueError for a Partial one."""
+    if not is_sharded(tensor):
+        return ()
+    given: Any = tensor
+    if is_partial(tensor):
+        raise ValueError(f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to Replicate() or Shard() first")
+    return tuple(dim for dim, placement in enumerate(given.placements) if not placement.is_replicate())

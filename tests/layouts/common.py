@@ -1,0 +1,126 @@
+"""The same training by hand, in one process: what every layout is compared with. All of it in float64, where rounding is 1e-16."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hdet
+from tests.ensemble import helpers
+from tests.reference import method
+
+RATE, DECAY, SPREAD, INTERVAL = 0.02, 0.1, 0.3, 3
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+"""Between two orders of the same float64 operations: some hundred roundings of 1e-16 a step, magnified by Adam where a gradient is small."""
+
+
+def model() -> nn.Sequential:
+    return helpers.model().double()
+
+
+def batch(step: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = helpers.batch(100 * step + shard)
+    return x.double(), y.double()
+
+
+def loss_of(net: Callable[[torch.Tensor], torch.Tensor], data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(net(data[0]), data[1])
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY)
+
+
+def ensemble_of(optimizer: torch.optim.Optimizer, **settings: Any) -> hdet.Ensemble:
+    settings = {"knobs": [hdet.LearningRate(SPREAD)], "sync_interval": INTERVAL} | settings
+    return hdet.Ensemble(optimizer, **settings)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole tensor; of a DTensor by a collective inside the replica."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([full(t).flatten() for t in tensors])
+
+
+def replicas_of(*ranks: Sequence[int]) -> hdet.Replicas:
+    """Replicas out of their ranks, [replica][member]; `Replicas.from_mesh` and the others do the same from a mesh."""
+    me = dist.get_rank()
+    index, member = next((r, own.index(me)) for r, own in enumerate(map(list, ranks)) if me in own)
+    peers = dist.new_subgroups_by_enumeration([list(column) for column in zip(*ranks, strict=True)])[0]
+    return hdet.Replicas(index, len(ranks), peers, ranks=ranks, member=member, world_group=dist.group.WORLD)
+
+
+class ByHand:
+    """N replicas of `model` in one process: AdamW at rho times the rate, the mean gradient (or each its own), the mean every T steps.
+
+    ``multipliers``: [cycle][replica], as the run recorded them; their assignment is tested elsewhere. ``shards``: mini-batches of each
+    replica in a step; replica r has the numbers r * shards .. (r + 1) * shards - 1.
+    """
+
+    def __init__(self, multipliers: Sequence[Sequence[float]], *, shards: int = 1, local: bool = False, policy: str = "keep") -> None:
+        self.multipliers, self.shards, self.local, self.policy = multipliers, shards, local, policy
+        self.count = len(multipliers[0])
+        self.nets = [model() for _ in range(self.count)]
+        self.optimizers = [adamw(net.parameters()) for net in self.nets]
+        self.losses = [[0.0] * self.count for _ in multipliers]
+        self.weights: list[list[torch.Tensor]] = []  # [step][replica], before an average
+        self.means: list[torch.Tensor] = []  # [cycle]
+        self.done = 0
+
+    def run(self, steps: int) -> ByHand:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        cycle = self.done // INTERVAL
+        for r, net in enumerate(self.nets):
+            losses = [loss_of(net, batch(self.done, r * self.shards + s)) for s in range(self.shards)]
+            torch.stack(losses).mean().backward()
+            self.losses[cycle][r] += sum(loss.item() for loss in losses) / self.shards / INTERVAL
+        if not self.local:
+            for copies in zip(*(net.parameters() for net in self.nets), strict=True):
+                shared = torch.stack([p.grad for p in copies]).mean(0)
+                for p in copies:
+                    p.grad = shared.clone()
+        for optimizer, rho in zip(self.optimizers, self.multipliers[cycle], strict=True):
+            optimizer.param_groups[0]["lr"] = RATE * rho
+            optimizer.step()
+            optimizer.zero_grad()
+        self.weights.append([flat(net.parameters()) for net in self.nets])
+        self.done += 1
+        if self.done % INTERVAL == 0:
+            self.converge()
+
+    @torch.no_grad()
+    def converge(self) -> None:
+        for copies in zip(*(net.parameters() for net in self.nets), strict=True):
+            mean = method.converge([p.flatten().tolist() for p in copies], method.uniform_weights(self.count))
+            for p in copies:
+                p.copy_(torch.tensor(mean, dtype=p.dtype).view_as(p))
+            states = [optimizer.state[p] for optimizer, p in zip(self.optimizers, copies, strict=True)]
+            for key in ("exp_avg", "exp_avg_sq") if self.policy == "average" else ():
+                average = torch.stack([state[key] for state in states]).mean(0)
+                for state in states:
+                    state[key].copy_(average)
+            for state in states if self.policy == "reset" else ():
+                for value in state.values():
+                    value.zero_()
+        self.means.append(flat(self.nets[0].parameters()))
+
+
+@contextmanager
+def no_warnings() -> Any:
+    """A run as it should be says nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
