@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CoresidentReplicas": "coresident",
     "Ensemble": "ensemble",
+    "Divergence": "core.divergence",
     "FusedAdam": "optim",
     "FusedAdamW": "optim",
     "FusedLion": "optim",
@@ -24,6 +25,7 @@ _HOMES = {
     "ProbeController": "probe",
     "ProbeRule": "core.controllers",
     "ReplicaDisagreement": "replicas",
+    "ReplicaLost": "faults",
     "Replicas": "replicas",
     "ReplicasDiverged": "ensemble",
     "SoftmaxController": "core.controllers",
@@ -36,9 +38,11 @@ if TYPE_CHECKING:
     from . import kernels as kernels
     from .core.controllers import ProbeRule as ProbeRule
     from .core.controllers import SoftmaxController as SoftmaxController
+    from .core.divergence import Divergence as Divergence
     from .coresident import CoresidentReplicas as CoresidentReplicas
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
+    from .faults import ReplicaLost as ReplicaLost
     from .knobs import LearningRate as LearningRate
     from .noise import warm_noise_ as warm_noise_
     from .optim import FusedAdam as FusedAdam

@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from . import __version__ as version
+from .converge import Converge, local_parts
 from .converge.average import check_averageable
 from .core.controllers import Controller
 from .core.controllers.protocol import require_keys
+from .core.divergence import Divergence
 from .core.engine import STATE_VERSION, Engine
 from .knobs import GroupKnob
+from .moments import POLICIES
 from .replicas import Replicas
 
-__all__ = ["agreement", "averaged_tensors", "check_arguments", "check_controller", "check_dense_gradients", "scheduled_values"]
+__all__ = [
+    "agreement",
+    "averaged_tensors",
+    "check_arguments",
+    "check_controller",
+    "check_dense_gradients",
+    "check_gradients",
+    "check_tied",
+    "digest_of",
+    "scheduled_values",
+]
 
 
 def check_arguments(
-    optimizer: Any, scheduler: Any, knobs: Any, replicas: Any, controller: Any, gradients: Any, average: Any, seed: Any, log: Any
+    optimizer: Any,
+    scheduler: Any,
+    knobs: Any,
+    replicas: Any,
+    controller: Any,
+    gradients: Any,
+    moments: Any,
+    average: Any,
+    converge: Any,
+    divergence: Any,
+    seed: Any,
+    log: Any,
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     if not isinstance(optimizer, Optimizer):
@@ -54,20 +81,31 @@ def check_arguments(
             raise TypeError(
                 f"controller {type(controller).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"
             )
-    if gradients != "shared":
+    if gradients not in ("shared", "local"):
         raise ValueError(
-            f"gradients must be 'shared' (all-reduced every step, as under DDP), got {gradients!r}: other modes do not exist yet"
+            f"gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), got {gradients!r}"
         )
+    if gradients == "local" and moments not in POLICIES:
+        raise ValueError(
+            f"moments must be one of {', '.join(map(repr, POLICIES))} with gradients='local', got {moments!r}: replicas' moments differ, "
+            "and what becomes of them at an average is a choice (docs/method.md)"
+        )
+    if gradients == "shared" and moments is not None:
+        raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
     if average not in ("mean", "softmax"):
         raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
+    if not isinstance(converge, Converge):
+        raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), got {converge!r}")
+    if not isinstance(divergence, Divergence):
+        raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     if log is not None and not callable(log):
         raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
 
 
-def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The optimizer's parameters, then the buffers.
+def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> list[torch.Tensor]:
+    """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average.
 
     Raises:
         ValueError: nothing to average, or a tensor that cannot be.
@@ -75,11 +113,36 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor]) -> l
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     if not tensors:
         raise ValueError("optimizer has no parameters: there is nothing to train")
+    if isinstance(buffers, nn.Module):
+        check_buffers_stay(buffers)
+        buffers = [buffer for buffer in buffers.buffers() if buffer.is_floating_point()]
     buffers = list(buffers)
     for name, group in (("parameter", tensors), ("buffer", buffers)):
         for i, tensor in enumerate(group):
             check_averageable(tensor, f"{name} {i}")
     return tensors + buffers
+
+
+def check_buffers_stay(model: nn.Module) -> None:
+    """Warns of a DDP wrapper that copies rank 0's buffers to everybody before each forward: replica 0's would be all there is."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module.will_sync_module_buffers():
+            warnings.warn(
+                "DistributedDataParallel copies rank 0's buffers to all ranks before each forward, so running statistics (BatchNorm) follow "
+                "one replica, whatever is averaged: wrap with broadcast_buffers=False (forward_sync_buffers=False in newer torch)",
+                stacklevel=5,
+            )
+
+
+def check_tied(tied: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
+    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its group)."""
+    for i, pair in enumerate(tied):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)):
+            raise TypeError(f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy")
+        if not any(pair[0] is p for p in parameters):
+            raise ValueError(f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself")
+        if pair[1] is None:
+            raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
 
 
 def check_controller(controller: Controller | None, engine: Engine, floor: Sequence[float]) -> None:
@@ -108,23 +171,48 @@ def check_dense_gradients(optimizer: Optimizer) -> None:
                 )
 
 
-def agreement(engine: Engine, parameters: Sequence[torch.Tensor], average: str, bucket_bytes: int) -> dict[str, int]:
-    """What must be the same on all ranks, as whole numbers below 2^53 with names that users know."""
+def agreement(engine: Engine, parameters: Sequence[torch.Tensor], **settings: object) -> tuple[dict[str, int], dict[str, int]]:
+    """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
+
+    ``settings``: further ones, by name; compared by their repr.
+    """
     clock, controller = engine.clock, engine.controller
-    return {
+    common = {
+        "the version of hdet (digest)": digest_of(version),
         "the version of the state": STATE_VERSION,
-        "the number of replicas": engine.replicas,
         "seed": engine.seed % (1 << 52),
         "sync_interval": clock.sync_interval,
         "warmup_steps": clock.warmup_steps,
         "total_steps": -1 if clock.total_steps is None else clock.total_steps,
-        "bucket_bytes": bucket_bytes,
-        "average (digest)": _digest(average),
-        "the parameters' shapes and dtypes (digest)": _digest([(tuple(p.shape), str(p.dtype)) for p in parameters]),
-        "the knobs (digest)": _digest([(knob.name, knob.spread) for knob in engine.knobs]),
-        "the controller and its settings (digest)": _digest(None if controller is None else (controller.name, _settings(controller))),
-        "the state (digest)": _digest(engine.state_dict()),
+        **{f"{name} (digest)" if not isinstance(value, int) else name: _whole(value) for name, value in settings.items()},
+        "the knobs (digest)": digest_of([(knob.name, knob.spread) for knob in engine.knobs]),
+        "the controller and its settings (digest)": digest_of(None if controller is None else (controller.name, _settings(controller))),
+        "the state (digest)": digest_of(engine.state_dict()),
     }
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)]
+    return common, {"the parameters' shapes and dtypes (digest)": digest_of(shapes)}
+
+
+def check_gradients(norms: Sequence[float], gradients: str) -> None:
+    """Are gradients what they were said to be? ``norms``: [replica] of the first step's; not finite or 0: unknown, nothing is said.
+
+    Raises:
+        ValueError: they are to be shared, and differ. Warns if they are to be local, and are the same on all replicas.
+    """
+    if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
+        return
+    if gradients == "shared" and max(norms) > 1.001 * min(norms):
+        listed = ", ".join(f"{x:.6g}" for x in norms[:8])
+        raise ValueError(
+            f"gradients='shared', but the first step's gradients differ between replicas (norms {listed}): wrap the model in "
+            "DistributedDataParallel or all-reduce them, or pass gradients='local'"
+        )
+    if gradients == "local" and len(set(norms)) == 1:
+        warnings.warn(
+            "gradients='local', but the first step's gradients are the same on all replicas: under DistributedDataParallel run the "
+            "backward pass inside no_sync(), and give each replica batches of its own",
+            stacklevel=4,
+        )
 
 
 def scheduled_values(state: Mapping[str, Any], knobs: Sequence[GroupKnob], scheduler: Any) -> dict[str, list[float]]:
@@ -159,5 +247,10 @@ def _settings(controller: Any) -> list[tuple[str, Any]]:
     return plain + (_settings(controller.rule) if hasattr(controller, "rule") else [])
 
 
-def _digest(value: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big")
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else digest_of(value)
+
+
+def digest_of(value: object) -> int:
+    """Of its repr; below 2^40, so that the sum over a replica's ranks stays a whole number in float64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")

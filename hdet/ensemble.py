@@ -5,25 +5,40 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from .checks import agreement, averaged_tensors, check_arguments, check_controller, scheduled_values
-from .converge import BucketedAverage
+from .checks import (
+    agreement,
+    averaged_tensors,
+    check_arguments,
+    check_controller,
+    check_gradients,
+    check_tied,
+    digest_of,
+    scheduled_values,
+)
+from .converge import Converge, Plain
 from .converge.average import DEFAULT_BUCKET_BYTES
 from .core.clock import Clock
 from .core.controllers import Controller
 from .core.controllers.softmax import softmax_weights
+from .core.divergence import Divergence, Verdict, judge
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .fan_out import FanOut
+from .faults import ReplicaLost, during
 from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
 from .ranges import ranged
-from .replicas import Replicas
-from .slots import Slot, gather_slots, local_replicas, masters_of
+from .replicas import ReplicaDisagreement, Replicas
+from .replicas.refusals import check_sharding
+from .slots import Slot, gather_slots, masters_of
+from .weights import ReplicaWeights, Tied
 
 __all__ = ["Ensemble", "ReplicasDiverged", "Scheduler", "plain"]
 
@@ -55,17 +70,29 @@ class Ensemble:
         sync_interval: T, optimizer steps between averages, >= 1.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
         controller: None, `SoftmaxController`, `ProbeController`, or anything with the protocol of hdet.core.controllers.
-        gradients: ``"shared"``: all replicas step with the same all-reduced gradient.
+        gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``: each with its own, so that nothing
+            travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
+            needed. Which of them it is, is looked at in the first step.
+        moments: with local gradients, what becomes of the optimizer's moments at an average: ``"keep"``, ``"average"`` or ``"reset"``
+            (hdet/moments.py tells what follows from each).
         average: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses (sigma 0.1).
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
+        converge: the way of averaging, from hdet.converge; default ``Plain()`` (docs/converge.md tells when another one pays).
         bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm); co-resident replicas share theirs.
+        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has. Co-resident
+            replicas share theirs.
+        divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
+        tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
+            the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
+        refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever keeps a model beside the parameters
+            that the optimizer has (Megatron's float32 masters) copies them there.
 
     Guarantees: at rest param_groups hold base values, the same on all ranks. Only the end of a cycle communicates (one
     collective of a few numbers per replica, then the average) and waits for the device. Replicas that cannot differ
     (spread 0) and are found bitwise equal are not touched: spread 0 is data-parallel training bit for bit.
+    A collective that fails raises `ReplicaLost` on every rank that is left; after it this object refuses to go on.
     """
 
     def __init__(
@@ -79,19 +106,31 @@ class Ensemble:
         warmup_steps: int = 0,
         controller: Controller | None = None,
         gradients: str = "shared",
+        moments: str | None = None,
         average: str = "mean",
+        converge: Converge | None = None,
+        divergence: Divergence | None = None,
         seed: int = 0,
         log: Callable[[dict[str, Any], int], object] | None = None,
         total_steps: int | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        buffers: Iterable[torch.Tensor] = (),
+        buffers: Iterable[torch.Tensor] | nn.Module = (),
+        tied: Sequence[Tied] = (),
+        refresh: Callable[[], object] | None = None,
     ) -> None:
         # Everything is validated before the optimizer is touched.
         knobs = [LearningRate()] if knobs is None else knobs
-        check_arguments(optimizer, scheduler, knobs, replicas, controller, gradients, average, seed, log)
-        self.optimizer, self.scheduler, self.average, self.log = optimizer, scheduler, average, log
-        self.replicas = Replicas.default() if replicas is None else replicas
+        converge = Plain() if converge is None else converge
+        divergence = Divergence() if divergence is None else divergence
+        check_arguments(
+            optimizer, scheduler, knobs, replicas, controller, gradients, moments, average, converge, divergence, seed, log
+        )  # fmt: skip
+        self.optimizer, self.scheduler, self.average, self.divergence, self.log = optimizer, scheduler, average, divergence, log
+        self.gradients = gradients
         self.parameters = averaged_tensors(optimizer, buffers)
+        check_tied(tied, self.parameters)
+        check_sharding(optimizer, self.parameters, replicas, gradients)
+        self.replicas = Replicas.default() if replicas is None else replicas
         total_steps = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
         self.knobs = [bound for knob in knobs for bound in knob.bind(optimizer)]
         specs = [KnobSpec(knob.name, knob.spread) for knob in self.knobs]
@@ -99,13 +138,23 @@ class Ensemble:
         self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
         check_controller(controller, self.engine, [knob.bounds()[1] for knob in self.knobs])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
-        self._bucket_bytes = bucket_bytes
-        self._members = local_replicas(self.replicas, optimizer, self.parameters)
-        self._average: Callable[[Sequence[float]], None] = (  # Eq. 3, in place: across processes, or by the optimizer that has all sets
-            BucketedAverage(self.parameters, self.replicas, bucket_bytes, self._members[0].masters)
-            if len(self._members) == 1
-            else optimizer.average_replicas  # type: ignore[attr-defined]
+        self.weights = ReplicaWeights(
+            self.parameters,
+            optimizer,
+            self.replicas,
+            converge,
+            sync_interval=sync_interval,
+            bucket_bytes=bucket_bytes,
+            gradients=gradients,
+            moments=moments,
+            tied=tied,
+            refresh=refresh,
+            divergence=divergence,
         )
+        self._settings = {
+            "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
+            "moments": moments, "converge": converge, "divergence": divergence,
+        }  # fmt: skip
         self._probe = controller if isinstance(controller, ProbeController) else None
         if self._probe is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -113,6 +162,7 @@ class Ensemble:
             self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))])
 
         self._agreed = False
+        self._broken: ReplicaLost | None = None
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
@@ -135,7 +185,7 @@ class Ensemble:
         Raises:
             ValueError: not a scalar, or a negative weight; or nothing says which replica's it is.
         """
-        self._members[self.replicas.place(replica)].window.add(loss, weight)
+        self.weights.members[self.replicas.place(replica)].window.add(loss, weight)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
@@ -145,47 +195,70 @@ class Ensemble:
         schedule ends the last cycle in either case.
 
         Raises:
-            ReplicasDiverged: at the end of a cycle no replica has finite parameters.
+            ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no anchor to go back to.
+            ReplicaLost: a collective failed or timed out.
         """
         self._check_outside_use("step", "call it once per optimizer step, after all of them")
+        self._check_whole()
         if loss is not None:
             self.observe(loss)
         if not self._agreed:
-            # Once: ranks that are not in the same run would average nonsense.
-            settings = agreement(self.engine, self.parameters, self.average, self._bucket_bytes)
-            self.replicas.require_agreement(settings, self.parameters[0].device)
-            self._agreed = True
+            self._agree()
         try:
             self._advance_schedule()
             ends = False
-            if self._fan_out.take_stepped():
+            stepped = self._fan_out.take_stepped()
+            if stepped:
                 ends = self.engine.tick()
                 if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
                     self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
             if ends or (self._schedule_is_over() and self.engine.position > 0):
                 self._end_cycle()
+            elif stepped:
+                with self._during("average"):
+                    self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
             self._write_values()
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew.
 
-        A replica that is left out because its parameters are not finite is noted in the next record and warned of.
+        Always the plain, exact average, whatever the way of averaging: it completes what that has under way and drops what it keeps
+        back. A replica that is left out because its parameters are not finite is noted in the next record and warned of.
         """
         self._check_outside_use("converge", "it is of all replicas, call it after")
+        self._check_whole()
         if self.replicas.count == 1:
             return
-        slots = gather_slots(self.replicas, self._members, None, compare=True)
-        notes = self._average_replicas(slots, compared=True)
-        for note in notes:
-            warnings.warn(f"converge: {note}", stacklevel=2)
-        self._notes += notes
+        with self._during("slots"):
+            slots = gather_slots(self.replicas, self.weights.members, None, compare=True, mark=self._mark())
+        finite = [r for r, slot in enumerate(slots) if slot.finite]
+        self._check_marks(slots)
+        if not finite:
+            raise self._all_diverged("no replica has finite parameters left")
+        # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
+        if not (self.weights.settled and len({slot.digest for slot in slots}) == 1):
+            with self._during("average"):
+                self.weights.complete(self._weights(finite, [slot.loss for slot in slots]))
+        self._fan_out.settled()
+        self._lockstep = not self._replicas_part
+        for r, slot in enumerate(slots):
+            if not slot.finite:
+                note = f"replica {r} left out of the average: parameters not finite"
+                warnings.warn(f"converge: {note}", stacklevel=2)
+                self._notes.append(note)
         self._forget_window()
 
     @property
     def converged(self) -> bool:
-        """Are the replicas' parameters equal right now, as known from the last average and the steps since?"""
-        return self._lockstep or not self._fan_out.moved
+        """Are the replicas' parameters equal right now, with nothing under way, as known from the last average and the steps since?"""
+        return self._lockstep or (not self._fan_out.moved and self.weights.settled)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward pass) becomes a `ReplicaLost` too."""
+        with self._during("training step"):
+            yield
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -208,6 +281,48 @@ class Ensemble:
         """Corrected base value by knob: what param_groups hold at rest."""
         return {knob.name: self.engine.value(k, knob.scheduled_value()) for k, knob in enumerate(self.knobs)}
 
+    def mean(self) -> list[torch.Tensor] | None:
+        """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
+        with ``converge=ExactLocal()``; else None. Not to be written to."""
+        return self.parameters if self.converged else self.weights.mean()
+
+    @property
+    def private_state(self) -> bool:
+        """Does the optimizer's state differ between replicas even when they are converged? (Local gradients that keep their moments.)"""
+        return self.weights.moments.private and self.replicas.count > 1
+
+    @property
+    def _replicas_part(self) -> bool:
+        """Can replicas differ after steps of the running cycle?"""
+        return self.engine.explores or (self.gradients == "local" and self.replicas.count > 1)
+
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        """Collectives: one that fails is named, and leaves an Ensemble that refuses to go on."""
+        try:
+            with during(phase, self.replicas, lambda: (self.engine.cycle, self.engine.step)):
+                yield
+        except ReplicaLost as lost:
+            self._broken = lost
+            raise
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"this Ensemble has lost a replica ({self._broken}); its parameters may be half averaged: resume from a checkpoint"
+            ) from self._broken
+
+    def _agree(self) -> None:
+        """Once: ranks that are not in the same run would average nonsense."""
+        device = self.weights.device
+        with self._during("agreement"):
+            self.replicas.require_agreement(*agreement(self.engine, self.parameters, **self._settings), device)
+            if self.replicas.world_group is not None:
+                norm = self._fan_out.gradient_norm
+                row = torch.full((1,), math.nan, dtype=torch.float64, device=device) if norm is None else norm.reshape(1).to(device) ** 2
+                check_gradients([math.sqrt(x) for x in self.replicas.sum_rows(row).flatten().tolist()], self.gradients)
+        self._agreed = True
+
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:
             raise ValueError(f"ensemble.{name}() was called inside `with replicas.use(k):`; {remedy}")
@@ -217,17 +332,18 @@ class Ensemble:
     def _begin_cycle(self) -> None:
         self._forget_window()
         table = self.engine.multipliers()
-        self._fan_out.assign(*([row[r] for row in table] for r in self.replicas.local))
+        replicas = [[row[r] for row in table] for r in self.replicas.local]
+        self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
 
     def _forget_window(self) -> None:
-        for member in self._members:
+        for member in self.weights.members:
             member.window.reset()
         if self._probe is not None:
             self._probe.forget()
 
     def _schedule_is_over(self) -> bool:
-        """Where a scheduler is stepped several times per optimizer step, its end is the run's."""
-        total = getattr(self.scheduler, "total_steps", None)
+        """Where a scheduler is stepped more often than the optimizer (several times a step, or in a step of rate 0), its end is the run's."""
+        total = getattr(self.scheduler, "total_steps", self.engine.clock.total_steps)
         return total is not None and getattr(self.scheduler, "last_epoch", None) == total
 
     def _will_probe(self, cycle_end: int) -> bool:
@@ -255,25 +371,22 @@ class Ensemble:
     @ranged("hdet.cycle")
     def _end_cycle(self) -> None:
         started = self._now()
-        compare = not self.engine.explores
+        compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._measure() if self._will_probe(self.engine.step) else None
         probed = self._now()
-        slots = gather_slots(self.replicas, self._members, rows, compare=compare)
+        with self._during("slots"):
+            slots = gather_slots(self.replicas, self.weights.members, rows, compare=compare, mark=self._mark())
+        self._check_marks(slots)
         scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
-        self._notes += self._average_replicas(slots, compared=compare)
-        averaged = self._now()
-        peaks, floors = zip(*(knob.bounds() for knob in self.knobs), strict=True)
+        verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
+        self._notes += verdict.notes
         losses = [slot.loss for slot in slots]
-        outcome = self.engine.close(
-            losses,
-            scores if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)],
-            scheduled=[knob.scheduled_value() for knob in self.knobs],
-            peak=peaks,
-            floor=floors,
-            schedule_step=getattr(self.scheduler, "last_epoch", None),
-        )
-        self._lockstep = not self.engine.explores  # equal now; do they part in the next cycle?
-        self._keep_record(outcome, losses, scores, 1e3 * (probed - started), 1e3 * (averaged - probed))
+        self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
+        averaged = self._now()
+        outcome = self._control(verdict, losses, scores, slots)
+        self._fan_out.settled()
+        self._lockstep = self.weights.settled and not self._replicas_part  # equal now; do they part in the next cycle?
+        self._keep_record(outcome, losses, scores, verdict.roll_back, 1e3 * (probed - started), 1e3 * (averaged - probed))
         self._begin_cycle()
         if self.log is not None and self.history is not None:
             self.log(self.history, self.engine.step)
@@ -282,38 +395,81 @@ class Ensemble:
         """The probe's row of each local replica, at its own cycle average."""
         assert self._probe is not None
         rows = []
-        for place, r in enumerate(self.replicas.local):
-            with self.replicas.use(r):
-                rows.append(self._probe.measure(self.engine.cycle, place))
+        with self._during("probe"):
+            for place, r in enumerate(self.replicas.local):
+                with self.replicas.use(r):
+                    rows.append(self._probe.measure(self.engine.cycle, place))
         return rows
 
     @ranged("hdet.converge")
-    def _average_replicas(self, slots: Sequence[Slot], *, compared: bool) -> list[str]:
-        """Eq. 3 over the healthy replicas. Returns notes for the record."""
-        healthy = [r for r, slot in enumerate(slots) if slot.finite]
-        if not healthy:
-            raise ReplicasDiverged(
-                f"cycle {self.engine.cycle} (step {self.engine.step}): no replica has finite parameters left. "
-                "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
-            )
-        # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if not (compared and len({slot.digest for slot in slots}) == 1):
-            self._average(self._weights(slots, healthy))
-        self._lockstep = not self.engine.explores
-        self._fan_out.moved = False
-        return [f"replica {r} left out of the average: parameters not finite" for r in range(len(slots)) if r not in healthy]
+    def _converge(self, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> None:
+        """Eq. 3 over the healthy replicas, or the anchor's state again."""
+        with self._during("average"):
+            if verdict.roll_back:
+                if self.engine.rollbacks_in_row >= self.divergence.attempts:
+                    raise self._all_diverged(
+                        f"{self.engine.rollbacks_in_row} cycles in a row were taken back, and the next one diverged too"
+                    )
+                self.weights.roll_back()
+            elif not verdict.healthy:
+                raise self._all_diverged("no replica has finite parameters left")
+            elif not (equal and self.weights.settled):
+                # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
+                self._notes += self.weights.end_cycle(self._weights(verdict.healthy, losses))
 
-    def _weights(self, slots: Sequence[Slot], healthy: list[int]) -> list[float]:
+    def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
         """w_r: uniform over the healthy replicas, or Eq. 4 (uniform again where a healthy one has no loss)."""
-        weights = [1 / len(healthy) if r in healthy else 0.0 for r in range(len(slots))]
-        losses = [loss for loss in (slots[r].loss for r in healthy) if loss is not None]
-        if self.average == "softmax" and len(losses) == len(healthy):
-            for r, w in zip(healthy, softmax_weights(losses, 0.1), strict=True):
+        weights = [1 / len(healthy) if r in healthy else 0.0 for r in range(self.replicas.count)]
+        known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
+        if self.average == "softmax" and len(known) == len(healthy):
+            for r, w in zip(healthy, softmax_weights(known, 0.1), strict=True):
                 weights[r] = w
         return weights
 
+    def _mark(self) -> float | None:
+        """Moments can be averaged only where all peers have the same."""
+        return float(digest_of(self.weights.moments.structure())) if self.weights.moments.policy == "average" else None
+
+    def _check_marks(self, slots: Sequence[Slot]) -> None:
+        if len({slot.mark for slot in slots}) > 1:
+            raise ReplicaDisagreement(
+                f"cycle {self.engine.cycle}: the optimizer's moments differ in number or shape between replicas, because some parameters have "
+                "had a gradient on some replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
+            )
+
+    def _control(
+        self, verdict: Verdict, losses: list[float | None], scores: list[list[float]] | None, slots: Sequence[Slot]
+    ) -> CycleOutcome:
+        """Let the controller act on the cycle; or, where it is taken back, lower the learning rate's base values."""
+        if verdict.roll_back:
+            rates = [k for k, knob in enumerate(self.knobs) if knob.key == "lr"]
+            self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
+            return self.engine.roll_back(rates, self.divergence.lower)
+        self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
+        peaks, floors = zip(*(knob.bounds() for knob in self.knobs), strict=True)
+        return self.engine.close(
+            losses,
+            scores if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)],
+            scheduled=[knob.scheduled_value() for knob in self.knobs],
+            peak=peaks,
+            floor=floors,
+            schedule_step=getattr(self.scheduler, "last_epoch", None),
+        )
+
+    def _all_diverged(self, why: str) -> ReplicasDiverged:
+        return ReplicasDiverged(
+            f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. "
+            "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
+        )
+
     def _keep_record(
-        self, outcome: CycleOutcome, losses: list[float | None], scores: list[list[float]] | None, probe_ms: float, converge_ms: float
+        self,
+        outcome: CycleOutcome,
+        losses: list[float | None],
+        scores: list[list[float]] | None,
+        rolled_back: bool,
+        probe_ms: float,
+        converge_ms: float,
     ) -> None:
         def by_knob(values: Iterable[Any]) -> dict[str, Any]:
             return dict(zip((knob.name for knob in self.knobs), values, strict=True))
@@ -332,6 +488,9 @@ class Ensemble:
             "losses": losses,
             "probe": None if scores is None else [_finite_mean(row) for row in scores],
             "left_out": outcome.left_out,
+            "rolled_back": rolled_back,
+            "rollbacks": self.engine.rollbacks,
+            "left_out_total": self.engine.left_out_total,
             "converge_ms": converge_ms,
             "probe_ms": probe_ms,
             "notes": self._notes + outcome.notes,
@@ -340,8 +499,8 @@ class Ensemble:
 
     def _now(self) -> float:
         """Seconds; once the device is done if somebody will read the difference (a log is given)."""
-        if self.log is not None and self.parameters[0].is_cuda:
-            torch.cuda.synchronize(self.parameters[0].device)
+        if self.log is not None and self.weights.device.type == "cuda":
+            torch.cuda.synchronize(self.weights.device)
         return time.perf_counter()
 
     # -- checkpoint ------------------------------------------------------------------------------------------------------
@@ -352,7 +511,8 @@ class Ensemble:
         Save when `converged`: in the middle of a cycle each replica has its own parameters, and the window of the running
         cycle is not part of the state (a warning says so).
         """
-        if not self.converged and self.engine.explores and (self.engine.position or self._fan_out.stepped):
+        self._check_whole()
+        if not self.converged and self._replicas_part and (self.engine.position or self._fan_out.stepped):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
@@ -379,6 +539,7 @@ class Ensemble:
         self._write_values()
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
+        self._fan_out.unsettled()
         self._begin_cycle()
 
     def close(self) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from .checks import check_dense_gradients
+from .converge import local_parts
 from .knobs import GroupKnob
 
 __all__ = ["FanOut"]
@@ -26,18 +28,31 @@ class FanOut:
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
     phantom step of a checkpoint library or several calls per training step count once.
 
+    A step in which every group's rate is 0 moves nothing and is passed through as if nobody had called: checkpoint libraries make
+    an optimizer's state that way.
+
     ``first_replica``: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
+    ``depart`` is called before the first step after an average.
     """
 
-    def __init__(self, optimizer: Optimizer, knobs: Sequence[GroupKnob], first_replica: int = 0) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        knobs: Sequence[GroupKnob],
+        first_replica: int = 0,
+        depart: Callable[[], object] = lambda: None,
+    ) -> None:
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
             raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True
+        self._depart, self._departed = depart, False
         self.active = True
         self.stepped = False
         self.moved = True  # since the last average; unknown at the beginning
+        self.gradient_norm: torch.Tensor | None = None
+        """Of this rank's gradients in the first step: 0-d float64."""
         self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
         if self.fused:
             optimizer.first_replica = first_replica  # type: ignore[attr-defined]
@@ -49,11 +64,16 @@ class FanOut:
 
         @functools.wraps(inner)
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.active:
+            if not self.active or self._stands_still():
                 return inner(*args, **kwargs)
             if self._unchecked:
                 check_dense_gradients(self.optimizer)
                 self._unchecked = False
+            if self.gradient_norm is None:
+                self.gradient_norm = _gradient_norm(self.optimizer)
+            if not self._departed:
+                self._depart()
+                self._departed = True
             with ExitStack() as stack:
                 self.moved = True
                 if not self.fused:
@@ -67,8 +87,21 @@ class FanOut:
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
         self.optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
 
+    def _stands_still(self) -> bool:
+        """Is every group's rate 0? A rate on a CUDA device is not looked at: it would wait for the device."""
+        rates = (group.get("lr", 1.0) for group in self.optimizer.param_groups)
+        return all(rate == 0 if not isinstance(rate, torch.Tensor) else not rate.is_cuda and not rate.any() for rate in rates)
+
+    def settled(self) -> None:
+        """Replicas have been averaged: they are equal until the next step."""
+        self.moved = self._departed = False
+
+    def unsettled(self) -> None:
+        """Parameters may have been loaded: nothing is known of them."""
+        self.moved, self._departed = True, False
+
     def assign(self, *replicas: Sequence[float]) -> None:
-        """rho for the cycle that begins, one per knob, of each replica that this optimizer steps (a stock one has one)."""
+        """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
         self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
         if self.fused:
@@ -91,6 +124,16 @@ class FanOut:
         self.active = False
         self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _gradient_norm(optimizer: Optimizer) -> torch.Tensor | None:
+    """Of all gradients there are; None without any. Does not wait for the device."""
+    gradients = local_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+    dense = [g for g in gradients if g.numel()]
+    if not dense:
+        return None
+    return torch.stack([norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]).norm()
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .converge import Masters, digest
+from .converge import Masters, digest, local_parts
 from .core.controllers import Decision, Evidence, ProbeRule
 from .kernels import PairPlan
 from .kernels.checks import FLOATS
@@ -34,7 +34,7 @@ class CycleAverage:
     def __init__(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
         self.tensors = list(tensors)
         # In 16 bits the n-th sample, which counts 1 / n, would mostly be rounded away.
-        self.means = [torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)).detach() for t in self.tensors]
+        self.means = [torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in local_parts(self.tensors)]
         self.samples = 0
         self._masters = masters or (lambda: [None] * len(self.tensors))
         self._addresses: list[int] = []
@@ -50,23 +50,24 @@ class CycleAverage:
 
     def _plan(self) -> None:
         """One plan for each device, and for what only torch can read; made anew if a tensor has moved."""
-        masters = self._masters()
-        addresses = [t.data_ptr() for pair in zip(self.tensors, masters, strict=True) for t in pair if t is not None]
+        masters = [None if m is None else local_parts([m])[0] for m in self._masters()]
+        own = local_parts(self.tensors)
+        addresses = [t.data_ptr() for pair in zip(own, masters, strict=True) for t in pair if t is not None]
         if self._plans and addresses == self._addresses:
             return
         kinds: dict[tuple[torch.device, bool], list[int]] = {}
-        for i, (tensor, mean) in enumerate(zip(self.tensors, self.means, strict=True)):
+        for i, (tensor, mean) in enumerate(zip(own, self.means, strict=True)):
             native = tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
             kinds.setdefault((mean.device, native), []).append(i)
         self._addresses, self._plans = addresses, []
         for (_, native), places in kinds.items():
-            means, tensors = [self.means[i] for i in places], [self.tensors[i].detach() for i in places]
+            means, tensors = [self.means[i] for i in places], [own[i] for i in places]
             self._plans.append(values_to(means, tensors, [masters[i] for i in places], "auto" if native else "torch"))
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Swap contents, addresses stay: graphs and flat buffers that point at the parameters remain valid. Twice restores the tensors."""
-        for tensor, mean in zip(self.tensors, self.means, strict=True):
+        for tensor, mean in zip(local_parts(self.tensors), self.means, strict=True):
             held = tensor.clone()
             tensor.copy_(mean)
             mean.copy_(held)
@@ -116,6 +117,8 @@ class ProbeController:
     Args:
         loss_fn: ``loss_fn(model, batch)`` -> scalar tensor (nats, or any unit: the rule is scale-free). Called in eval mode,
             without gradients, on the bare module (a DistributedDataParallel wrapper is taken off: its collectives have no place here).
+            All ranks of a replica call it together, so a model that is split over them runs as it does in training; a rank that
+            does not see the loss (a pipeline stage before the last) returns None.
         batches: a list of mini-batches, of which each cycle takes the next ``chunks``; or ``batches(cycle)`` -> at least ``chunks``
             of them. They must be the SAME on every replica (checked each cycle) and should not be validation data.
         chunks: mini-batches per cycle, >= 2; the error of the slope comes from their scatter.
@@ -177,7 +180,7 @@ class ProbeController:
 
     @property
     def row_width(self) -> int:
-        """Numbers per replica in the slots: one loss per chunk, and two that identify the mini-batches."""
+        """Numbers per replica in the slots: how many ranks have seen losses, their sums by chunk, and the mini-batches' digest."""
         return self.chunks + 2
 
     def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None) -> None:
@@ -204,7 +207,8 @@ class ProbeController:
 
     @ranged("hdet.probe")
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
-        """(row_width,) float64 on the model's device: the chunk losses at the cycle-averaged weights, then the mini-batches' digest.
+        """(row_width,) float64 on the model's device: 1 and the chunk losses at the cycle-averaged weights (zeros where this rank sees
+        none), then the mini-batches' digest.
 
         ``place``: which of the watched replicas; the model must have its weights now.
         """
@@ -214,24 +218,37 @@ class ProbeController:
         with undisturbed(self.model):
             chosen = self._choose(cycle)
             average.exchange()
+            _reshard(self.model)
             try:
-                losses = [_scalar(self.loss_fn(self.model, batch)) for batch in chosen]
+                losses = [self.loss_fn(self.model, batch) for batch in chosen]
             finally:
                 average.exchange()
-        row = torch.stack(losses)
-        return torch.cat([row, digest(list(_tensors_in(chosen))).to(row.device)])
+                _reshard(self.model)
+        marks = digest(list(_tensors_in(chosen)))[1:]
+        if all(loss is None for loss in losses):
+            return torch.cat(
+                [torch.zeros(1 + self.chunks, dtype=torch.float64, device=average.means[0].device), marks.to(average.means[0].device)]
+            )
+        row = torch.stack([_scalar(loss) for loss in losses])
+        return torch.cat([torch.ones_like(row[:1]), row, marks.to(row.device)])
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Gathered rows -> chunk losses per replica.
+        """Added-up rows -> chunk losses per replica.
 
         Raises:
+            ValueError: no rank of a replica has seen a loss.
             RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
         """
-        if len({tuple(row[self.chunks :]) for row in rows}) > 1:
+        if len({row[-1] for row in rows}) > 1:
             raise RuntimeError(
                 "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)"
             )
-        return [list(row[: self.chunks]) for row in rows]
+        unseen = [r for r, row in enumerate(rows) if not row[0]]
+        if unseen:
+            raise ValueError(
+                f"loss_fn returned None on every rank of replica {unseen[0]}: the rank that sees the loss must return it as a tensor"
+            )
+        return [[total / row[0] for total in row[1:-1]] for row in rows]
 
     def _choose(self, cycle: int) -> list[Any]:
         if callable(self.batches):
@@ -251,6 +268,13 @@ class ProbeController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rule.load_state_dict(state)
+
+
+def _reshard(model: nn.Module) -> None:
+    """FSDP2 may keep gathered parameters after a forward pass without a backward: they are not those of the shards any more."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 def _scalar(loss: Any) -> torch.Tensor:

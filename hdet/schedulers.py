@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ class OneCycleAutoLR(OneCycleLR):
             are given by ``observe`` inside of ``use``, before ``step()``.
         controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under a `ProbeController` all
             parameter groups are one knob.
-        gradients: ``"shared"``.
+        gradients: ``"shared"`` or ``"local"``.
         seed: key of the assignments of multipliers, equal on all ranks.
+        settings: further ones of the `Ensemble`: moments, converge, divergence, average, buffers, tied, refresh, bucket_bytes, log.
 
     Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own, to the bit. Between
     steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate, never a multiplied one.
@@ -75,6 +76,7 @@ class OneCycleAutoLR(OneCycleLR):
         controller: Controller | None = None,
         gradients: str = "shared",
         seed: int = 0,
+        **settings: Any,
     ) -> None:
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
@@ -98,6 +100,7 @@ class OneCycleAutoLR(OneCycleLR):
                 controller=controller,
                 gradients=gradients,
                 seed=seed,
+                **settings,
             )
 
     def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0, replica: int | None = None) -> None:
@@ -123,6 +126,10 @@ class OneCycleAutoLR(OneCycleLR):
     def converge(self) -> None:
         """Average the replicas now; every rank must call it. See `Ensemble.converge`."""
         self.ensemble.converge()
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around a training loop: see `Ensemble.guard`."""
+        return self.ensemble.guard()
 
     @property
     def converged(self) -> bool:

@@ -51,10 +51,9 @@ class LossWindow:
         self._total[0].add_(loss, alpha=weight) if isinstance(loss, torch.Tensor) else self._total[0].add_(loss * weight)
 
     def slots(self) -> torch.Tensor:
-        """(2,) float64 on the device: weighted sum and weight."""
-        slots = self._total.clone()
-        slots[1] += self._weight
-        return slots
+        """(2,) float64 on the device: weighted sum and weight. A weight that is NaN makes the sum NaN and is 0 itself."""
+        total, weight = self._total[0], self._total[1] + self._weight
+        return torch.stack([torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)])
 
     def reset(self) -> None:
         self._total.zero_()

@@ -51,6 +51,6 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
         return function(), None
     except CheckpointError as error:
         return None, str(error)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return None, first_line if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {first_line}"

@@ -14,7 +14,7 @@ import torch
 from ..converge.health import digest
 from .errors import CheckpointError, Together
 from .folder import checksums, prepare, publish, read_manifest, resolve, steps, verify
-from .keys import is_dtensor
+from .keys import bare, is_dtensor
 from .optimizer_state import listed
 from .run_state import RunState
 
@@ -110,7 +110,7 @@ def load(path: str | os.PathLike[str], state: RunState) -> int:
             raise CheckpointError(f"checkpoint {str(folder)!r} does not fit this run: {error}") from error
 
     plain = read(fits(plans.plain))
-    tensors = fits(lambda: plans.tensors() if state.check_groups_of(plain) is None else {})
+    tensors: dict[str, Any] = fits(plans.tensors)
     fits(lambda: state.load_plain(plain))
     read(tensors)
     fits(lambda: state.load_tensors({**plain, **tensors, "optimizer": {**plain["optimizer"], **tensors["optimizer"]}}))
@@ -144,9 +144,9 @@ def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
     """The state, after a look at whether what is stored once is equal wherever it is."""
     trees = []
 
-    def describe() -> dict[str, Any]:
+    def describe() -> dict[Any, Any]:
         trees.append(state.state_dict())
-        return {"member": state.keys.replicas.member, **_digests(trees[0])}
+        return {"member": state.keys.replicas.member} | _digests(trees[0])
 
     rows = together.all(describe)
     for what in ("the parameters", "the optimizer's state"):
@@ -171,7 +171,7 @@ def _digests(tree: Mapping[str, Any]) -> dict[Any, Any]:
         # Whole DTensors are equal shard by shard, on the same member; plain tensors without a prefix on every rank.
         everywhere = [t for key, t in shared if not key.startswith("member") and not is_dtensor(t)]
         found[what, "of all"] = tuple(digest(everywhere).tolist())
-        found[what, "of a member"] = tuple(digest([t.to_local() if is_dtensor(t) else t for _, t in shared]).tolist())  # type: ignore[operator]
+        found[what, "of a member"] = tuple(digest([t.to_local() if is_dtensor(t) else t for _, t in shared]).tolist())  # type: ignore[attr-defined]
     return found
 
 
@@ -219,7 +219,7 @@ class _Destinations:
     def _model(self) -> dict[str, torch.Tensor]:
         ours, missing = {}, []
         for key, tensor in self.state.model_tensors().items():
-            name = key.rpartition("/")[2]
+            name = bare(key)
             candidates = (
                 (self._own(name), f"replica0/member0/{name}", name) if key.startswith("replica") else (key, f"replica0/member0/{key}")
             )
@@ -232,7 +232,7 @@ class _Destinations:
                 raise ValueError(f"{key!r} has the shape {tuple(size)} there and {tuple(tensor.shape)} here")
             ours[found] = tensor
         member = f"member{self.keys.replicas.member}/"
-        theirs = [key for section, key in self.below if section == "model" and ("/" not in key or key.startswith(member))]
+        theirs = [key for section, key in self.below if section == "model" and key.startswith((member, bare(key)))]
         unknown = [key for key in theirs if key not in ours]
         if missing or unknown:
             raise ValueError(f"it lacks {_few(missing)} and has {_few(unknown)} which the model has not: it is of another model")

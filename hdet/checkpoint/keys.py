@@ -77,8 +77,11 @@ class Inventory:
         """By raw name, that of the model's own state_dict."""
         self.name_of: dict[int, str] = {}
         """By id of a live tensor."""
+        self.cleaned: dict[str, str] = {}
+        """By raw name, without wrappers, also where a tied tensor has a first name elsewhere."""
         for raw, value in model.state_dict(keep_vars=True).items():
-            name = self.first_name[raw] = self.name_of.get(id(value)) or _name(model, raw)
+            self.cleaned[raw] = _name(model, raw)
+            name = self.first_name[raw] = self.name_of.get(id(value)) or self.cleaned[raw]
             if isinstance(value, torch.Tensor):
                 self.name_of[id(value)] = name
                 self.tensors[name] = value

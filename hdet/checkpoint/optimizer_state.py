@@ -46,7 +46,7 @@ def blank_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Ten
         step = step.__wrapped__  # without torch's wrapper, which runs the hooks that are registered for all optimizers
     try:
         step(stand_in)
-    except Exception:  # one that needs more than gradients, such as LBFGS: what it keeps is known after its first step
+    except Exception:  # noqa: BLE001 - one that needs more than gradients, such as LBFGS: what it keeps is known after its first step
         return {}
     return {key: value for key, value in stand_in.state[image].items() if value is not None and key not in REPLICA_KEYS}
 

@@ -63,7 +63,7 @@ class RunState:
         Raises:
             ValueError: the replicas have parted and the mean is not known here; or ``extra`` holds what cannot be given back.
         """
-        mean = self._mean()
+        mean = self.mean()
         return {"model": self.model_tensors(mean), "optimizer": self._optimizer_tree(mean is not None), **self.plain_parts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,8 +83,12 @@ class RunState:
             tensors[prefix + name] = (mean or {}).get(id(tensor), tensor).detach()
         return tensors
 
-    def _mean(self) -> dict[int, torch.Tensor] | None:
-        """None: the parameters themselves are the mean."""
+    def mean(self) -> dict[int, torch.Tensor] | None:
+        """By id of what the Ensemble averages, its mean. None: the tensors themselves are the mean.
+
+        Raises:
+            ValueError: replicas have parted, and the mean is not known here.
+        """
         ensemble = self.ensemble
         if ensemble.converged or not _under_way(ensemble):
             return None

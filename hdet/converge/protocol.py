@@ -30,6 +30,8 @@ class Task:
     """T, optimizer steps between averages."""
     bucket_bytes: int
     """Upper bound of the extra memory of a plain average."""
+    gradients: str = "shared"
+    """"shared" or "local"."""
 
 
 class Average(Protocol):

@@ -16,7 +16,7 @@ from .spread import assignment, check_spread, multipliers
 
 __all__ = ["CycleOutcome", "Engine", "KnobSpec"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 LARGEST_CORRECTION = 1e6
 """A correction outside [1/this, this] is a runaway, not a tuning: it is held there and noted."""
 
@@ -68,6 +68,13 @@ class Engine:
         self.position = 0
         self.corrections = [1.0] * len(knobs)
         self.bases: list[float | None] = [None] * len(knobs)
+        self.level: float | None = None
+        """Median loss of the healthy replicas in the last cycle that was not taken back."""
+        self.rollbacks = 0
+        """Cycles taken back since step 0."""
+        self.rollbacks_in_row = 0
+        self.left_out_total = 0
+        """How often a replica was left out of an average since step 0."""
         self._table: list[list[float]] = []
         self._table_of: tuple[int, int, bool] | None = None
 
@@ -145,6 +152,26 @@ class Engine:
         self.position = 0
         return outcome
 
+    def roll_back(self, knobs: Sequence[int], factor: float) -> CycleOutcome:
+        """End a cycle that is taken back: nothing was learned in it but that the values of these knobs were too high."""
+        table = self.multipliers()
+        for k in knobs:
+            self.corrections[k] = max(self.corrections[k] * factor, 1 / LARGEST_CORRECTION)
+            base = self.bases[k]
+            self.bases[k] = None if base is None else base * factor
+        self.rollbacks += 1
+        self.rollbacks_in_row += 1
+        outcome = CycleOutcome(self.cycle, table, [Decision()] * len(self.knobs), list(range(self.replicas)), [])
+        self.cycle += 1
+        self.position = 0
+        return outcome
+
+    def accept(self, level: float | None, left_out: int) -> None:
+        """The cycle that ends is not taken back: remember what the next one is compared with."""
+        self.level = self.level if level is None else level
+        self.rollbacks_in_row = 0
+        self.left_out_total += left_out
+
     def _apply(self, knob: int, decision: Decision) -> list[str]:
         self.bases[knob] = decision.base
         wanted = self.corrections[knob] * decision.factor
@@ -157,16 +184,16 @@ class Engine:
 
     # -- checkpoint ------------------------------------------------------------------------------------------------------
 
-    _STATE = ("version", "cycle", "step", "position", "seed", "knobs", "corrections", "bases", "controller", "controller_state")
+    _COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "left_out_total")
+    _STATE = ("version", *_COUNTS, "seed", "level", "knobs", "corrections", "bases", "controller", "controller_state")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists; the same on every rank and for every N, so it loads with another number of replicas."""
         return {
             "version": STATE_VERSION,
-            "cycle": self.cycle,
-            "step": self.step,
-            "position": self.position,
+            **{name: getattr(self, name) for name in self._COUNTS},
             "seed": self.seed,
+            "level": self.level,
             "knobs": [knob.name for knob in self.knobs],
             "corrections": list(self.corrections),
             "bases": list(self.bases),
@@ -190,7 +217,7 @@ class Engine:
                 raise ValueError(
                     f"the ensemble's state was saved with {key} {state[key]!r}, this run has {mine!r}: construct it with the same {key}"
                 )
-        for key in ("cycle", "step", "position", "seed"):
+        for key in (*self._COUNTS, "seed"):
             if not isinstance(state[key], int) or (key != "seed" and state[key] < 0):
                 raise ValueError(f"the ensemble's state has {key} {state[key]!r}, which is no count: it is damaged")
         positive = (
@@ -201,6 +228,8 @@ class Engine:
                 f"the ensemble's state has corrections {state['corrections']!r} and bases {state['bases']!r}, "
                 f"but {len(self.knobs)} finite positive numbers are needed: it is damaged"
             )
+        if state["level"] is not None and not (isinstance(state["level"], (int, float)) and math.isfinite(state["level"])):
+            raise ValueError(f"the ensemble's state has level {state['level']!r}, which is no loss: it is damaged")
         if (state["controller"] is not None) != isinstance(state["controller_state"], Mapping):
             raise ValueError(
                 f"the ensemble's state has controller_state {state['controller_state']!r} for controller {state['controller']!r}: it is damaged"
@@ -215,7 +244,9 @@ class Engine:
         self.check_state(state)
         if self.controller is not None:
             self.controller.load_state_dict(state["controller_state"])
-        self.cycle, self.step, self.position, self.seed = (state[key] for key in ("cycle", "step", "position", "seed"))
+        for key in (*self._COUNTS, "seed"):
+            setattr(self, key, state[key])
+        self.level = None if state["level"] is None else float(state["level"])
         self.corrections = [float(x) for x in state["corrections"]]
         self.bases = [None if x is None else float(x) for x in state["bases"]]
 

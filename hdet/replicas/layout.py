@@ -13,6 +13,7 @@ Table = tuple[Ranks, ...]
 """Rank numbers: of groups, or [replica][member]."""
 
 _AXES = ("tp", "cp", "ep", "dp", "pp")
+_EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # and what their places in the order are called
 _SHARING = ("tp", "cp", "pp", "ep", "etp", "shard")
 
 
@@ -107,8 +108,8 @@ class Layout:
 
         Shards of experts need no axis of their own: they lie inside what `shard` and `ep` join.
         """
-        if axis in ("ep", "etp", "edp"):
-            return _lines(self._expert_sizes(), (axis.removeprefix("e") if axis != "ep" else axis,)) if self._experts else ()
+        if axis in _EXPERT_AXES:
+            return _lines(self._expert_sizes(), (_EXPERT_AXES[axis],)) if self._experts else ()
         if axis == "shard":
             cut = range(0, self.dp * self.cp, self.shard)
             return tuple(line[i : i + self.shard] for line in _lines(self._sizes(), ("dp", "cp")) for i in cut)
@@ -149,7 +150,7 @@ def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
                 large |= small
                 for moved in small:
                     home[moved] = large
-    return tuple(tuple(sorted(home[rank])) for rank in sorted(home) if rank == min(home[rank]))
+    return tuple(sorted(tuple(sorted(members)) for members in {id(members): members for members in home.values()}.values()))
 
 
 def paired(ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[str, Table]) -> Table:

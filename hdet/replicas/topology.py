@@ -141,7 +141,7 @@ class Replicas:
             dist.all_reduce(rows, group=self.world_group)
         return rows
 
-    def require_agreement(self, settings: Mapping[str, int], device: torch.device) -> None:
+    def require_agreement(self, settings: Mapping[str, int], by_member: Mapping[str, int], device: torch.device) -> None:
         """Compare whole numbers (each below 2^53) over the replicas, in one small collective.
 
         Raises:
@@ -149,6 +149,7 @@ class Replicas:
         """
         if self.peer_group is None:
             return
+        settings = {**settings, **by_member}
         names = list(settings)
         rows = self.sum_rows(torch.tensor([float(settings[name]) for name in names], dtype=torch.float64, device=device)).tolist()
         wrong = [name for k, name in enumerate(names) if len({row[k] for row in rows}) > 1]

@@ -285,10 +285,22 @@ def test_a_scheduler_of_another_optimizer_and_a_probe_of_another_model_are_refus
         hdet.Ensemble(sgd(), replicas=TwoReplicas(), controller=probe(model()))
 
 
-@pytest.mark.parametrize("result", [1.0, torch.ones(2), None])
+@pytest.mark.parametrize("result", [1.0, torch.ones(2)])
 def test_a_loss_function_that_returns_no_scalar_is_named(result: Any) -> None:
     net = model()
     controller = hdet.ProbeController(lambda m, b: result, [0] * 8, model=net)
     controller.watch(list(net.parameters()))
     with pytest.raises(ValueError, match="loss_fn must return one number"):
         controller.measure(0)
+
+
+def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
+    """One rank may return None (a pipeline stage before the last), all ranks of a replica may not."""
+    net = model()
+    controller = hdet.ProbeController(lambda m, b: None, [0] * 8, model=net)
+    controller.watch(list(net.parameters()))
+    silent = controller.measure(0)
+    assert silent[:9].tolist() == [0.0] * 9
+    with pytest.raises(ValueError, match="returned None on every rank of replica 1"):
+        controller.split([[2.0, *[8.0] * 8, 0.0], silent.tolist()])
+    assert controller.split([[2.0, *[8.0] * 8, 0.0]]) == [[4.0] * 8]

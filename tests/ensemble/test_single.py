@@ -167,7 +167,7 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
     graph = loss.grad_fn
     del loss
     gc.collect()
-    window = run.ensemble._members[0].window
+    window = run.ensemble.weights.members[0].window
     assert graph is not None and not any(graph is r for r in gc.get_referrers(window))
     assert not window.slots().requires_grad
 
@@ -253,7 +253,7 @@ def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
         with torch.no_grad():
             net.weight.fill_(position)
         probe.sample(position, 10)
-    assert probe.measure(0)[:8].tolist() == [8.0] * 8  # positions 6, 8, 10
+    assert probe.measure(0)[:9].tolist() == [1.0] + [8.0] * 8  # one rank's losses at the mean of positions 6, 8, 10
     assert net.weight.item() == 10.0
 
 
@@ -332,7 +332,7 @@ def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
     assert record["event"] == "cycle" and record["cycle"] == 2 and record["step"] == 12
     assert set(record) == {
         "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t", "multipliers", "losses", "probe",
-        "left_out", "converge_ms", "probe_ms", "notes",
+        "left_out", "rolled_back", "rollbacks", "left_out_total", "converge_ms", "probe_ms", "notes",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -254,7 +255,7 @@ def states_round_trip(rank: int, world_size: int) -> None:
         for form in (StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)):
             model, optimizer = sharded_run("fsdp", dtype=dtype, **options)
             train(model, optimizer, "fsdp", range(2))
-            saved = get_optimizer_state_dict(model, optimizer, options=form)
+            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=form))  # loading takes large tensors as they are
             if form.full_state_dict:  # on rank 0 alone by default: everyone needs it to load
                 box = [saved]
                 dist.broadcast_object_list(box, src=0)
@@ -277,7 +278,7 @@ def states_of_torch(rank: int, world_size: int) -> None:
         train(model, optimizer, "fsdp", range(2))
         other, resumed = sharded_run("fsdp", into)
         other.load_state_dict(model.state_dict())
-        resumed.load_state_dict(optimizer.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for one, two in ((model, optimizer), (other, resumed)):
             train(one, two, "fsdp", range(2, 4))
         for ours, theirs in zip(weights(model), weights(other), strict=True):
@@ -400,7 +401,7 @@ def replicas(rank: int, world_size: int) -> None:
             optimizer.multipliers = [[0.5] * 3, [1.5] * 3]
         twins.go(range(2, 4))
         twins.check()
-        saved, theirs = twins.a.state_dict(), twins.b.state_dict()
+        saved, theirs = copy.deepcopy(twins.a.state_dict()), copy.deepcopy(twins.b.state_dict())
         for optimizer in (twins.a, twins.b):
             optimizer.finish_next_step("mean", [0.25, 0.75])
         twins.go(range(4, 5))
@@ -576,7 +577,7 @@ def test_plain_parameters_pass_through_torchs_state_dict_functions(master_weight
         return model, optimizer
 
     (model, optimizer), (other, resumed) = run(2), run(0)
-    saved = get_optimizer_state_dict(model, optimizer, options=form)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=form))  # loading takes large tensors as they are
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, resumed, saved, options=form)
     for one, two in ((model, optimizer), (other, resumed)):

@@ -1,0 +1,80 @@
+"""The state at the beginning of a cycle, kept until its end, so that a cycle that diverged can be taken back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .converge import local_parts
+
+__all__ = ["Anchor", "state_tensors"]
+
+_Key = tuple[int, str, int]  # number of the parameter, key of its state ("" for itself), place in a list
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """(parameter, key, tensor) of the optimizer's state, in the order of its groups; lists of tensors one by one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {})
+            for key in sorted(values, key=str):
+                held: Any = values[key]
+                for tensor in held if isinstance(held, (list, tuple)) else [held]:
+                    if isinstance(tensor, torch.Tensor):
+                        yield parameter, str(key), tensor
+
+
+class Anchor:
+    """Copies of some tensors and of an optimizer's whole state.
+
+    Memory: as much as they have, on their device or (``place`` "host") in the host's, pinned for CUDA. `take` and `restore` are one
+    pass over them each.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str) -> None:
+        self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
+        self._copies: dict[_Key, torch.Tensor] = {}
+        self._taken: set[_Key] = set()
+
+    def _contents(self) -> Iterator[tuple[_Key, torch.Tensor, torch.Tensor | None]]:
+        """(key, local part, what it was before it was made) of everything there is now; a key survives a state that is loaded anew."""
+        for i, tensor in enumerate(local_parts(self._tensors)):
+            yield (i, "", 0), tensor, tensor
+        count: Counter[tuple[int, str]] = Counter()
+        numbers = {id(p): n for n, p in enumerate(p for group in self._optimizer.param_groups for p in group["params"])}
+        for parameter, name, tensor in state_tensors(self._optimizer):
+            place = (numbers[id(parameter)], name)
+            begins_as = parameter if name == "replica_params" else None  # until the first step all replicas are the model
+            yield (*place, count[place]), local_parts([tensor])[0], begins_as
+            count[place] += 1
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Remember what is there now."""
+        self._taken = set()
+        for key, tensor, _ in self._contents():
+            copy = self._copies.get(key)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = self._copies[key] = self._room_for(tensor)
+            copy.copy_(tensor, non_blocking=True)
+            self._taken.add(key)
+
+    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._on_host or tensor.device.type == "cpu":
+            return torch.empty_like(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put it back, in place. State that was made since (an optimizer makes it in its first step) becomes zero, as it began."""
+        for key, tensor, begins_as in self._contents():
+            if key in self._taken:
+                tensor.copy_(self._copies[key], non_blocking=True)
+            elif begins_as is not None:
+                tensor.copy_(begins_as)
+            else:
+                tensor.zero_()

@@ -1,0 +1,89 @@
+"""Who has diverged, and whether a whole cycle is to be taken back. Pure: every rank decides alike on equal inputs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Divergence", "Verdict", "judge"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """When a replica, or a whole cycle, counts as diverged, and what is done about it.
+
+    Args:
+        peer_bound: a replica whose mean training loss over the cycle exceeds ``peer_bound`` times both the median of the other replicas'
+            losses and the level of the cycle before, at which it began like the others, is left out of the average and takes it. For
+            losses above 0, from the second cycle on; None: only losses and parameters that are not finite.
+        rise_bound: a cycle has diverged as a whole if the median of the healthy replicas' losses exceeds ``rise_bound`` times that of
+            the last cycle that has not. Only looked at with ``rollback``.
+        rollback: "device" or "host" keeps the parameters and the optimizer's state from the beginning of the cycle there, and a cycle
+            that diverged as a whole (by ``rise_bound``, or with no finite loss or parameter left) is taken back: they are restored and
+            the learning rate's base value is multiplied by ``lower``. None keeps nothing; without a finite parameter left the run ends.
+        lower: factor of the base value after a rollback, in (0, 1).
+        attempts: rollbacks in a row after which the run ends with an error.
+    """
+
+    peer_bound: float | None = 4.0
+    rise_bound: float | None = 2.0
+    rollback: str | None = None
+    lower: float = 0.5
+    attempts: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("peer_bound", "rise_bound"):
+            bound = getattr(self, name)
+            if bound is not None and not (isinstance(bound, (int, float)) and math.isfinite(bound) and bound > 1):
+                raise ValueError(f"{name} must be a number above 1, or None, got {bound!r}: it is a factor of a healthy loss")
+        if self.rollback not in (None, "device", "host"):
+            raise ValueError(f"rollback must be None, 'device' or 'host' (where the anchor is kept), got {self.rollback!r}")
+        if not (isinstance(self.lower, (int, float)) and 0 < self.lower < 1):
+            raise ValueError(f"lower must lie between 0 and 1, got {self.lower!r}: the base value is multiplied by it")
+        if not isinstance(self.attempts, int) or isinstance(self.attempts, bool) or self.attempts < 1:
+            raise ValueError(f"attempts must be a whole number >= 1, got {self.attempts!r}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be done at the end of a cycle."""
+
+    healthy: list[int]
+    """Replicas whose parameters enter the average; empty if there is none."""
+    roll_back: bool
+    level: float | None
+    """Median loss of the healthy replicas: what the next cycle is compared with."""
+    notes: list[str]
+
+
+def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float | None], before: float | None) -> Verdict:
+    """The verdict on a cycle.
+
+    ``finite``: [replica] are all its parameters finite? ``losses``: [replica] mean training loss, NaN or infinite where it was,
+    None where a replica has none. ``before``: `Verdict.level` of the last cycle that was not taken back.
+    """
+    reasons: dict[int, str] = {}
+    for r, loss in enumerate(losses):
+        others = [x for q, x in enumerate(losses) if q != r and finite[q] and x is not None and math.isfinite(x)]
+        if not finite[r]:
+            reasons[r] = "parameters not finite"
+        elif loss is None:
+            continue
+        elif not math.isfinite(loss):
+            reasons[r] = "loss not finite"
+        elif others and before is not None and settings.peer_bound is not None:
+            healthy_level = max(statistics.median(others), before)
+            if loss > settings.peer_bound * healthy_level > 0:
+                reasons[r] = f"loss {loss:.4g} above {settings.peer_bound:g} times its peers' and the last cycle's, {healthy_level:.4g}"
+    healthy = [r for r in range(len(finite)) if r not in reasons]
+    known = [x for x in (losses[r] for r in healthy) if x is not None]
+    level = statistics.median(known) if known else None
+    # A cycle in which everybody's loss was broken, but nobody's parameters (a scaler may have skipped the steps), can be averaged.
+    survivors = healthy or [r for r in range(len(finite)) if finite[r]]
+    notes = [f"replica {r} left out of the average: {why}" for r, why in reasons.items() if r not in survivors]
+    risen = level is not None and before is not None and settings.rise_bound is not None and level > settings.rise_bound * before > 0
+    if risen:
+        notes.append(f"the median loss rose from {before:.4g} to {level:.4g}")
+    return Verdict(survivors, settings.rollback is not None and (not healthy or risen), level, notes)

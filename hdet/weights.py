@@ -1,0 +1,149 @@
+"""The parameters of the replicas on this rank: averaged, kept tied, taken back. Between these, the optimizer owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .anchor import Anchor
+from .converge import Average, Converge, Task, local_parts
+from .core.divergence import Divergence
+from .moments import Moments
+from .replicas import Replicas
+from .slots import LocalReplica, local_replicas
+
+__all__ = ["ReplicaWeights", "Tied"]
+
+Tied = tuple[torch.Tensor, dist.ProcessGroup]
+"""A tensor of which each rank of a group holds a copy, such as an embedding on the first and the last stage of a pipeline."""
+
+
+class ReplicaWeights:
+    """What an `Ensemble` does to parameters.
+
+    Args:
+        tensors: parameters, then buffers; DTensors stand for their shards.
+        converge: the way of averaging; unused if one process holds all replicas, whose optimizer averages them.
+        tied, refresh, moments, divergence: see `Ensemble`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        optimizer: Optimizer,
+        replicas: Replicas,
+        converge: Converge,
+        *,
+        sync_interval: int,
+        bucket_bytes: int,
+        gradients: str,
+        moments: str | None,
+        tied: Sequence[Tied],
+        refresh: Callable[[], object] | None,
+        divergence: Divergence,
+    ) -> None:
+        self.tensors, self.optimizer, self.replicas = list(tensors), optimizer, replicas
+        self.members: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
+        task = Task(self.tensors, replicas, optimizer, self.members[0].masters, sync_interval, bucket_bytes, gradients)
+        self._average: Average = converge.build(task) if len(self.members) == 1 else _Coresident(optimizer)
+        self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
+        self._tied, self._refresh = list(tied), refresh
+        self._anchor = Anchor(self.tensors, optimizer, divergence.rollback) if divergence.rollback is not None else None
+
+    # -- what is known ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return local_parts(self.tensors[:1])[0].device
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of an average is under way or kept back."""
+        return self._average.settled
+
+    @property
+    def companions(self) -> int:
+        """Sets of parameters that the optimizer steps at the base rate beside the replica's own."""
+        return self._average.companions
+
+    def mean(self) -> list[torch.Tensor] | None:
+        """The mean of the replicas now, if this rank has it; see `Average.mean`."""
+        return self._average.mean()
+
+    # -- in the course of a cycle ----------------------------------------------------------------------------------------
+
+    def depart(self) -> None:
+        """Before the first step of a cycle."""
+        if self._anchor is not None:
+            self._anchor.take()
+
+    def after_step(self, position: int) -> list[str]:
+        """After a step that does not end the cycle. Returns notes for the record."""
+        notes = self._average.after_step(position)
+        return notes
+
+    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+        """Eq. 3, by the chosen way, at the end of a cycle. Returns notes for the record."""
+        notes = self._average.end_cycle(weights)
+        self.moments.converge(weights)
+        self._publish()
+        return notes
+
+    def complete(self, weights: Sequence[float]) -> None:
+        """Eq. 3 now, plainly and exactly, whatever the way of averaging. Moments only if they are averaged: it is no end of a cycle."""
+        self._average.complete(weights)
+        if self.moments.policy == "average":
+            self.moments.converge(weights)
+        self._publish()
+
+    def roll_back(self) -> None:
+        """Parameters and the optimizer's state as they were before the cycle's first step, and equal on all replicas.
+
+        They need not have been: after a noisy start, or where a way of averaging never makes them so.
+        """
+        assert self._anchor is not None, "rollback needs an anchor"
+        self._anchor.restore()
+        self._average.complete([1 / self.replicas.count] * self.replicas.count)
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Parameters were written: whoever holds copies follows."""
+        for tensor, group in self._tied:
+            for part in self._with_master(tensor):
+                dist.broadcast(part, group_src=0, group=group)
+        if self._refresh is not None:
+            self._refresh()
+
+    def _with_master(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        place = next(i for i, own in enumerate(self.tensors) if own is tensor)
+        master: Any = self.members[0].masters()[place]
+        return local_parts([tensor] if master is None else [tensor, master])
+
+
+class _Coresident:
+    """All replicas are in this process: their optimizer has all sets and averages them."""
+
+    settled = True
+    companions = 0
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def after_step(self, position: int) -> list[str]:
+        return []
+
+    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+        self._optimizer.average_replicas(weights)
+        return []
+
+    def complete(self, weights: Sequence[float]) -> None:
+        self._optimizer.average_replicas(weights)
+
+    def mean(self) -> None:
+        return None
