@@ -1,0 +1,244 @@
+"""The converge in three parallel layouts: time and volume against bytes, beside what else averages parameters.
+
+    python benchmarks/layouts.py [--processes 2 4 8] [--repeats 9] [--json FILE] [--quick]
+    python benchmarks/layouts.py --fit FILE
+
+Layouts: DDP; HSDP (`fully_shard` on a two-dimensional mesh); tp x pp x dp with shards made by hand. The model is a transformer's list of
+weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn in every round, on the tensors of this rank and over its peer group:
+
+- floor: one flat all_reduce of the same bytes, which no average can undercut;
+- ours: BucketedAverage;
+- torch: PeriodicModelAverager (on the local shards: DTensors it cannot average);
+- per parameter: clone, one all_reduce for each, divide, copy back, as torchft's LocalSGD does; written here.
+
+gloo processes of one thread each. More processes than cores slow each other, here as in the model's `slowdown`. Volume is what is handed
+to collectives, counted by wrapping them. --fit takes the (alpha, B) of `hdet.core.cost.fit` from the DDP points of a file and prints
+what the model gives for the others beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import alternate, emit, spawn, summary
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet import Replicas
+from hdet.converge import BucketedAverage, local_parts
+from hdet.core.cost import Point, fit, predict, ring_all_reduce
+
+LAYERS = 4
+WIDTHS = (128, 256, 512)
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all_single",
+)
+Local = tuple[list[torch.Tensor], Replicas]
+
+
+# -- layouts: the tensors of this rank, and its replicas ---------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """The weights of a transformer's layer; ``tp`` ranks divide the columns of the first of each pair and the rows of the second."""
+
+    def __init__(self, width: int, tp: int = 1) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width // tp, bias=False)
+        self.out = nn.Linear(width // tp, width, bias=False)
+        self.up = nn.Linear(width, 4 * width // tp, bias=False)
+        self.down = nn.Linear(4 * width // tp, width, bias=False)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+
+
+def model(width: int, layers: int = LAYERS, tp: int = 1) -> nn.Sequential:
+    return nn.Sequential(*(Block(width, tp) for _ in range(layers)))
+
+
+def ddp(width: int) -> Local:
+    return local_parts(list(DistributedDataParallel(model(width)).parameters())), Replicas.from_group()
+
+
+def hsdp(width: int) -> Local:
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    whole = model(width)
+    for block in whole:
+        fully_shard(block, mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    return local_parts(list(whole.parameters())), Replicas.from_group(mesh.get_group("dp_replicate"))
+
+
+def tp_pp_dp(width: int) -> Local:
+    """Two replicas; their ranks are divided between tp and pp, tp fastest, then dp, then pp, as Megatron orders them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tp = 2 if world >= 4 else 1
+    pp = world // (2 * tp)
+    groups = [dist.new_group([tp * (2 * stage + replica) + column for replica in range(2)]) for stage in range(pp) for column in range(tp)]
+    member = rank // (2 * tp) * tp + rank % tp
+    return local_parts(list(model(width, LAYERS // pp, tp).parameters())), Replicas.from_group(groups[member])
+
+
+LAYOUTS: dict[str, Callable[[int], Local]] = {"DDP": ddp, "HSDP": hsdp, "tp x pp x dp": tp_pp_dp}
+
+
+# -- sides -------------------------------------------------------------------------------------------------------------------
+
+
+def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, Callable[[], object]]:
+    """Each with a set of tensors of its own that hold the same numbers; torch's averager moves what it is given to new memory."""
+    group, count = replicas.peer_group, replicas.count
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    torchs = [nn.Parameter(t.clone()) for t in tensors]
+    for parameter in torchs:
+        parameter.grad = torch.zeros_like(parameter)  # it takes only parameters that have one
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that averaging in every call is no use in training
+        averager = PeriodicModelAverager(period=1, warmup_steps=0, process_group=group)
+    each = [t.clone() for t in tensors]
+
+    def per_parameter() -> None:
+        copies = [t.clone() for t in each]
+        for work in [dist.all_reduce(copy, group=group, async_op=True) for copy in copies]:
+            work.wait()
+        for tensor, copy in zip(each, copies, strict=True):
+            tensor.copy_(copy.div_(count))
+
+    return {
+        "floor": lambda: dist.all_reduce(flat, group=group),
+        "ours": BucketedAverage(tensors, replicas),
+        "torch": lambda: averager.average_parameters(iter(torchs)),
+        "per parameter": per_parameter,
+    }
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Inside, the list grows by the bytes that every collective is given."""
+    sizes: list[int] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            sizes.append(max(t.nbytes for t in (tensor, *args) if isinstance(t, torch.Tensor)))
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, wrap(original))
+    try:
+        yield sizes
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """One record for each layout and width."""
+    records = []
+    for layout, build in LAYOUTS.items():
+        for width in widths:
+            torch.manual_seed(rank)
+            tensors, replicas = build(width)
+            candidates = sides(tensors, replicas)
+            volumes = {}
+            for name, call in candidates.items():
+                with counted() as sizes:
+                    call()
+                volumes[name] = {"calls": len(sizes), "bytes": sum(sizes)}
+            rows = summary(alternate(candidates, repeats, barrier=True, warmup=1), "floor")
+            records.append(
+                {
+                    "benchmark": "layouts", "layout": layout, "processes": world_size, "replicas": replicas.count,
+                    "width": width, "tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors),
+                    "rows": {name: {**rows[name], **volumes[name]} for name in candidates},
+                }
+            )  # fmt: skip
+    return records
+
+
+# -- the model beside the measurements ---------------------------------------------------------------------------------------
+
+
+def point(record: dict[str, Any], side: str) -> Point:
+    """A row as the cost model sees it: its collectives one after the other, ranks that share cores."""
+    row = record["rows"][side]
+    one = ring_all_reduce(row["bytes"] / row["calls"], record["replicas"])
+    return Point(one * row["calls"], row["median_ms"] / 1e3, max(1.0, record["processes"] / record["on"]["cores"]))
+
+
+def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
+    """Lines: the fit on DDP, and predicted against measured elsewhere.
+
+    Raises:
+        ValueError: no DDP points, or all alike.
+    """
+    link = fit(point(r, side) for r in records if r["layout"] == "DDP")
+    yield f"{side}: alpha {1e6 * link.latency:.0f} us a message, B {link.bandwidth / 1e9:.2f} GB/s a rank, from the DDP points"
+    yield f"  {'layout':<14}{'processes':>10}{'replicas':>10}{'MB a rank':>11}{'predicted':>12}{'measured':>12}{'ratio':>8}"
+    ratios = []
+    for record in sorted(records, key=lambda r: (r["layout"] == "DDP", r["layout"], r["processes"], r["bytes"])):
+        measured = point(record, side)
+        expected = predict(measured, link)
+        fitted = record["layout"] == "DDP"
+        if not fitted:
+            ratios.append(expected / measured.seconds)
+        yield (
+            f"  {record['layout']:<14}{record['processes']:>10}{record['replicas']:>10}{record['bytes'] / 1e6:>11.1f}{1e3 * expected:>9.1f} ms"
+            f"{1e3 * measured.seconds:>9.1f} ms{expected / measured.seconds:>8.2f}{'  (fitted)' if fitted else ''}"
+        )
+    if ratios:
+        off = [max(r, 1 / r) for r in ratios]
+        yield f"  not fitted: {len(ratios)} points, off by a factor of {statistics.median(off):.2f} in the median, {max(off):.2f} at worst"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="the machinery only: 2 processes, a model of a few kB, one round")
+    parser.add_argument("--json", help="append the results to this file, as JSON lines")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="measure nothing: compare the cost model with the lines of this file")
+    options = parser.parse_args(arguments)
+    if options.fit:
+        lines = [json.loads(line) for line in options.fit.read_text(encoding="utf-8").splitlines()]
+        records = [record for record in lines if record["benchmark"] == "layouts"]
+        for side in ("floor", "ours"):
+            print("\n".join(compare(records, side)))
+        return
+    if bad := [count for count in options.processes if count not in (2, 4, 8)]:
+        parser.error(f"--processes is {bad[0]}: the layouts are made for 2, 4 and 8")
+    widths, repeats, processes = ((16,), 1, [2]) if options.quick else (WIDTHS, options.repeats, options.processes)
+    for count in processes:
+        for record in spawn(measure, count, widths, repeats):
+            print(
+                f"\n{record['layout']}, {count} processes, {record['replicas']} replicas: {record['tensors']} tensors, {record['bytes'] / 1e6:.1f} MB a rank"
+            )
+            for name, row in record["rows"].items():
+                print(
+                    f"  {name:14} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})  {row['ratio']:6.2f} x floor"
+                    f"   {row['calls']:4} calls, {row['bytes'] / 1e6:.1f} MB"
+                )
+            emit(record, options.json)
+
+
+if __name__ == "__main__":
+    main()

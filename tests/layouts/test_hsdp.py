@@ -1,0 +1,147 @@
+"""Two replicas of two ranks each under fully_shard on a 2 x 2 mesh: DTensor parameters, averaged shard by shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import hdet
+from tests.distributed import run_ranks
+from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+
+STEPS = 6
+WAYS = ["float64", "bf16", "offload", "probe"]
+PROBES = [batch(1000 + i, 0) for i in range(4)]
+
+
+def sharded(mesh: DeviceMesh, way: str) -> Any:
+    net = model().float() if way == "bf16" else model()
+    settings: dict[str, Any] = {"mesh": mesh}
+    if way == "bf16":
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    if way == "offload":
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    fully_shard(net[0], **settings)
+    return fully_shard(net, **settings)  # the root's own parameters, net[2], stay unsharded after a forward without backward
+
+
+def train(rank: int, world: int, way: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = sharded(mesh, way)
+    dtype = next(net.parameters()).dtype
+    optimizer = adamw(net.parameters())
+    records: list[dict[str, Any]] = []
+    # This rule looks and never decides: t is cut at 1000.
+    rule = hdet.ProbeRule(dead=1e4)
+    ensemble = ensemble_of(
+        optimizer,
+        replicas=hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"),
+        controller=hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, rule=rule, average_every=1) if way == "probe" else None,
+        total_steps=STEPS,
+        log=lambda record, step: records.append(record),
+    )
+    steps = []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(i, rank)
+        loss = loss_of(net, (x.to(dtype), y.to(dtype)))
+        loss.backward()
+        gradient = flat(p.grad for p in net.parameters())
+        optimizer.step()
+        before = flat(net.parameters())
+        ensemble.step(loss)
+        steps.append((gradient, before, flat(net.parameters())))
+    kept = {tuple(p.to_local().shape) for p in net.parameters()}
+    return {"steps": steps, "records": records, "shards": kept, "dtypes": {p.to_local().dtype for p in net.parameters()}}
+
+
+def train_all(rank: int, world: int) -> dict[str, Any]:
+    return {way: train(rank, world, way) for way in WAYS}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(train_all, 4)
+
+
+def by_hand(run: dict[str, Any]) -> ByHand:
+    return ByHand([record["multipliers"]["lr"] for record in run["records"]], shards=2).run(STEPS)
+
+
+@pytest.mark.parametrize("way", ["float64", "offload", "probe"])
+def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
+    """Which DDP on two ranks equals too (test_ddp.py), with both ranks' batches on each."""
+    hand = by_hand(runs[0][way])
+    for cycle, record in enumerate(runs[0][way]["records"]):
+        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10), "both shards' losses add up to their replica's"
+    for rank, run in enumerate(runs):
+        assert (4, 6) in run[way]["shards"], "the 8 x 6 matrix is in halves"
+        for i, (_, before, after) in enumerate(run[way]["steps"]):
+            torch.testing.assert_close(before, hand.weights[i][rank // 2], **CLOSE)
+            if i % INTERVAL == INTERVAL - 1:
+                torch.testing.assert_close(after, hand.means[i // INTERVAL], **CLOSE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str, Any]], way: str) -> None:
+    for i in range(STEPS):
+        gradients, before, after = zip(*(run[way]["steps"][i] for run in runs), strict=True)
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+        for weights, equal in ((before, False), (after, i % INTERVAL == INTERVAL - 1)):
+            assert torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3]), "one replica's, gathered on both its ranks"
+            assert torch.equal(weights[0], weights[2]) == equal
+
+
+def test_masters_stay_in_float32_under_mixed_precision(runs: list[dict[str, Any]]) -> None:
+    assert runs[0]["bf16"]["dtypes"] == {torch.float32}
+    after = runs[0]["bf16"]["steps"][INTERVAL - 1][2]
+    assert not torch.equal(after, after.bfloat16().float()), "the average has more bits than bfloat16"
+    # Losses were computed from inputs and weights of 8 bits.
+    assert runs[0]["bf16"]["records"][0]["losses"] == pytest.approx(by_hand(runs[0]["float64"]).losses[0], rel=0.02)
+
+
+def test_a_probe_scores_the_cycle_average_and_leaves_no_trace(runs: list[dict[str, Any]]) -> None:
+    """After an evaluation the root's parameters stay gathered; without resharding, training would go on with what was probed."""
+    plain, probed = (runs[0][way]["steps"] for way in ("float64", "probe"))
+    assert all(torch.equal(one[2], two[2]) for one, two in zip(plain, probed, strict=True))
+    hand, net = by_hand(runs[0]["probe"]), model()
+    for cycle, record in enumerate(runs[0]["probe"]["records"]):
+        for replica, score in enumerate(record["probe"]):
+            steps = hand.weights[cycle * INTERVAL : (cycle + 1) * INTERVAL]
+            torch.nn.utils.vector_to_parameters(torch.stack([weights[replica] for weights in steps]).mean(0), net.parameters())
+            assert score == pytest.approx(sum(loss_of(net, data).item() for data in PROBES) / len(PROBES), rel=1e-9)
+
+
+# -- what has no replicas ----------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    """The messages for a shard of everything (no replicas at all), in three libraries' words."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    fsdp2 = fully_shard(model().float(), mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
+    fsdp1 = FullyShardedDataParallel(model().float(), device_id=torch.device("cpu"))
+    ddp = torch.nn.parallel.DistributedDataParallel(model().float())
+    optimizers = [
+        adamw(fsdp2.parameters()),
+        adamw(fsdp1.parameters()),
+        ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3),
+    ]
+    messages = []
+    for optimizer in optimizers:
+        with pytest.raises(ValueError) as caught:
+            ensemble_of(optimizer)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_layouts_without_replicas_are_refused_by_name_and_with_the_way_out() -> None:
+    for one_dimensional, flat_parameters, zero in run_ranks(refusals, 2):
+        assert "fully_shard" in one_dimensional and "mesh" in one_dimensional
+        assert "FullyShardedDataParallel" in flat_parameters or "FSDP" in flat_parameters
+        assert "ZeroRedundancyOptimizer" in zero
