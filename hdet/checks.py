@@ -118,7 +118,7 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
         buffers = [buffer for buffer in buffers.buffers() if buffer.is_floating_point()]
     buffers = list(buffers)
     for name, group in (("parameter", tensors), ("buffer", buffers)):
-        for i, tensor in enumerate(group):
+        for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
     return tensors + buffers
 

@@ -50,16 +50,18 @@ class ReplicaLost(RuntimeError):
     Attributes:
         phase: what was under way, e.g. "average", "slots", "training step", "checkpoint".
         cycle, step: of this rank when it failed.
-        lost: ranks of the default group known or believed to be gone, ascending: those whose processes have ended; where that
-            cannot be seen (another host), those that did not answer the roll call. Empty if all answered: then one was late, or a
-            connection broke between ranks that still run.
+        lost: ranks of the default group that are gone, ascending: those whose processes have ended, and those on other hosts that
+            did not answer the roll call. Empty if there are none: then a rank was late, or a connection between two broke.
+        late: ranks known to run that answered late or not at all; among them may be some that still wait in the collective.
 
     Afterwards the process group must not be used: other ranks have left the collective at other places. An `Ensemble` refuses to.
     """
 
-    def __init__(self, message: str, phase: str = "", cycle: int = 0, step: int = 0, lost: Sequence[int] = ()) -> None:
+    def __init__(
+        self, message: str, phase: str = "", cycle: int = 0, step: int = 0, lost: Sequence[int] = (), late: Sequence[int] = ()
+    ) -> None:
         super().__init__(message)
-        self.phase, self.cycle, self.step, self.lost = phase, cycle, step, tuple(lost)
+        self.phase, self.cycle, self.step, self.lost, self.late = phase, cycle, step, tuple(lost), tuple(late)
 
 
 @contextmanager
@@ -121,39 +123,48 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]], patience: float) -> ReplicaLost:
-    cycle, step, lost, found = -1, -1, (), "the roll could not be called"  # type: tuple[int, int, tuple[int, ...], str]
-    with suppress(Exception):  # a caller's function must not hide what has happened
+    cycle, step = -1, -1
+    found = _Found("the roll could not be called, so who is lost is not known")
+    with suppress(Exception):  # whatever goes wrong here must not hide what has happened
         cycle, step = where()
     with suppress(Exception):
-        lost, found = _call_roll(replicas, cycle, patience)
-    own = dist.get_rank()
+        found = _call_roll(replicas, cycle, patience)
     doing = _WHILE.get(phase, f"in the phase {phase!r}")
-    text = f"cycle {cycle} (step {step}), {doing}: {found}; this is {_named([own], replicas)}. {_REMEDY}"
-    return ReplicaLost(text, phase, cycle, step, lost)
+    text = f"cycle {cycle} (step {step}), {doing}: {found.text}; this is {_named([dist.get_rank()], replicas)}. {_REMEDY}"
+    return ReplicaLost(text, phase, cycle, step, found.lost, found.late)
 
 
-def _call_roll(replicas: Replicas, cycle: int, patience: float) -> tuple[tuple[int, ...], str]:
-    """Who is missing, and how to say it."""
+@dataclass(frozen=True)
+class _Found:
+    """What a roll call says, for people and for `ReplicaLost`."""
+
+    text: str
+    lost: Sequence[int] = ()
+    late: Sequence[int] = ()
+
+
+def _call_roll(replicas: Replicas, cycle: int, patience: float) -> _Found:
     store = dist.distributed_c10d._get_default_store()
     call = _RollCall(store, dist.get_rank(), _all_ranks(replicas), cycle, patience)
     thread = threading.Thread(target=call.run, daemon=True)  # a store whose host is frozen blocks for minutes: not us
     thread.start()
     thread.join(patience + 1.0)
-    if thread.is_alive() or call.error is not None:
-        return _store_is_gone(store, replicas, patience, call.error)
+    if thread.is_alive():
+        return _without_store(store, replicas, f"does not answer within {patience + 1:g} s")
+    if call.error is not None:
+        return _without_store(store, replicas, "is gone")
     ended, running, unknown = ([one for one in call.absent if one.fate == fate] for fate in ("ended", "running", "unknown"))
-    late = "still waiting in the collective, or late" if ended or unknown else "late"
-    pieces = [
+    sentences = [
         _sentence(ended, replicas, "gone", "ended: pid {}"),
         _sentence(unknown, replicas, "gone or late", f"no answer within {patience:g} s"),
-        _sentence(running, replicas, late, "still running: pid {}"),
+        _sentence(running, replicas, "late, or still waiting in the collective" if ended or unknown else "late", "still running: pid {}"),
     ]
     if call.tardy:
-        pieces.append(f"{_named(call.tardy, replicas)} came late, but within {patience:g} s after this rank")
+        sentences.append(f"{_named(call.tardy, replicas)} came late, but within {patience:g} s after this rank")
     if call.behind > max(1.0, patience / 2):
-        pieces.append(f"the other ranks had given up {call.behind:.1f} s before this one came: it was late")
-    found = ", ".join(filter(None, pieces)) or "every rank still answers: one was late, or a connection between two of them broke"
-    return tuple(sorted(one.rank for one in ended + unknown)), found
+        sentences.append(f"the other ranks had given up {call.behind:.1f} s before this one came: it was late")
+    text = ", ".join(filter(None, sentences)) or "every rank still answers: one was late, or a connection between two of them broke"
+    return _Found(text, sorted(one.rank for one in ended + unknown), sorted([one.rank for one in running] + call.tardy))
 
 
 def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason: str) -> str:
@@ -163,17 +174,15 @@ def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason:
     return f"{_named([one.rank for one in absent], replicas)} {'is' if len(absent) == 1 else 'are'} {state} ({reason.format(pids)})"
 
 
-def _store_is_gone(store: Any, replicas: Replicas, patience: float, error: BaseException | None) -> tuple[tuple[int, ...], str]:
+def _without_store(store: Any, replicas: Replicas, how: str) -> _Found:
+    """Nothing can be asked. By torch's convention rank 0 holds a TCP store, unless torchrun's agent does."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    how = f"does not answer within {patience + 1:g} s" if error is None else "is gone"
     place = f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not place:
-        return (), f"who is lost is not known, because the rendezvous store{place} {how}"
-    return (0,), (
-        f"{_named([0], replicas)} is gone, after an error of its own or without one: the rendezvous store{place}, which it holds, {how}, "
-        "so who else is lost is not known"
-    )
+    if not place or dist.get_rank() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _Found(f"the rendezvous store{place} {how}, so who is lost is not known")
+    text = f"{_named([0], replicas)} is gone: the rendezvous store{place}, which it holds, {how}; "
+    return _Found(text + "it may have ended because of an earlier loss, which its own message names then", [0])
 
 
 def _named(ranks: Iterable[int], replicas: Replicas) -> str:
@@ -220,7 +229,7 @@ class _RollCall:
     def run(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001 - it is reported, not raised: this is a thread
+        except Exception as error:  # noqa: BLE001 - it is reported, not raised: this is a thread
             self.error = error
 
     def _run(self) -> None:

@@ -95,8 +95,7 @@ def load(path: str | os.PathLike[str], state: RunState) -> int:
     together = Together(group)
     folder, manifest = together.first(lambda: _opened(Path(path)))
     verify(folder, manifest["files"], together)
-    reader = dcp.FileSystemReader(folder)
-    plans = _Destinations(state, manifest, reader.read_metadata())
+    plans = _Destinations(state, manifest, dcp.FileSystemReader(folder).read_metadata())
 
     def read(tree: dict[str, Any]) -> dict[str, Any]:
         with _one_line("reading", folder):
@@ -189,7 +188,8 @@ class _Destinations:
         """(section, key) -> flat name -> the path within: what the checkpoint has for a key"""
         for flat, path in metadata.planner_data.items():
             depth = 3 if path[:2] == ("optimizer", "state") else 2
-            self.below.setdefault((".".join(path[: depth - 1]), str(path[depth - 1])), {})[flat] = path[depth:]
+            if len(path) >= depth:
+                self.below.setdefault((".".join(path[: depth - 1]), str(path[depth - 1])), {})[flat] = path[depth:]
 
     def plain(self) -> dict[str, Any]:
         tree: dict[str, Any] = {"ensemble": b""}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         remedy = f"it holds several runs, pass one of {', '.join(runs)}" if runs else "pass the folder of a run that has written one"
         raise RunFolderError(f"{str(folder)!r} has no {CHECKPOINT}: {remedy}")
     try:
+        with zipfile.ZipFile(path) as records:  # torch writes checksums and does not read them: a flipped bit would be a changed weight
+            if (changed := records.testzip()) is not None:
+                raise zipfile.BadZipFile(f"{changed} has changed")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types here, from EOFError to pickle.UnpicklingError
         reason = type(error).__name__

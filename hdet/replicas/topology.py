@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from .agreement import ReplicaDisagreement, compare
+from .groups import build, layout_table, listed_table
+from .megatron import megatron_table
+from .mesh import mesh_table
+
 __all__ = ["ReplicaDisagreement", "Replicas"]
-
-
-class ReplicaDisagreement(RuntimeError):
-    """Ranks were started with different settings. Every rank of the group raises it, naming the setting."""
 
 
 class Replicas:
@@ -63,12 +65,18 @@ class Replicas:
         return cls(0, 1, None)
 
     @classmethod
-    def from_group(cls, group: dist.ProcessGroup | None = None) -> Replicas:
-        """Each rank of ``group`` is a replica (as under DDP). None means the world: right only if nothing else is parallel.
+    def from_group(cls, group: dist.ProcessGroup | Sequence[Sequence[int]] | None = None) -> Replicas:
+        """Each rank of ``group`` is a replica, as under DDP. None means the world. Right only if nothing else is parallel.
+
+        Or ``group`` is a list of lists: the ranks of each replica. They share a rate and average their gradients among themselves as plain
+        data parallelism does; HDET is between the lists. All ranks of the world call it with the same lists, which name each of them once.
 
         Raises:
-            ValueError: no process group exists, or this rank is not in ``group``.
+            ValueError: no process group exists, this rank is not in ``group``, or the lists do not share out all ranks equally.
+            ReplicaDisagreement: on all ranks, if they give different lists.
         """
+        if isinstance(group, Sequence):
+            return build(cls, listed_table(group))
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("from_group needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()")
         group = dist.group.WORLD if group is None else group
@@ -81,6 +89,54 @@ class Replicas:
             return cls(0, 1)
         ranks = [[rank] for rank in dist.get_process_group_ranks(group)]
         return cls(index, count, group, ranks=ranks, world_group=group)
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, replicate: str | Sequence[str] = "dp_replicate") -> Replicas:
+        """Replicas are numbered along the dimensions ``replicate`` of a DeviceMesh; its other dimensions lie inside a replica.
+
+        HSDP and torchtitan's meshes are of this kind. The mesh may be a part of a larger one (``mesh["dp_replicate"]``), of which all ranks
+        count. All ranks of the world call it, also those that the mesh leaves out.
+
+        Raises:
+            ValueError: there is no such dimension, or only one replica; or this rank is not in the mesh.
+            ReplicaDisagreement: on all ranks, if they give different meshes or dimensions.
+        """
+        return build(cls, *mesh_table(mesh, replicate))
+
+    @classmethod
+    def from_layout(
+        cls,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        pp: int = 1,
+        order: str = "tp-cp-ep-dp-pp",
+        *,
+        etp: int | None = None,
+        shard: int = 1,
+    ) -> Replicas:
+        """From the sizes of a layout, for code that makes its groups by hand; `hdet.replicas.layout.Layout` explains them.
+
+        All ranks of the world call it with the same sizes.
+
+        Raises:
+            ValueError: the sizes do not go together, or leave one replica.
+            ReplicaDisagreement: on all ranks, if they give different sizes.
+        """
+        return build(cls, layout_table(tp=tp, cp=cp, ep=ep, pp=pp, order=order, etp=etp, shard=shard))
+
+    @classmethod
+    def from_megatron(cls, groups: Any, *, distributed_optimizer: bool = False) -> Replicas:
+        """From an object with the names of Megatron-Core's ProcessGroupCollection.
+
+        ``dp`` must be there; of tp, cp, pp, ep, expt_tp, embd, expt_dp what is missing or None is not parallel. With
+        ``distributed_optimizer`` each of its instances is a replica, told by inter_dist_opt and intra_dist_opt. All ranks of the world call it.
+
+        Raises:
+            ValueError: a group is missing or does not fit the others; one replica, such as a distributed optimizer of one instance.
+            ReplicaDisagreement: on all ranks, if they ask for different things.
+        """
+        return build(cls, *megatron_table(groups, distributed_optimizer))
 
     @classmethod
     def default(cls) -> Replicas:
@@ -129,6 +185,11 @@ class Replicas:
     def detach(self) -> None:
         """The end of `attach`: the optimizer is not listened to any more."""
 
+    @property
+    def members(self) -> int:
+        """Ranks of one replica."""
+        return len(self.ranks[0]) if self.ranks else 1
+
     def sum_rows(self, row: torch.Tensor) -> torch.Tensor:
         """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the slots of a cycle.
 
@@ -141,24 +202,16 @@ class Replicas:
             dist.all_reduce(rows, group=self.world_group)
         return rows
 
-    def require_agreement(self, settings: Mapping[str, int], by_member: Mapping[str, int], device: torch.device) -> None:
-        """Compare whole numbers (each below 2^53) over the replicas, in one small collective.
+    def require_agreement(
+        self, common: Mapping[str, int], by_member: Mapping[str, int] | None = None, device: torch.device | None = None
+    ) -> None:
+        """Compare whole numbers over all ranks, in one all_gather of some dozen numbers a rank.
+
+        ``common`` must be equal on all ranks, ``by_member`` among peers (shapes of a stage's parameters); both below 2^63, with names that
+        users know. That each rank has a place of its own is compared as well. ``device``: where the collective runs.
 
         Raises:
-            ReplicaDisagreement: on every replica alike, naming each setting and the replicas' values.
+            ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have each value.
         """
-        if self.peer_group is None:
-            return
-        settings = {**settings, **by_member}
-        names = list(settings)
-        rows = self.sum_rows(torch.tensor([float(settings[name]) for name in names], dtype=torch.float64, device=device)).tolist()
-        wrong = [name for k, name in enumerate(names) if len({row[k] for row in rows}) > 1]
-        if wrong:
-            raise ReplicaDisagreement(
-                "; ".join(f"{name} differs between replicas: {_column(rows, names.index(name))}" for name in wrong)
-                + ": start all ranks with the same code, settings and model"
-            )
-
-
-def _column(rows: Sequence[Sequence[float]], k: int) -> list[int]:
-    return [int(row[k]) for row in rows]
+        if self.world_group is not None:
+            compare((self.index, self.member), self.ranks, common, by_member or {}, self.world_group, device)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hdet
@@ -51,25 +50,25 @@ def flat(tensors: Any) -> torch.Tensor:
     return torch.cat([full(t).flatten() for t in tensors])
 
 
-def replicas_of(*ranks: Sequence[int]) -> hdet.Replicas:
-    """Replicas out of their ranks, [replica][member]; `Replicas.from_mesh` and the others do the same from a mesh."""
-    me = dist.get_rank()
-    index, member = next((r, own.index(me)) for r, own in enumerate(map(list, ranks)) if me in own)
-    peers = dist.new_subgroups_by_enumeration([list(column) for column in zip(*ranks, strict=True)])[0]
-    return hdet.Replicas(index, len(ranks), peers, ranks=ranks, member=member, world_group=dist.group.WORLD)
-
-
 class ByHand:
     """N replicas of `model` in one process: AdamW at rho times the rate, the mean gradient (or each its own), the mean every T steps.
 
     ``multipliers``: [cycle][replica], as the run recorded them; their assignment is tested elsewhere. ``shards``: mini-batches of each
-    replica in a step; replica r has the numbers r * shards .. (r + 1) * shards - 1.
+    replica in a step; replica r has the numbers r * shards .. (r + 1) * shards - 1. ``make``: another model.
     """
 
-    def __init__(self, multipliers: Sequence[Sequence[float]], *, shards: int = 1, local: bool = False, policy: str = "keep") -> None:
+    def __init__(
+        self,
+        multipliers: Sequence[Sequence[float]],
+        *,
+        make: Callable[[], nn.Module] = model,
+        shards: int = 1,
+        local: bool = False,
+        policy: str = "keep",
+    ) -> None:
         self.multipliers, self.shards, self.local, self.policy = multipliers, shards, local, policy
         self.count = len(multipliers[0])
-        self.nets = [model() for _ in range(self.count)]
+        self.nets = [make() for _ in range(self.count)]
         self.optimizers = [adamw(net.parameters()) for net in self.nets]
         self.losses = [[0.0] * self.count for _ in multipliers]
         self.weights: list[list[torch.Tensor]] = []  # [step][replica], before an average

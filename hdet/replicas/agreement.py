@@ -1,0 +1,100 @@
+"""What all ranks must have alike, compared in one small collective; the error says who has what."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .layout import brief
+
+__all__ = ["ReplicaDisagreement", "compare", "digest", "gathered", "who_has"]
+
+
+class ReplicaDisagreement(RuntimeError):
+    """Ranks were started with different settings. Every rank raises it, naming the setting and who has which value."""
+
+
+def digest(value: object) -> int:
+    """48 bits of the value as text."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big")
+
+
+def gathered(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[list[int]]:
+    """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather."""
+    if device is None:  # a group of NCCL alone takes no tensor of the CPU
+        on_cpu = "cpu:" in dist.get_backend_config(group)
+        device = (None if on_cpu else torch.accelerator.current_accelerator()) or torch.device("cpu")
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = own.new_empty(dist.get_world_size(group), len(numbers))
+    dist.all_gather(list(everyone.unbind(0)), own, group=group)
+    return everyone.tolist()
+
+
+Value = TypeVar("Value")
+
+
+def who_has(values: Mapping[int, Value], most: int = 4) -> str:
+    """'ranks 0-2: a; rank 3: b', what most have first; ``values`` is by rank."""
+    holders: dict[Value, list[int]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(rank)
+    ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+    shown = [f"{'ranks' if len(ranks) > 1 else 'rank'} {brief(ranks)}: {value}" for value, ranks in ordered[:most]]
+    return "; ".join(shown + ([f"and {len(ordered) - most} more values"] if len(ordered) > most else []))
+
+
+def compare(
+    place: tuple[int, int],
+    ranks: Sequence[Sequence[int]],
+    common: Mapping[str, int],
+    by_member: Mapping[str, int],
+    group: dist.ProcessGroup,
+    device: torch.device | None,
+) -> None:
+    """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
+    members = len(ranks[0]) if ranks else 1
+    common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
+    names = [*common, *by_member]
+    row = [digest(names), *place, members, *common.values(), *by_member.values()]
+    # Of a fixed width: ranks of another version may have another number of settings, and would else be cut off or waited for.
+    rows = gathered(row + [0] * (-len(row) % 64), group, device)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
+    problems = _misfits(by_rank)
+    if not problems:
+        for k, name in enumerate(names, start=4):
+            values = {rank: row[k] for rank, row in by_rank.items()}
+            if name in common and len(set(values.values())) > 1:
+                problems.append(f"{name} differs between replicas' ranks: {who_has(values)}")
+            elif name in by_member:
+                problems += _peers_differ(name, values, by_rank)
+    if problems:
+        raise ReplicaDisagreement(". ".join(problems) + ". Start all ranks with the same code, settings and model")
+
+
+def _misfits(by_rank: Mapping[int, Sequence[int]]) -> list[str]:
+    """Ranks that do not even compare the same things, or stand at one place."""
+    if len({row[0] for row in by_rank.values()}) > 1:
+        return ["the settings to compare differ between replicas' ranks, as with several versions of hdet: " + _by(by_rank, 0)]
+    if len({row[3] for row in by_rank.values()}) > 1:
+        return ["the number of ranks in a replica differs between replicas' ranks: " + _by(by_rank, 3)]
+    at: dict[tuple[int, int], list[int]] = {}
+    for rank, row in by_rank.items():
+        at.setdefault((row[1], row[2]), []).append(rank)
+    return [f"ranks {brief(who)} all are member {m} of replica {r}" for (r, m), who in sorted(at.items()) if len(who) > 1][:4]
+
+
+def _by(by_rank: Mapping[int, Sequence[int]], k: int) -> str:
+    return who_has({rank: row[k] for rank, row in by_rank.items()})
+
+
+def _peers_differ(name: str, values: Mapping[int, int], by_rank: Mapping[int, Sequence[int]]) -> list[str]:
+    """For the first member whose copies are not alike."""
+    for member in sorted({row[2] for row in by_rank.values()}):
+        of_peers = {rank: value for rank, value in values.items() if by_rank[rank][2] == member}
+        if len(set(of_peers.values())) > 1:
+            return [f"{name} differs between replicas, among ranks with the same part of the model: {who_has(of_peers)}"]
+    return []

@@ -1,0 +1,65 @@
+"""Replicas of a `torch.distributed.device_mesh.DeviceMesh` of any number of dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from .agreement import digest
+from .groups import Request, more_than_one, together
+from .layout import Table, brief
+
+__all__ = ["mesh_table"]
+
+
+def mesh_table(mesh: Any, replicate: str | Sequence[str]) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
+    """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers, if the mesh has a group of them."""
+    names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+    table = _table(together("from_mesh", lambda: _request(mesh, names)))
+    # The mesh keeps its groups' ranks ascending, and makes one for each dimension only.
+    ascending = all(list(peers) == sorted(peers) for peers in zip(*table, strict=True))
+    return table, (lambda: mesh.get_group(names[0])) if len(names) == 1 and ascending else None
+
+
+def _request(mesh: Any, names: Sequence[str]) -> Request:
+    """Numbers: is this rank in the mesh, the number of its replica, who is first on its line.
+
+    A line is the ranks that differ in the replicating dimensions only. From these numbers of all ranks the table follows for every kind of
+    mesh, also for a part of a larger one, whose other dimensions then lie inside a replica.
+    """
+    if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
+        raise ValueError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+    known = tuple(mesh.mesh_dim_names or ())
+    if not names or not set(names) <= set(known) or len(set(names)) < len(names):
+        have = f"the mesh has dimensions {', '.join(known)}" if known else "the mesh has no names: give init_device_mesh mesh_dim_names"
+        raise ValueError(f"replicate is {', '.join(map(repr, names))}, but {have}: name those over which parameters are replicated")
+    # Not public; without it a part of a mesh cannot be told from a mesh of its own.
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    sizes = ", ".join(map(str, root.mesh.shape))
+    dims = ", ".join(f"{name}={size}" for name, size in zip(known, mesh.mesh.shape, strict=True))
+    ranks = root.mesh.flatten().tolist()
+    call = f"(mesh ({dims}) of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], replicate={', '.join(names)})"
+    place = mesh.get_coordinate()
+    if place is None:
+        return Request(call, (0, 0, 0))
+    index, start = 0, list(place)
+    for k, name in enumerate(known):
+        if name in names:
+            index, start[k] = index * mesh.mesh.shape[k] + place[k], 0
+    return Request(call, (1, index, int(mesh.mesh[tuple(start)])))
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Table:
+    """Members are in the order of their lines' first ranks."""
+    lines: dict[int, dict[int, int]] = {}
+    for rank, (inside, index, first, *_) in enumerate(rows):
+        if inside:
+            lines.setdefault(first, {})[index] = rank
+    count = max(map(len, lines.values()), default=0)
+    if not count or any(sorted(line) != list(range(count)) for line in lines.values()):
+        raise ValueError("the mesh's lines are not of one length: build the mesh on every rank with the same arguments")
+    table = tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
+    remedy = "Build a mesh whose replicating dimension is larger than 1, as in init_device_mesh(type, (2, 4), mesh_dim_names=(...))"
+    return more_than_one(table, "from_mesh", remedy)

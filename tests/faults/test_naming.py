@@ -1,0 +1,295 @@
+"""Which errors mean a lost replica, and what the roll call makes of them; no process group, no processes but two that end at once."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdet
+from hdet import faults
+from hdet.faults import ReplicaLost, during, guarded, is_communication_error
+
+CLOSED = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1714. This is typically "
+    "caused by a remote worker crashing. Check the logs of the remote worker before reporting an error."
+)
+
+
+class Own(RuntimeError):
+    """A subclass from elsewhere: its author has said already what it is."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(CLOSED),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:12192: Connection reset by peer"),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+        ),
+        RuntimeError("Application timeout caused pair closure"),
+        RuntimeError("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        RuntimeError("NCCL error in: NCCLUtils.hpp:100, remote process exited or there was a network error, NCCL version 2.27"),
+        RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE) ran for 600000 ms"),
+        RuntimeError("Socket Timeout"),
+        RuntimeError("Broken pipe"),
+        dist.DistNetworkError("failed to recv, got 0 bytes"),
+        dist.DistStoreError("wait timeout after 300000ms, keys: /a"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 0."),
+    ],
+    ids=lambda error: str(error)[-40:],
+)
+def test_broken_connections_and_timeouts_are_of_communication(error: Exception) -> None:
+    assert is_communication_error(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        dist.DistBackendError("NCCL error: unhandled cuda error, 'out of memory'"),
+        dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"),
+        RuntimeError("[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 40 vs 8"),
+        RuntimeError("DataLoader timed out after 5 seconds"),
+        RuntimeError("DataLoader worker (pid 123) is killed by signal: Killed."),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        RuntimeError("Detected mismatch between collectives on ranks. Rank 0 is running collective ..."),
+        Own("Connection reset by peer"),
+        ValueError("Connection reset by peer"),
+        ConnectionResetError("Connection reset by peer"),
+        TimeoutError("timed out"),
+        NotImplementedError("gloo/ timed out"),
+        hdet.ReplicasDiverged("no replica has finite parameters left"),
+        hdet.ReplicaDisagreement("seed differs between replicas; timed out waiting"),
+        ReplicaLost("Connection closed by peer"),
+    ],
+    ids=lambda error: f"{type(error).__name__}: {str(error)[:30]}",
+)
+def test_memory_misuse_and_other_peoples_errors_are_not(error: Exception) -> None:
+    assert not is_communication_error(error)
+
+
+# -- the context, with a process group that is only said to exist ------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """This process is rank 0 of a default group with this store."""
+    store = dist.PrefixStore("test", dist.HashStore())
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(faults, "PATIENCE_S", 0.2)
+    yield store
+
+
+def replicas(*ranks: list[int]) -> hdet.Replicas:
+    return hdet.Replicas(0, len(ranks), ranks=ranks)
+
+
+def lost(who: hdet.Replicas, phase: str = "average") -> ReplicaLost:
+    """What becomes of a closed connection in cycle 3, step 17."""
+    with pytest.raises(ReplicaLost) as raised, during(phase, who, lambda: (3, 17)):
+        raise RuntimeError(CLOSED)
+    assert str(raised.value.__cause__) == CLOSED
+    return raised.value
+
+
+def answer(store: Any, *ranks: int, cycle: int = 3, at: float | None = None) -> None:
+    for rank in ranks:
+        store.set(f"hdet/roll/0/{cycle}/{rank}", repr(time.time() if at is None else at))
+
+
+def test_says_who_when_and_where(store: Any) -> None:
+    answer(store, 1, 4, 5)
+    error = lost(replicas([0, 1], [2, 3], [4, 5]))
+    assert (error.phase, error.cycle, error.step, error.lost, error.late) == ("average", 3, 17, (2, 3), ())
+    begin = "cycle 3 (step 17), while averaging: replica 1 (ranks 2, 3) are gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
+    assert str(error).startswith(begin)
+    assert "start all ranks again from the last checkpoint" in str(error)
+
+
+def test_several_replicas_and_ranks_of_none(store: Any) -> None:
+    monkey = replicas([0], [1], [2])
+    answer(store, 2)
+    assert "replica 1 (rank 1) is gone or late" in str(lost(monkey, "training step"))
+    text = str(lost(replicas([0], [7], [8, 9]), "slots"))
+    assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8, 9) are gone or late" in text
+
+
+def test_answers_of_another_cycle_and_of_another_start_do_not_count(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(store, 1, cycle=2)
+    assert lost(replicas([0], [1])).lost == (1,)
+    answer(store, 1)
+    assert lost(replicas([0], [1])).lost == ()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert lost(replicas([0], [1])).lost == (1,)
+
+
+def test_survivors_a_cycle_apart_find_each_other(store: Any) -> None:
+    """One has completed the last collective of a cycle, the other has failed in it."""
+    calls = [faults._RollCall(store, rank, [0, 1, 2], cycle, 0.4) for rank, cycle in ((0, 4), (1, 5))]
+    threads = [threading.Thread(target=call.run) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[one.rank for one in call.absent] for call in calls] == [[2], [2]]
+
+
+def test_a_process_of_this_host_is_looked_at(store: Any) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for rank, pid, began in ((1, ended.pid, 5), (2, running.pid, faults._started(running.pid)), (3, running.pid, 5)):
+            store.set(f"hdet/here/0/{rank}", json.dumps([faults._host(), pid, began]))
+        store.set("hdet/here/0/4", json.dumps([["another host", "another space"], ended.pid, 5]))
+        error = lost(replicas([0], [1], [2], [3], [4]))
+        assert error.lost == (1, 3, 4) and error.late == (2,)  # the number of 3 belongs to a younger process by now
+        assert f"replica 1 (rank 1) and replica 3 (rank 3) are gone (ended: pid {ended.pid}, {running.pid})" in str(error)
+        assert f"replica 2 (rank 2) is late, or still waiting in the collective (still running: pid {running.pid})" in str(error)
+        assert "replica 4 (rank 4) is gone or late" in str(error)
+        error = lost(replicas([0], [2]))
+        assert error.lost == () and error.late == (2,) and "replica 1 (rank 2) is late (still running" in str(error)
+    finally:
+        running.communicate(b"\n")
+
+
+def test_an_exit_status_nobody_has_fetched_is_no_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.read()  # until it closes its end; then it is a zombie, soon
+        deadline = time.monotonic() + 5
+        while faults._started(child.pid) is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert faults._started(child.pid) is None
+
+
+def test_a_late_rank_is_told_apart(store: Any) -> None:
+    timer = threading.Timer(0.15, answer, (store, 1))
+    timer.start()
+    error = lost(replicas([0], [1]))
+    timer.join()
+    assert error.lost == () and error.late == (1,) and "replica 1 (rank 1) came late, but within 0.2 s" in str(error)
+
+
+def test_the_late_one_knows_it(store: Any) -> None:
+    answer(store, 1, 2, at=time.time() - 4)
+    error = lost(replicas([0], [1], [2]))
+    assert error.lost == error.late == () and "the other ranks had given up 4.0 s before this one came: it was late" in str(error)
+    answer(store, 1, 2)
+    assert "every rank still answers" in str(lost(replicas([0], [1], [2])))
+
+
+class Frozen:
+    """A store whose host neither answers nor closes the connection."""
+
+    host, port = "node3", 29500
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
+    set = check
+
+
+class Gone(Frozen):
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    set = check
+
+
+@pytest.mark.parametrize(("kind", "says"), [(Frozen, "does not answer within"), (Gone, "is gone")])
+def test_a_store_that_is_gone_takes_bounded_time(kind: Any, says: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", kind)
+    monkeypatch.setattr(faults, "_announce", lambda replicas: None)  # that was while it still answered
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    began = time.monotonic()
+    error = lost(replicas([0], [1], [2]))
+    assert time.monotonic() - began < 2.0
+    assert error.lost == (0,) and f"replica 0 (rank 0) is gone: the rendezvous store at node3:29500, which it holds, {says}" in str(error)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    error = lost(replicas([0], [1], [2]))
+    assert error.lost == () and "who is lost is not known" in str(error)
+
+
+def test_nothing_of_the_roll_call_hides_the_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise KeyError("no store")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", broken)
+    with pytest.raises(ReplicaLost, match="the roll could not be called") as raised, during("average", replicas([0], [1]), broken):
+        raise RuntimeError(CLOSED)
+    assert raised.value.lost == ()
+
+
+def test_everything_else_passes_unchanged(store: Any) -> None:
+    who = replicas([0], [1])
+    for error in (torch.OutOfMemoryError("x"), ValueError("y"), hdet.ReplicasDiverged("z"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as raised, during("average", who, lambda: (0, 0)):
+            raise error
+        assert raised.value is error and error.__cause__ is None
+
+
+def test_a_nested_error_keeps_its_phase(store: Any) -> None:
+    who = replicas([0], [1])
+    with pytest.raises(ReplicaLost) as raised, guarded(who, lambda: (9, 9)), during("slots", who, lambda: (3, 17)):
+        raise RuntimeError(CLOSED)
+    assert (raised.value.phase, raised.value.cycle) == ("slots", 3)
+    with pytest.raises(ReplicaLost, match="in a training step") as raised, guarded(who, lambda: (9, 99)):
+        raise RuntimeError(CLOSED)
+    assert raised.value.phase == "training step"
+
+
+def test_without_a_process_group_nothing_is_caught() -> None:
+    with pytest.raises(RuntimeError) as raised, during("average", hdet.Replicas.single(), lambda: (0, 0)):
+        raise RuntimeError(CLOSED)
+    assert type(raised.value) is RuntimeError
+
+
+def test_ranks_announce_themselves_once(store: Any) -> None:
+    for _ in range(2):
+        with during("average", replicas([0], [1]), lambda: (0, 0)):
+            pass
+    host, pid, began = json.loads(store.get("hdet/here/0/0"))
+    assert host == faults._host() and began == faults._started(pid)
+    store.delete_key("hdet/here/0/0")
+    with during("average", replicas([0], [1]), lambda: (0, 0)):
+        pass
+    assert not store.check(["hdet/here/0/0"])
+
+
+def test_many_ranks_cost_few_messages(store: Any) -> None:
+    """The store is one process that all ranks ask: with m of n missing, some multiple of m log n questions each."""
+    asked = []
+
+    class Counting:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(len(keys))
+            return bool(store.check(keys))
+
+        set, get = store.set, store.get
+
+    answer(store, *(rank for rank in range(4096) if rank not in (77, 3000)))
+    call = faults._RollCall(Counting(), 0, range(4096), 3, 0.2)
+    call.run()
+    assert call.error is None and [one.rank for one in call.absent] == [77, 3000]
+    assert len(asked) < 100
+
+
+def test_it_pickles() -> None:
+    error = pickle.loads(pickle.dumps(ReplicaLost("text", "slots", 3, 17, [1], [2])))
+    assert (str(error), error.phase, error.cycle, error.step, error.lost, error.late) == ("text", "slots", 3, 17, (1,), (2,))

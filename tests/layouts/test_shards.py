@@ -1,0 +1,312 @@
+"""A replica of several ranks, each case in a few lines of hand-made parallelism, against the whole model by hand in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hdet
+from tests.distributed import run_ranks
+from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+
+STEPS = 6
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+class Columns(torch.autograd.Function):
+    """What a layer split by columns reads: whole on every rank, and so is its gradient, once added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Rows(torch.autograd.Function):
+    """What a layer split by rows writes: a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+# -- the models, whole -------------------------------------------------------------------------------------------------------
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), *model()).double()
+
+
+class Experts(nn.Module):
+    """Rows 0 .. 3 of a batch go to the first expert, rows 4 .. 7 to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.experts = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 1) for _ in range(2))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([expert(torch.tanh(self.dense(rows))) for expert, rows in zip(self.experts, x.split(4), strict=True)])
+
+
+class Tied(nn.Module):
+    """A matrix used at both ends, as an embedding; 96 rows, so that gloo cuts its sum into chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias, self.matrix = nn.Parameter(torch.randn(96)), nn.Parameter(torch.randn(96, 6) / 6)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.double()
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.matrix.T + self.bias)
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.matrix).mean(1, keepdim=True) * self.scale.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+# -- the same, in parts: each gives its parameters and a backward pass ------------------------------------------------------------
+
+Part = tuple[hdet.Replicas, list[nn.Parameter], Callable[[int, Callable[..., None]], None], dict[str, Any]]
+
+
+def whole(data: Callable[[int], Data], replicas: hdet.Replicas, inside: Any, weight: int) -> Part:
+    """Every rank has all parameters; the gradient is the replica's, of its ranks' shares of a batch."""
+    net = model()
+
+    def backward(step: int, observe: Callable[..., None]) -> None:
+        loss = loss_of(net, data(step))
+        (loss * weight / 8).backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad, group=inside)
+        observe(loss, weight=weight)
+
+    return replicas, list(net.parameters()), backward, {}
+
+
+def tensor_parallel(rank: int) -> Part:
+    replicas = hdet.Replicas.from_layout(tp=2)
+    inside, half = subgroup(replicas), slice(4 * replicas.member, 4 * replicas.member + 4)
+    norm, first, _, last = normed()
+    w1, b1, w2 = (nn.Parameter(t.detach()[half].clone()) for t in (first.weight, first.bias, last.weight.T))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(Columns.apply(norm(x), inside) @ w1.T + b1)
+        return Rows.apply(hidden @ w2, inside) + last.bias
+
+    def backward(step: int, observe: Callable[..., None]) -> None:
+        loss = loss_of(forward, batch(step, replicas.index))
+        loss.backward()
+        observe(loss)  # on both ranks: the same number twice
+
+    return replicas, [*norm.parameters(), w1, b1, w2, last.bias], backward, {}
+
+
+def context_parallel(rank: int) -> Part:
+    """One sample on two ranks, 5 and 3 of its 8 rows."""
+    replicas = hdet.Replicas.from_layout(cp=2)
+    share, weight = (slice(0, 5), 5) if replicas.member == 0 else (slice(5, 8), 3)
+
+    def data(step: int) -> Data:
+        x, y = batch(step, replicas.index)
+        return x[share], y[share]
+
+    return whole(data, replicas, subgroup(replicas), weight)
+
+
+def expert_parallel(rank: int) -> Part:
+    replicas = hdet.Replicas.from_layout(ep=2)
+    inside, own = subgroup(replicas), replicas.member
+    net = Experts()
+
+    def backward(step: int, observe: Callable[..., None]) -> None:
+        x, y = (part.split(4)[own] for part in batch(step, replicas.index))
+        loss = loss_of(lambda rows: net.experts[own](torch.tanh(net.dense(rows))), (x, y))
+        (loss / 2).backward()
+        for p in net.dense.parameters():
+            dist.all_reduce(p.grad, group=inside)
+        observe(loss, weight=4)
+
+    return replicas, [*net.dense.parameters(), *net.experts[own].parameters()], backward, {}
+
+
+def pipeline(rank: int) -> Part:
+    """Stages of which only the last sees a loss; the tied matrix stands at another place of each stage's parameters."""
+    replicas = hdet.Replicas.from_layout(pp=2)
+    inside, other = subgroup(replicas), replicas.ranks[replicas.index][1 - replicas.member]
+    net = Tied()
+    parameters = [net.bias, net.matrix] if replicas.member == 0 else [net.matrix, net.scale]
+
+    def backward(step: int, observe: Callable[..., None]) -> None:
+        x, y = batch(step, replicas.index)
+        if replicas.member == 0:
+            hidden = net.first(x)
+            gradient = torch.empty_like(hidden)
+            dist.send(hidden.detach(), other)
+            dist.recv(gradient, other)
+            hidden.backward(gradient)
+        else:
+            hidden = torch.empty(8, 96, dtype=x.dtype)
+            dist.recv(hidden, other)
+            loss = loss_of(net.last, (hidden.requires_grad_(), y))
+            loss.backward()
+            dist.send(hidden.grad, other)
+            observe(loss)
+        dist.all_reduce(net.matrix.grad, group=inside)
+
+    return replicas, parameters, backward, {"tied": [(net.matrix, inside)]}
+
+
+def groups(rank: int) -> Part:
+    """Ranks 0 and 1 share a rate, and 2 and 3: plain data parallelism inside."""
+    replicas = hdet.Replicas.from_group([[0, 1], [2, 3]])
+    net = model()
+    ddp = nn.parallel.DistributedDataParallel(net)
+
+    def backward(step: int, observe: Callable[..., None]) -> None:
+        loss = loss_of(ddp, batch(step, rank))
+        loss.backward()
+        observe(loss)
+
+    return replicas, list(net.parameters()), backward, {}
+
+
+def subgroup(replicas: hdet.Replicas) -> Any:
+    """The ranks of this replica."""
+    return dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas.ranks])[0]
+
+
+CASES = {
+    "tensor": tensor_parallel,
+    "context": context_parallel,
+    "expert": expert_parallel,
+    "pipeline": pipeline,
+    "groups": groups,
+}
+
+
+def train(rank: int, world: int, case: str) -> dict[str, Any]:
+    replicas, parameters, backward, settings = CASES[case](rank)
+    optimizer = adamw(parameters)
+    ensemble = ensemble_of(optimizer, replicas=replicas, **settings)
+    rhos, records, before, after = [], [], [], []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        backward(i, ensemble.observe)
+        for p in parameters if case != "groups" else ():
+            dist.all_reduce(p.grad, group=replicas.peer_group)
+            p.grad /= replicas.count
+        rhos.append(ensemble.multipliers["lr"])
+        optimizer.step()
+        before.append([p.detach().clone() for p in parameters])
+        ensemble.step()
+        after.append([p.detach().clone() for p in parameters])
+        if ensemble.cycle > len(records):
+            records.append(ensemble.history)
+    table = [list(ranks) for ranks in replicas.ranks]
+    return {"table": table, "rhos": rhos, "records": records, "before": before, "after": after}
+
+
+def train_all(rank: int, world: int, cases: list[str]) -> dict[str, Any]:
+    return {case: train(rank, world, case) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(train_all, 4, [case for case in CASES if case != "pipeline"])
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[dict[str, Any]]:
+    """Three replicas: of two, any order of a sum is the same to the bit."""
+    return run_ranks(train_all, 6, ["pipeline"])
+
+
+def check(ranks: list[dict[str, Any]], make: Callable[[], nn.Module], assemble: Callable[..., Any], shards: int = 1) -> None:
+    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order."""
+    table, records = ranks[0]["table"], ranks[0]["records"]
+    hand = ByHand([record["multipliers"]["lr"] for record in records], make=make, shards=shards).run(STEPS)
+    assert len(records) == STEPS // INTERVAL
+    for cycle, record in enumerate(records):
+        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
+        assert all(rank["records"][cycle]["losses"] == record["losses"] for rank in ranks), "bitwise, on ranks that see no loss too"
+    for r, members in enumerate(table):
+        for i in range(STEPS):
+            assert {ranks[m]["rhos"][i] for m in members} == {records[i // INTERVAL]["multipliers"]["lr"][r]}, "one rate in a replica"
+            torch.testing.assert_close(flat(assemble(*(ranks[m]["before"][i] for m in members))), hand.weights[i][r], **CLOSE)
+            if i % INTERVAL == INTERVAL - 1:
+                torch.testing.assert_close(flat(assemble(*(ranks[m]["after"][i] for m in members))), hand.means[i // INTERVAL], **CLOSE)
+    for i in range(STEPS):
+        for peers in zip(*table, strict=True):
+            first, *others = (ranks[rank]["after"][i] for rank in peers)
+            assert all(same(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others), "peers meet after a cycle, not before"
+
+
+def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def case_of(runs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [run[name] for run in runs]
+
+
+def test_columns_and_rows_over_tp(runs: list[dict[str, Any]]) -> None:
+    ranks = case_of(runs, "tensor")
+    check(
+        ranks,
+        normed,
+        lambda a, b: [a[0], a[1], torch.cat([a[2], b[2]]), torch.cat([a[3], b[3]]), torch.cat([a[4], b[4]]).T.contiguous(), a[5]],
+    )
+    for i in range(STEPS):
+        for one, two in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
+            first, second = one["after"][i], two["after"][i]
+            assert all(torch.equal(first[k], second[k]) for k in (0, 1, 5)), "the norm and the last bias are whole on both"
+            assert not any(torch.equal(first[k], second[k]) for k in (2, 3, 4)), "shards are not mixed"
+
+
+def test_one_sample_on_two_ranks_of_cp(runs: list[dict[str, Any]]) -> None:
+    ranks = case_of(runs, "context")
+    check(ranks, model, lambda a, b: a)
+    assert all(same(ranks[r]["after"][i], ranks[r + 1]["after"][i]) for r in (0, 2) for i in range(STEPS))
+
+
+def test_experts_are_averaged_with_their_own_kind(runs: list[dict[str, Any]]) -> None:
+    ranks = case_of(runs, "expert")
+    check(ranks, Experts, lambda a, b: [*a, *b[2:]])
+    assert not torch.equal(ranks[0]["after"][-1][2], ranks[1]["after"][-1][2])
+
+
+def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: list[dict[str, Any]]) -> None:
+    ranks = case_of(runs, "groups")
+    check(ranks, model, lambda a, b: a, shards=2)
+    assert all(same(ranks[r]["after"][i], ranks[r + 1]["after"][i]) for r in (0, 2) for i in range(STEPS))
+
+
+def test_stages_and_a_matrix_on_two_of_them(stages: list[dict[str, Any]]) -> None:
+    ranks = case_of(stages, "pipeline")
+    check(ranks, Tied, lambda a, b: [a[0], a[1], b[1]])
+    for first, last in ranks[0]["table"]:
+        for i in range(STEPS):
+            assert torch.equal(ranks[first]["after"][i][1], ranks[last]["after"][i][0]), "two copies of one matrix, bit for bit"

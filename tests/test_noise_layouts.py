@@ -1,0 +1,121 @@
+"""Warm noise of models that are split over ranks: the noise of an element depends on where it is in the full tensor, not on who has it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import hdet
+from hdet.noise import Slice
+from tests.distributed import run_ranks
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 5), (3,), (1, 4), (8, 8))]
+
+
+def expected(theta: torch.Tensor, key: str, nu: float) -> torch.Tensor:
+    """As it has been since version 1."""
+    seed = int.from_bytes(hashlib.sha256(f"warm_noise/{key}".encode()).digest()[:8], "big") >> 1
+    noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(seed))
+    return (theta + noise * (nu * theta.float().norm() / math.sqrt(theta.numel()))).to(theta.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("replica", [0, 3])
+def test_plain_tensors_get_the_noise_they_always_got(replica: int, dtype: torch.dtype) -> None:
+    given = tensors(dtype)
+    hdet.warm_noise_(given, nu=0.1, seed=5, replicas=hdet.Replicas(replica, 4, None))
+    for i, (one, theta) in enumerate(zip(given, tensors(dtype), strict=True)):
+        assert torch.equal(one, expected(theta, f"5/{replica}/{i}", 0.1))
+
+
+def test_names_speak_for_tensors() -> None:
+    """Two pipeline stages that hold the last and the first of four tensors."""
+    one, other = tensors()[3:], tensors()[:1]
+    hdet.warm_noise_([("layers.3", one[0])], seed=5, nu=0.1)
+    hdet.warm_noise_([("layers.0", other[0])], seed=5, nu=0.1)
+    assert torch.equal(one[0], expected(tensors()[3], "5/0/layers.3", 0.1))
+    assert torch.equal(other[0], expected(tensors()[0], "5/0/layers.0", 0.1))
+
+
+def laid_out(rank: int, world_size: int) -> None:
+    grids = [
+        ((4,), [[Shard(0)], [Shard(0)], [Replicate()], [Shard(1)]]),
+        ((2, 2), [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(1)]]),
+    ]
+    for sizes, placements in grids:
+        mesh = init_device_mesh("cpu", sizes)
+        given = [distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in zip(tensors(), placements, strict=True)]
+        versions = [tensor._version for tensor in given]
+        hdet.warm_noise_(given, nu=0.1, seed=5, replicas=hdet.Replicas(1, 2, None))
+        for i, (one, theta) in enumerate(zip(given, tensors(), strict=True)):
+            # the norm of the full tensor is summed in another order
+            torch.testing.assert_close(one.full_tensor(), expected(theta, f"5/1/{i}", 0.1), rtol=1e-6, atol=1e-7)
+            assert one._version > versions[i]
+            whole = one.full_tensor()
+            everyones = [torch.empty_like(whole) for _ in range(world_size)]
+            dist.all_gather(everyones, whole)
+            assert all(torch.equal(each, whole) for each in everyones)  # copies of one shard are equal, to the last bit
+
+
+def test_shards_of_a_mesh_get_their_slices() -> None:
+    run_ranks(laid_out, 4)
+
+
+def sharded_and_tensor_parallel(rank: int, world_size: int) -> None:
+    """FSDP over tensor parallelism splits a dimension twice, in a stride (a placement of its own in torch)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Linear(5, 16)
+    theta = torch.randn(16, 5, generator=torch.Generator().manual_seed(2))
+    model.weight = torch.nn.Parameter(distribute_tensor(theta, mesh["tp"], [Shard(0)]))
+    model.bias = torch.nn.Parameter(distribute_tensor(torch.ones(16), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    assert isinstance(model.weight, DTensor) and model.weight.device_mesh.ndim == 2
+    hdet.warm_noise_(model.named_parameters(), nu=0.1, seed=5, replicas=hdet.Replicas(0, 2, None))
+    torch.testing.assert_close(model.weight.full_tensor().detach(), expected(theta, "5/0/weight", 0.1), rtol=1e-6, atol=1e-7)
+
+
+def test_a_dimension_that_is_split_twice() -> None:
+    run_ranks(sharded_and_tensor_parallel, 4)
+
+
+def by_hand(rank: int, world_size: int) -> None:
+    theta, shared = tensors()[3], tensors()[0]
+    part = theta.chunk(2, 1)[rank].contiguous()
+    slices = {part: Slice((8, 8), (0, 4 * rank), dist.group.WORLD)}
+    hdet.warm_noise_([("norm", shared), ("up", part)], nu=0.1, seed=5, replicas=hdet.Replicas(1, 2, None), slices=slices)
+    assert torch.equal(shared, expected(tensors()[0], "5/1/norm", 0.1))
+    torch.testing.assert_close(part, expected(theta, "5/1/up", 0.1).chunk(2, 1)[rank], rtol=1e-6, atol=1e-7)
+
+
+def test_shards_made_by_hand_get_their_slices() -> None:
+    run_ranks(by_hand, 2)
+
+
+def refused(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    laid = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    plain, group = torch.ones(4), dist.group.WORLD
+    for given, slices, message in [
+        ([DTensor.from_local(torch.ones(4), mesh, [Partial()])], {}, "a sum that has not been taken"),
+        ([laid], {laid: Slice((4,), (0,), group)}, "is a DTensor, which knows"),
+        ([plain], {plain: Slice((8,), (5,), group)}, r"no slice from \(5,\) of a tensor of shape \(8,\)"),
+        ([plain], {plain: Slice((8, 2), (0, 0), group)}, "no slice"),
+        ([("a", plain), ("a", laid)], {}, "two parameters have the name a"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hdet.warm_noise_(given, slices=slices)
+    assert torch.equal(plain, torch.ones(4)) and torch.equal(laid.full_tensor(), torch.ones(4))
+
+
+def test_what_cannot_be_placed_is_refused_before_anything_is_changed() -> None:
+    run_ranks(refused, 2)
