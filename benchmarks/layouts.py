@@ -102,8 +102,8 @@ LAYOUTS: dict[str, Callable[[int], Local]] = {"DDP": ddp, "HSDP": hsdp, "tp x pp
 # -- sides -------------------------------------------------------------------------------------------------------------------
 
 
-def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, Callable[[], object]]:
-    """Each with a set of tensors of its own that hold the same numbers; torch's averager moves what it is given to new memory."""
+def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, tuple[Callable[[], object], Callable[[], list[torch.Tensor]]]]:
+    """The call, and what gives its tensors: a set for each side, because torch's averager moves what it is given to new memory."""
     group, count = replicas.peer_group, replicas.count
     flat = torch.cat([t.reshape(-1) for t in tensors])
     torchs = [nn.Parameter(t.clone()) for t in tensors]
@@ -122,10 +122,10 @@ def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, Callable
             tensor.copy_(copy.div_(count))
 
     return {
-        "floor": lambda: dist.all_reduce(flat, group=group),
-        "ours": BucketedAverage(tensors, replicas),
-        "torch": lambda: averager.average_parameters(iter(torchs)),
-        "per parameter": per_parameter,
+        "floor": (lambda: dist.all_reduce(flat, group=group), lambda: [flat]),
+        "ours": (BucketedAverage(tensors, replicas), lambda: tensors),
+        "torch": (lambda: averager.average_parameters(iter(torchs)), lambda: [p.detach() for p in torchs]),
+        "per parameter": (per_parameter, lambda: each),
     }
 
 
@@ -158,7 +158,7 @@ def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -
         for width in widths:
             torch.manual_seed(rank)
             tensors, replicas = build(width)
-            candidates = sides(tensors, replicas)
+            candidates = {name: call for name, (call, _) in sides(tensors, replicas).items()}
             volumes = {}
             for name, call in candidates.items():
                 with counted() as sizes:

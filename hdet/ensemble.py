@@ -169,9 +169,10 @@ class Ensemble:
         """The last cycle's record, as `log` gets it; None before the first. Keys: event ("cycle"), cycle (from 0), step (optimizer steps);
         by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (nats
         per unit of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended); by replica: losses (mean training
-        loss, None if it must not count), probe (mean probe loss; None without one); left_out (replicas without a vote), converge_ms,
-        probe_ms (milliseconds on this rank), notes (text)."""
-        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0])
+        loss, None if it must not count), probe (mean probe loss; None without one); left_out (replicas without a vote); rolled_back
+        (was the cycle taken back?), rollbacks and left_out_total (counts since step 0: cycles taken back, replicas left out of an
+        average); converge_ms, probe_ms (milliseconds on this rank), notes (text)."""
+        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self.weights.depart)
         self.replicas.attach(optimizer)
         self._begin_cycle()
 

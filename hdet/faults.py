@@ -171,7 +171,8 @@ def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason:
     if not absent:
         return ""
     pids = ", ".join(str(one.pid) for one in absent)
-    return f"{_named([one.rank for one in absent], replicas)} {'is' if len(absent) == 1 else 'are'} {state} ({reason.format(pids)})"
+    named = _named([one.rank for one in absent], replicas)
+    return f"{named} {'are' if ' and ' in named else 'is'} {state} ({reason.format(pids)})"
 
 
 def _without_store(store: Any, replicas: Replicas, how: str) -> _Found:

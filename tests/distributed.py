@@ -93,6 +93,16 @@ def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, 
         return result
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """torch.distributed.tensor keeps what it has derived for a mesh, and would use it for an equal mesh of the next call: with the groups
+    of this one, which are gone. A training script has one set of groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def _leave_together(meeting: Any, world_size: int, patience_s: float = 5.0) -> None:

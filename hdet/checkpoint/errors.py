@@ -41,6 +41,12 @@ class Together:
             raise CheckpointError(answers[failed[0]][1] + where)
         return [result for result, _ in answers]
 
+    def each(self, function: Callable[[], T]) -> T:
+        """This rank's own result; the others learn only whether it failed."""
+        results: list[T] = []
+        self.all(lambda: results.append(function()))
+        return results[0]
+
     def first(self, function: Callable[[], T]) -> T:
         """Only the first rank calls; everyone gets its result."""
         return self.all(function if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
+from ..shards import is_sharded
 from .errors import Together
-from .keys import Inventory, is_dtensor
+from .keys import Inventory
 from .run_state import RunState
 
 __all__ = ["export_safetensors"]
@@ -49,7 +50,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
     writes, parts = _parts(state, keyed, together)
     own: dict[str, torch.Tensor] = {}
     for key, tensor in keyed.items():
-        whole = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
         if name := writes.get(key):
             own[name] = whole.cpu().contiguous()
         del whole

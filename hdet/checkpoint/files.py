@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..converge.health import digest
+from ..shards import is_sharded, local
 from .errors import CheckpointError, Together
 from .folder import checksums, prepare, publish, read_manifest, resolve, steps, verify
-from .keys import bare, is_dtensor
+from .keys import bare
 from .optimizer_state import listed
 from .run_state import RunState
 
@@ -42,32 +43,13 @@ def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int 
         raise ValueError(f"step must be a whole number >= 0, got {step!r}")
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
-    from torch.distributed import checkpoint as dcp
-
-    ensemble, replicas = state.ensemble, state.ensemble.replicas
-    if not ensemble.converged:
-        ensemble.converge()
-    together = Together(replicas.world_group)
+    if not state.ensemble.converged:
+        state.ensemble.converge()
     folder = Path(root)
-    final, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    together.first(lambda: prepare(folder, partial))
-    tree = _equal_tree(state, together)
-    with _one_line("writing", partial):
-        dcp.save(
-            tree, storage_writer=dcp.FileSystemWriter(partial), process_group=replicas.world_group, no_dist=replicas.world_group is None
-        )
-    names = together.first(lambda: sorted(entry.name for entry in partial.iterdir()))
-    sums = checksums(partial, names, together)
-    from .. import __version__
-
-    facts = {
-        "hdet": __version__,
-        "torch": str(torch.__version__),
-        "step": step,
-        "replicas": replicas.count,
-        "members": state.keys.members,
-    }
-    together.first(lambda: publish(partial, final, facts, sums, keep))
+    final = folder / f"step-{step:08d}"
+    together = Together(state.ensemble.replicas.world_group)
+    with state.ensemble._during("checkpoint"):
+        _write(folder, final, state, step, keep, together)
     later = steps(folder)[-1:] if together.rank == 0 else []
     if later and later[0] != final:
         warnings.warn(f"{str(folder)!r} holds a later checkpoint than the one saved now: latest() gives {str(later[0])!r}", stacklevel=2)
@@ -89,11 +71,16 @@ def load(path: str | os.PathLike[str], state: RunState) -> int:
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
+    with state.ensemble._during("checkpoint"):
+        return _read(Path(path), state)
+
+
+def _read(path: Path, state: RunState) -> int:
     from torch.distributed import checkpoint as dcp
 
     group = state.ensemble.replicas.world_group
     together = Together(group)
-    folder, manifest = together.first(lambda: _opened(Path(path)))
+    folder, manifest = together.first(lambda: _opened(path))
     verify(folder, manifest["files"], together)
     plans = _Destinations(state, manifest, dcp.FileSystemReader(folder).read_metadata())
 
@@ -104,7 +91,7 @@ def load(path: str | os.PathLike[str], state: RunState) -> int:
 
     def fits(function: Callable[[], Any]) -> Any:
         try:
-            return together.all(function)[together.rank]
+            return together.each(function)
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {str(folder)!r} does not fit this run: {error}") from error
 
@@ -139,6 +126,24 @@ def _one_line(doing: str, folder: Path) -> Iterator[None]:
 # -- what is written -----------------------------------------------------------------------------------------------------
 
 
+def _write(folder: Path, final: Path, state: RunState, step: int, keep: int, together: Together) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from .. import __version__
+
+    group = together.group
+    partial = folder / f".{final.name}.partial"
+    together.first(lambda: prepare(folder, partial))
+    tree = _equal_tree(state, together)
+    with _one_line("writing", partial):
+        dcp.save(tree, storage_writer=dcp.FileSystemWriter(partial), process_group=group, no_dist=group is None)
+    names = together.first(lambda: sorted(entry.name for entry in partial.iterdir()))
+    sums = checksums(partial, names, together)
+    facts: dict[str, Any] = {"hdet": __version__, "torch": str(torch.__version__), "step": step}
+    facts |= {"replicas": state.ensemble.replicas.count, "members": state.keys.members}
+    together.first(lambda: publish(partial, final, facts, sums, keep))
+
+
 def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
     """The state, after a look at whether what is stored once is equal wherever it is."""
     trees = []
@@ -168,9 +173,9 @@ def _digests(tree: Mapping[str, Any]) -> dict[Any, Any]:
     for what, pairs in (("the parameters", list(tree["model"].items())), ("the optimizer's state", entries)):
         shared = [(key, t) for key, t in pairs if isinstance(t, torch.Tensor) and not key.startswith("replica") and not t.is_complex()]
         # Whole DTensors are equal shard by shard, on the same member; plain tensors without a prefix on every rank.
-        everywhere = [t for key, t in shared if not key.startswith("member") and not is_dtensor(t)]
+        everywhere = [t for key, t in shared if not key.startswith("member") and not is_sharded(t)]
         found[what, "of all"] = tuple(digest(everywhere).tolist())
-        found[what, "of a member"] = tuple(digest([t.to_local() if is_dtensor(t) else t for _, t in shared]).tolist())  # type: ignore[attr-defined]
+        found[what, "of a member"] = tuple(digest([local(t) for _, t in shared]).tolist())
     return found
 
 
@@ -243,7 +248,7 @@ class _Destinations:
         state = self.state
         for name, param in zip(state.parameter_names(), listed(state.optimizer), strict=True):
             shared = self.keys.shared(param) + name
-            replica = self.keys.replicas.index % self.replicas if state.private else 0
+            replica = self.keys.replicas.index % self.replicas if state.ensemble.gradients == "local" else 0
             candidates = (f"replica{replica}/{shared}", shared)
             found = next((c for c in candidates if ("optimizer.state", c) in self.below), None)
             entries: dict[str, Any] = {}

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..replicas import Replicas
+from ..shards import is_sharded
 
-__all__ = ["Inventory", "Keys", "bare", "is_dtensor"]
+__all__ = ["Inventory", "Keys", "bare"]
 
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 _PREFIX = re.compile(r"(replica\d+/)?(member\d+/)?")
@@ -25,10 +26,6 @@ _PREFIX = re.compile(r"(replica\d+/)?(member\d+/)?")
 def bare(key: str) -> str:
     """The name without a prefix of `Keys`."""
     return key[_PREFIX.match(key).end() :]  # type: ignore[union-attr]
-
-
-def is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
 
 
 class Keys:
@@ -41,7 +38,7 @@ class Keys:
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self.replicas = replicas
         self.member_of = {rank: m for row in replicas.ranks for m, rank in enumerate(row)}
-        self.members = max((len(row) for row in replicas.ranks), default=1)
+        self.members = replicas.members
         self.several_processes = replicas.world_group is not None
         self._equal_over = {id(p): ranks for p, ranks in _kept_equal(model)} if self.members > 1 else {}
 
@@ -49,7 +46,7 @@ class Keys:
         """For what is the same on all replicas after a converge."""
         if self.members == 1:
             return ""
-        ranks = tensor.device_mesh.mesh.flatten().tolist() if is_dtensor(tensor) else self._equal_over.get(id(tensor), [])  # type: ignore[attr-defined]
+        ranks = tensor.device_mesh.mesh.flatten().tolist() if is_sharded(tensor) else self._equal_over.get(id(tensor), [])  # type: ignore[attr-defined]
         holders = {self.member_of[rank] for rank in ranks if rank in self.member_of} | {self.replicas.member}
         return "" if len(holders) == self.members else f"member{min(holders)}/"
 

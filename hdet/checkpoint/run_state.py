@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
-from .keys import Inventory, Keys, bare, is_dtensor
+from ..shards import is_sharded, like
+from .keys import Inventory, Keys, bare
 from .optimizer_state import REPLICA_KEYS, blank_state, listed, on_the_device_of
 
 __all__ = ["RunState", "pack", "unpack"]
@@ -78,7 +79,7 @@ class RunState:
         averaged = {id(t) for t in self.ensemble.parameters}
         tensors = {}
         for name, tensor in Inventory(self.model).tensors.items():
-            common = id(tensor) in averaged or isinstance(tensor, nn.Parameter) or is_dtensor(tensor)
+            common = id(tensor) in averaged or isinstance(tensor, nn.Parameter) or is_sharded(tensor)
             prefix = self.keys.shared(tensor) if common else self.keys.of_rank()
             tensors[prefix + name] = (mean or {}).get(id(tensor), tensor).detach()
         return tensors
@@ -90,22 +91,26 @@ class RunState:
             ValueError: replicas have parted, and the mean is not known here.
         """
         ensemble = self.ensemble
+        if ensemble.replicas.in_use:
+            raise ValueError("a checkpoint was asked for inside `with replicas.use(k):`, it is of all replicas: ask after it")
         if ensemble.converged or not _under_way(ensemble):
             return None
-        mean = getattr(ensemble, "mean", lambda: None)()
+        mean = ensemble.mean()
         if mean is None:
             raise ValueError(
                 "in the middle of a cycle the replicas' parameters differ, and a checkpoint of them would be a mixture: "
                 "call ensemble.converge() on all ranks before, or use hdet.checkpoint.save, which does"
             )
-        return {id(t): _like(m, t) for t, m in zip(ensemble.parameters, mean, strict=True)}
+        return {id(t): m if is_sharded(m) else like(m, t) for t, m in zip(ensemble.parameters, mean, strict=True)}
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
     @property
     def private(self) -> bool:
-        """Has each replica an optimizer state of its own?"""
-        return bool(getattr(self.ensemble, "private_state", False)) and self.keys.several_processes
+        """Has each replica an optimizer state of its own? Also where the end of the cycle will reset it."""
+        ensemble = self.ensemble
+        until_reset = ensemble.gradients == "local" and ensemble.weights.moments.policy == "reset" and ensemble.engine.position > 0
+        return (ensemble.private_state or until_reset) and self.keys.several_processes
 
     def parameter_names(self) -> list[str]:
         """Of the optimizer's parameters, in its order."""
@@ -232,22 +237,6 @@ def _only(values: Mapping[str, Any]) -> Any:
 def _under_way(ensemble: Ensemble) -> bool:
     """Has a step of a cycle been done? Before the first one there is nothing to converge, and a load may find the replicas as they are."""
     return bool(ensemble.engine.position or ensemble._fan_out.stepped)
-
-
-def _like(mean: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's mean is given as its local part."""
-    if not is_dtensor(tensor) or is_dtensor(mean):
-        return mean
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        mean,
-        tensor.device_mesh,  # type: ignore[attr-defined]
-        tensor.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def ways(job: Job) -> list[Way]:
         return Way(
             name,
             inside.sent + across.sent,
-            across.sent,
+            across.sent if job.crosses else 0.0,
             seconds,
             exposed,
             exposed / pauses,
@@ -272,12 +272,12 @@ def slots(job: Job, chunks: int = 0) -> Slots:
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
     """Of one cycle on every rank, with a probe of 8 chunks: measured at 1 024 replicas (benchmarks/controller.py), linear in both."""
-    return replicas * (0.6e-6 + 1.2e-6 * knobs)
+    return replicas * (1.1e-6 + 1.2e-6 * knobs)
 
 
 def controller_bytes(replicas: int, knobs: int = 1) -> int:
-    """Kept between cycles: the multipliers (32 bytes a number, 8 for each knob that refers to it) and the replicas' names."""
-    return replicas * (32 + 8 * knobs + 4)
+    """Kept between cycles by knobs of one spread: the multipliers as Python numbers, and a reference to one for each knob; measured too."""
+    return replicas * (28 + 9 * knobs)
 
 
 # -- measured points ---------------------------------------------------------------------------------------------------------

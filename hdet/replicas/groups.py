@@ -107,7 +107,7 @@ def layout_table(**sizes: Any) -> Table:
 
     def ask() -> Request:
         layout = Layout(dist.get_world_size(), **sizes)
-        remedy = f"Of {layout.world} ranks none is left for dp, or experts or shards tie all of it together: make tp, cp, pp, ep or shard smaller"
+        remedy = "All ranks are tied together by what they share: start more ranks, or make tp, cp, pp, ep or shard smaller"
         more_than_one(layout.replicas, "from_layout", remedy)
         return Request(f"({', '.join(f'{name}={value!r}' for name, value in sizes.items())})")
 

@@ -175,16 +175,16 @@ def paired(ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[s
         odd = next((r for r in range(1, len(replicas)) if made[r] != made[0]), None)
         if odd is not None:
             raise ValueError(
-                f"ranks {brief(replicas[0])} and ranks {brief(replicas[odd])} have {axis} groups at different places, so nobody knows whose "
-                "parameters to average with whose: lay all replicas out alike, ranks ascending"
+                f"ranks {brief(replicas[0])} and ranks {brief(replicas[odd])} have {axis} groups at different places, so it is not known "
+                "whose parameters to average with whose: lay all replicas out alike, ranks ascending"
             )
     for axis, groups in copies.items():
         group_of = {rank: g for g, group in enumerate(groups) for rank in group}
         for peers in zip(*replicas, strict=True):
             if len({group_of.get(rank) for rank in peers}) > 1:
                 raise ValueError(
-                    f"ranks {brief(peers)} are at the same place of their replicas, but are not in one {axis} group, so they hold different "
-                    "parameters: a group that belongs to one replica is missing (tp, cp, pp, ep, expt_tp), or replicas differ in their layout"
+                    f"ranks {brief(peers)} are at the same place of their replicas, but not in one {axis} group, so they hold different "
+                    "parameters: a group that ties ranks to one replica is missing (tp, cp, pp, ep, expt_tp), or replicas differ in layout"
                 )
     return replicas
 

@@ -77,7 +77,8 @@ def _groups(rows: Sequence[Sequence[int]], start: int, name: str) -> Table:
     for (_, size), members in found.items():
         if sorted(members) != list(range(size)):
             raise ValueError(
-                f"groups.{name} of {size} ranks is known to ranks {brief(members.values())} only: set it on all of its ranks, None elsewhere"
+                f"groups.{name} of {size} ranks is known to ranks {brief(members.values())} only: "
+                "set it on all of its ranks, None elsewhere"
             )
     return tuple(tuple(rank for _, rank in sorted(members.items())) for _, members in sorted(found.items()))
 

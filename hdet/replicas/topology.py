@@ -130,7 +130,8 @@ class Replicas:
         """From an object with the names of Megatron-Core's ProcessGroupCollection.
 
         ``dp`` must be there; of tp, cp, pp, ep, expt_tp, embd, expt_dp what is missing or None is not parallel. With
-        ``distributed_optimizer`` each of its instances is a replica, told by inter_dist_opt and intra_dist_opt. All ranks of the world call it.
+        ``distributed_optimizer`` each of its instances is a replica, told by inter_dist_opt and intra_dist_opt. All ranks of the world
+        call it.
 
         Raises:
             ValueError: a group is missing or does not fit the others; one replica, such as a distributed optimizer of one instance.

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
@@ -125,6 +127,40 @@ def fused_fp32(params: Any) -> torch.optim.Optimizer:
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------------
+
+
+def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16: bool = False, shard: int = 2, **settings: Any) -> Run:
+    """FSDP2 on a mesh of replicas x shards."""
+    mesh = init_device_mesh("cpu", (world // shard, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = mlp()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return Run(net, Replicas.from_mesh(mesh), make, rank, **settings)
+
+
+def hsdp_bf16(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+    return hsdp(rank, world, make, bf16=True, **settings)
+
+
+def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+    """A one-dimensional FSDP mesh for each replica: nothing travels between replicas in a cycle."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = mlp()
+    fully_shard(net, mesh=mesh["dp_shard"])
+    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", **{"moments": "keep", **settings})
+
+
+def local_keep(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+    return Run(mlp(), Replicas.from_group(), make, rank, gradients="local", **{"moments": "keep", **settings})
+
+
+def local_average(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+    return local_keep(rank, world, make, moments="average", **settings)
+
+
+def local_reset(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+    return local_keep(rank, world, make, moments="reset", **settings)
 
 
 def table(ranks: list[list[int]]) -> Replicas:

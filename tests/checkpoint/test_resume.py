@@ -39,6 +39,15 @@ CASES = [
     (helpers.shards, helpers.torch_adamw, 4, 12),
     (helpers.shards, helpers.fused_adamw, 4, 10),
     (helpers.groups, helpers.torch_adamw, 4, 12),
+    (helpers.hsdp, helpers.torch_adamw, 4, 12),
+    (helpers.hsdp, helpers.fused_adamw, 4, 10),
+    (helpers.hsdp_bf16, helpers.torch_adamw, 4, 10),
+    (helpers.local_keep, helpers.torch_adamw, 2, 10),
+    (helpers.local_keep, helpers.fused_adamw, 2, 12),
+    (helpers.local_average, helpers.torch_adamw, 2, 12),
+    (helpers.local_reset, helpers.torch_adamw, 2, 10),
+    (helpers.local_reset, helpers.torch_adamw, 2, 12),
+    (helpers.local_fsdp, helpers.torch_adamw, 4, 12),
 ]
 
 

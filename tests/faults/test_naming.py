@@ -115,15 +115,14 @@ def test_says_who_when_and_where(store: Any) -> None:
     answer(store, 1, 4, 5)
     error = lost(replicas([0, 1], [2, 3], [4, 5]))
     assert (error.phase, error.cycle, error.step, error.lost, error.late) == ("average", 3, 17, (2, 3), ())
-    begin = "cycle 3 (step 17), while averaging: replica 1 (ranks 2, 3) are gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
+    begin = "cycle 3 (step 17), while averaging: replica 1 (ranks 2, 3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
     assert str(error).startswith(begin)
     assert "start all ranks again from the last checkpoint" in str(error)
 
 
 def test_several_replicas_and_ranks_of_none(store: Any) -> None:
-    monkey = replicas([0], [1], [2])
     answer(store, 2)
-    assert "replica 1 (rank 1) is gone or late" in str(lost(monkey, "training step"))
+    assert "in a training step: replica 1 (rank 1) is gone or late" in str(lost(replicas([0], [1], [2]), "training step"))
     text = str(lost(replicas([0], [7], [8, 9]), "slots"))
     assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8, 9) are gone or late" in text
 

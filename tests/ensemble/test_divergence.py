@@ -1,0 +1,284 @@
+"""A replica that diverged is left out; a cycle that diverged as a whole is taken back; and what else a cycle looks after."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdet
+from hdet.anchor import Anchor
+from hdet.moments import Moments
+
+from ..distributed import RankError, run_ranks
+from .helpers import CoresidentRun, Run, batch, loss_of, model
+
+# -- left out ----------------------------------------------------------------------------------------------------------------
+
+
+def left_out(rank: int, world: int, fault: str) -> Any:
+    run = Run(rank, interval=4, total=16)
+    run.steps(4)
+    for _ in range(3):
+        run.step()
+    if rank == 1 and fault == "parameters":
+        with torch.no_grad():
+            next(run.net.parameters()).view(-1)[0] = math.inf
+    reports = {"loss NaN": math.nan, "loss high": 1e6, "none": None, "parameters": None}
+    mine = run.weights()
+    # The last step of the cycle without an optimizer that would move what was just read: gradients are zero.
+    run.step(report=reports[fault] if rank == 1 else None)
+    history = run.ensemble.history
+    assert history is not None
+    run.steps(4)
+    after = run.ensemble.history
+    assert after is not None
+    return mine, run.weights(), history["notes"], history["left_out_total"], after["left_out_total"], after["losses"]
+
+
+@pytest.mark.parametrize("fault", ["loss NaN", "loss high", "parameters", "none"])
+def test_a_replica_that_diverged_takes_the_mean_and_is_counted(fault: str) -> None:
+    ranks = run_ranks(left_out, 3, fault)
+    for _, weights, notes, total, later, losses in ranks:
+        assert torch.equal(weights, ranks[0][1]) and weights.isfinite().all()
+        assert total == later == (0 if fault == "none" else 1)
+        assert bool(notes) == (fault != "none") and all("replica 1 left out of the average" in note for note in notes[:1])
+        assert all(loss is not None and math.isfinite(loss) for loss in losses)
+
+
+# -- taken back ----------------------------------------------------------------------------------------------------------------
+
+
+def explosion(rank: int, world: int, place: str, fused: bool, local: bool) -> Any:
+    """From the third cycle on the rate is absurd: the loss explodes for everybody, until the base value has come down."""
+    settings = {"gradients": "local", "moments": "keep"} if local else {}
+    run = Run(
+        rank, interval=4, total=400, lr=1e-3, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW,
+        divergence=hdet.Divergence(rollback=place, lower=0.1), **settings,
+    )  # fmt: skip
+    if local:
+        run.wrapped = run.net
+    run.steps(8)
+    before, level = run.weights(), run.ensemble.engine.level
+    moment = run.optimizer.state[next(run.net.parameters())]["exp_avg"].clone()
+    for group in run.optimizer.param_groups:
+        group["max_lr"] = group["initial_lr"] = 1000.0  # OneCycleLR reads it
+    run.steps(4)
+    first = run.ensemble.history
+    assert first is not None
+    out = [first["rolled_back"], first["rollbacks"], torch.equal(run.weights(), before)]
+    out.append(torch.equal(run.optimizer.state[next(run.net.parameters())]["exp_avg"], moment))
+    values = run.ensemble.corrections["lr"]
+    while run.ensemble.history["rolled_back"] and run.index < 80:
+        run.steps(4)
+    last = run.ensemble.history
+    return out, values, level, run.weights(), last["rollbacks"], last["losses"], run.ensemble.engine.rollbacks_in_row
+
+
+@pytest.mark.parametrize(("place", "fused", "local"), [("device", False, False), ("host", True, False), ("device", False, True)])
+def test_a_cycle_that_diverged_as_a_whole_is_taken_back_with_a_lower_base_value(place: str, fused: bool, local: bool) -> None:
+    ranks = run_ranks(explosion, 2, place, fused, local)
+    for out, correction, level, weights, rollbacks, losses, in_row in ranks:
+        assert out[:2] == [True, 1] and out[3], "state as before the cycle"
+        assert out[2], "and parameters"
+        assert correction == pytest.approx(0.1)
+        assert 2 <= rollbacks <= 8 and in_row == 0
+        assert weights.isfinite().all() and torch.equal(weights, ranks[0][3])
+        assert statistics.median(losses) < 2 * level
+
+
+def test_attempts_are_bounded() -> None:
+    run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device", attempts=3))
+    run.steps(2)
+    with pytest.raises(hdet.ReplicasDiverged, match="3 cycles in a row"):
+        for _ in range(20):
+            run.step(report=math.nan)
+    assert run.ensemble.engine.rollbacks == 3
+
+
+def test_counts_and_level_are_part_of_the_state() -> None:
+    run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    run.steps(2)
+    run.step(report=math.nan)
+    run.step(report=math.nan)
+    state = run.ensemble.state_dict()
+    other = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    other.ensemble.load_state_dict(state)
+    engine = other.ensemble.engine
+    assert (engine.rollbacks, engine.rollbacks_in_row, engine.level) == (1, 1, run.ensemble.engine.level)
+    assert other.ensemble.corrections == {"lr": 0.5}
+
+
+def test_coresident_replicas_are_taken_back_too() -> None:
+    """In the very first cycle: the other replicas' parameters did not exist before the first step and become the model's again."""
+    run = CoresidentRun(3, interval=4, total=100, divergence=hdet.Divergence(rollback="device"))
+    before = run.weights()
+    for _ in range(4):
+        run.step(report={k: math.nan for k in range(3)})
+    assert run.ensemble.history is not None and run.ensemble.history["rolled_back"]
+    # Restored and averaged: three equal numbers' mean may differ in the last bit.
+    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(run.weights(), before, strict=True))
+    run.steps(4)
+    assert not run.ensemble.history["rolled_back"] and not torch.equal(run.weights()[0], before[0])
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_an_anchor_holds_parameters_and_state(make: Any) -> None:
+    net = model().bfloat16()
+    settings = {"master_weights": "fp32"} if make is hdet.FusedAdamW else {}
+    optimizer = make(net.parameters(), lr=1e-2, **settings)
+
+    def train(key: int) -> None:
+        optimizer.zero_grad()
+        loss_of(net, batch(key)).backward()
+        optimizer.step()
+
+    train(0)
+    anchor = Anchor(list(net.parameters()), optimizer, "host")
+    anchor.take()
+    train(1)
+    expected = [p.clone() for p in net.parameters()]
+    for key in (2, 3):
+        train(key)
+    anchor.restore()
+    train(1)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected, strict=True))
+
+
+# -- moments under local gradients ---------------------------------------------------------------------------------------------
+
+
+def test_moments_begin_anew_after_a_reset() -> None:
+    """Counters too, so that bias correction fits; a master stays."""
+    net = model().bfloat16()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, master_weights="fp32")
+    loss_of(net, batch(0)).backward()
+    optimizer.step()
+    master = optimizer.state[next(net.parameters())]["master_param"].clone()
+    Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20).reset()
+    state = optimizer.state[next(net.parameters())]
+    assert not state["exp_avg"].any() and not state["exp_avg_sq"].any() and state["step"] == 0
+    assert torch.equal(state["master_param"], master)
+
+
+def moments_of_different_shape(rank: int, world: int) -> None:
+    """One replica's first layer never has a gradient."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(optimizer, sync_interval=2, gradients="local", moments="average")
+    for i in range(2):
+        loss_of(net, batch(10 * i + rank)).backward()
+        if rank == 1:
+            net[0].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(1.0)
+
+
+def test_moments_that_not_all_replicas_have_cannot_be_averaged() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(moments_of_different_shape, 2)
+    assert str(error.value).count("moments='average' needs the same on all") == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradients": "local"}, "moments must be one of 'keep', 'average', 'reset'"),
+        ({"gradients": "local", "moments": "halve"}, "got 'halve'"),
+        ({"moments": "keep"}, "leave it out"),
+        ({"gradients": "none"}, "gradients must be"),
+        ({"converge": "plain"}, "way of averaging"),
+        ({"divergence": 2.0}, "hdet.Divergence"),
+        ({"tied": [torch.zeros(1)]}, r"tied\[0\]"),
+        ({"tied": [(torch.zeros(1), None)]}, "none of the optimizer's parameters"),
+    ],
+)
+def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        hdet.Ensemble(torch.optim.AdamW(model().parameters()), **settings)
+
+
+# -- gradients that are not what they are said to be ---------------------------------------------------------------------------
+
+
+def undeclared(rank: int, world: int, gradients: str) -> list[str]:
+    run = Run(rank, interval=2, gradients=gradients, moments="keep" if gradients == "local" else None)
+    if gradients == "shared":
+        run.wrapped = run.net  # no DDP: nobody averages gradients
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.step()
+    return [str(w.message) for w in caught]
+
+
+def test_gradients_that_differ_are_not_shared() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(undeclared, 2, "shared")
+    assert str(error.value).count("differ between replicas (norms") == 2
+
+
+def test_gradients_that_are_the_same_are_not_local() -> None:
+    for messages in run_ranks(undeclared, 2, "local"):
+        assert any("no_sync()" in message for message in messages)
+
+
+# -- steps that move nothing -----------------------------------------------------------------------------------------------------
+
+
+def phantom(rank: int, world: int) -> Any:
+    run = Run(rank, interval=3)
+    run.steps(3)
+    calls, real = [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    try:
+        rates = [group["lr"] for group in run.optimizer.param_groups]
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.0
+        run.optimizer.step()
+        for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    finally:
+        dist.all_reduce = real
+    return len(calls), run.ensemble.converged, run.ensemble.engine.position, run.ensemble.cycle
+
+
+def test_a_step_with_rate_zero_counts_nothing_and_parts_nobody() -> None:
+    assert run_ranks(phantom, 2) == [(0, True, 0, 1)] * 2
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------------
+
+
+def tied(rank: int, world: int) -> Any:
+    """2 replicas of 2 stages, whose copies of one tensor have drifted by an ulp."""
+    replica, stage = divmod(rank, 2)
+    peers = [dist.new_group([0, 2]), dist.new_group([1, 3])][stage]
+    copies = [dist.new_group([0, 1]), dist.new_group([2, 3])][replica]
+    own, shared = torch.nn.Parameter(torch.full((3,), float(stage))), torch.nn.Parameter(torch.full((5,), 1.0 + stage * 2.0**-23))
+    optimizer = torch.optim.SGD([own, shared], lr=0.1)
+    written = []
+    replicas = hdet.Replicas(replica, 2, peers, ranks=[[0, 1], [2, 3]], member=stage, world_group=dist.group.WORLD)
+    ensemble = hdet.Ensemble(
+        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync_interval=2, tied=[(shared, copies)], refresh=lambda: written.append(1)
+    )  # fmt: skip
+    for _ in range(2):
+        own.grad, shared.grad = torch.ones(3), torch.ones(5)
+        optimizer.step()
+        ensemble.step(None if stage == 0 else 2.0 + replica)  # only the last stage sees a loss
+    assert ensemble.history is not None
+    return own.detach(), shared.detach(), ensemble.history["losses"], len(written)
+
+
+def test_tied_copies_are_made_equal_and_only_the_last_stage_needs_a_loss() -> None:
+    ranks = run_ranks(tied, 4)
+    for own, shared, losses, written in ranks:
+        assert torch.equal(shared, ranks[0][1])
+        assert losses == [2.0, 3.0] and written == 1
+        assert torch.equal(own, ranks[0][0]) or torch.equal(own, ranks[1][0])
+    assert torch.allclose(ranks[0][0], torch.full((3,), -0.2)) and torch.allclose(ranks[1][0], torch.full((3,), 0.8))

@@ -1,0 +1,126 @@
+"""What happens to the ranks: a small DDP training whose Nth step, average or checkpoint meets a fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+from .harness import World
+
+INTERVAL = 4
+
+
+class Training:
+    """DDP and an Ensemble over a small regression. ``local``: replicas step with their own gradients, outside of DDP."""
+
+    def __init__(self, rank: int, *, local: bool = False, lr: float = 0.05, width: int = 8, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.rank, self.local, self.count = rank, local, 0
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+        self.wrapped: nn.Module = self.model if local else DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        mode = {"gradients": "local", "moments": "average"} if local else {}
+        self.records: list[dict[str, Any]] = []
+        self.ensemble = hdet.Ensemble(
+            self.optimizer, sync_interval=INTERVAL, log=lambda record, step: self.records.append(record), **{**mode, **settings}
+        )
+
+    def step(self, loss_of: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> float:
+        """One step. ``loss_of``: what this replica reports instead of its loss; None for nothing."""
+        draw = torch.Generator().manual_seed(1000 * self.count + self.rank)
+        x = torch.randn(16, 4, generator=draw)
+        loss = (self.wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        reported = loss.detach() if loss_of is None else loss_of(loss.detach())
+        self.ensemble.step(reported)
+        self.count += 1
+        return float(loss.detach())
+
+    def numbers(self) -> list[float]:
+        """All parameters."""
+        return [x for p in self.model.parameters() for x in p.detach().flatten().tolist()]
+
+    def poison(self, value: float) -> None:
+        with torch.no_grad():
+            next(self.model.parameters()).view(-1)[3] = value
+
+    def refuses(self) -> str:
+        """What a broken Ensemble says to whoever goes on regardless."""
+        said = []
+        for attempt in (self.ensemble.step, self.ensemble.state_dict, self.ensemble.converge):
+            try:
+                attempt()
+                said.append("goes on")
+            except RuntimeError as error:
+                said.append(str(error))
+        return " | ".join(said)
+
+
+def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, guard: bool = True, at: int = 6) -> list[float]:
+    """Between two averages: under DDP the others notice in their next backward pass, with local gradients at the next average."""
+    training = Training(world.rank, local=local)
+    world.afterwards = training.refuses
+    context: AbstractContextManager[Any] = training.ensemble.guard() if guard else nullcontext()
+    with context:
+        for step in range(12):
+            if step == at and world.rank == victim:
+                world.die()
+            training.step()
+    return training.numbers()
+
+
+def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, local: bool = True, **settings: Any) -> list[float]:
+    """At the nth collective of the second cycle's end: 1 gathers the losses, 2 and on average. The victim's is never begun."""
+    training = Training(world.rank, local=local, **settings)
+    world.afterwards = training.refuses
+    for _ in range(2 * INTERVAL - 1):
+        training.step()
+    if world.rank == victim:
+        _die_in(world, nth)
+    training.step()
+    return training.numbers()
+
+
+def killed_at_the_start(world: World, *, victim: int = 1) -> None:
+    training = Training(world.rank)
+    world.afterwards = training.refuses
+    if world.rank == victim:
+        _die_in(world, 1)
+    training.step()
+
+
+def _die_in(world: World, nth: int) -> None:
+    """In this process the nth all_reduce from now on kills."""
+    all_reduce, left = dist.all_reduce, [nth]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            world.die()
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+
+
+def late(world: World, *, seconds: float, straggler: int = 1, local: bool = True) -> list[float]:
+    """One rank sleeps in the middle of a cycle."""
+    training = Training(world.rank, local=local)
+    world.afterwards = training.refuses
+    with training.ensemble.guard():
+        for step in range(12):
+            if step == 6 and world.rank == straggler:
+                world.fault()
+                time.sleep(seconds)
+            training.step()
+    return training.numbers()

@@ -1,0 +1,75 @@
+"""Ranks that are killed or late: one error on every rank that is left, which says who, when and in what; nobody hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import scenarios
+from .harness import Outcome, run_faulty
+
+
+def check_survivors(outcomes: list[Outcome], victim: int, *, phase: str, cycle: int, step: int, within: float = 4.0) -> list[Outcome]:
+    """Killed is the victim alone; everyone else has one error of the right name."""
+    assert outcomes[victim].exitcode == -9
+    survivors = [one for one in outcomes if one.rank != victim]
+    for one in survivors:
+        assert one.exitcode == 0 and one.kind == "ReplicaLost", one
+        assert (one.phase, one.cycle, one.step) == (phase, cycle, step), one.text
+        assert one.lost == (victim,), one.text
+        assert f"cycle {cycle} (step {step})" in one.text and f"replica {victim} (rank {victim}) is gone (ended: pid " in one.text
+        assert f"this is replica {one.rank} (rank {one.rank})" in one.text
+        assert one.seconds < within, one.seconds
+        for said in one.afterwards.split(" | "):
+            assert "has lost a replica" in said and "resume from a checkpoint" in said
+    return survivors
+
+
+def test_killed_in_a_cycle_under_ddp(tmp_path: Path) -> None:
+    outcomes = run_faulty(scenarios.killed_in_a_cycle, 3, tmp_path)
+    check_survivors(outcomes, 1, phase="training step", cycle=1, step=6)
+
+
+def test_killed_in_a_cycle_with_local_gradients(tmp_path: Path) -> None:
+    """Nobody speaks to anybody before the cycle's end, so that is where it is noticed."""
+    outcomes = run_faulty(scenarios.killed_in_a_cycle, 2, tmp_path, local=True)
+    check_survivors(outcomes, 1, phase="slots", cycle=1, step=8)
+
+
+@pytest.mark.parametrize(("nth", "phase"), [(1, "slots"), (2, "average")])
+def test_killed_inside_a_converge(nth: int, phase: str, tmp_path: Path) -> None:
+    outcomes = run_faulty(scenarios.killed_in_an_average, 2, tmp_path, nth=nth)
+    check_survivors(outcomes, 1, phase=phase, cycle=1, step=8)
+
+
+def test_killed_in_the_first_of_all_collectives(tmp_path: Path) -> None:
+    outcomes = run_faulty(scenarios.killed_at_the_start, 2, tmp_path)
+    check_survivors(outcomes, 1, phase="agreement", cycle=0, step=0)
+
+
+def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
+    """Nobody can call a roll without it; but who held it is known."""
+    outcomes = run_faulty(scenarios.killed_in_a_cycle, 3, tmp_path, store="tcp", victim=0)
+    assert outcomes[0].exitcode == -9
+    for one in outcomes[1:]:
+        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "training step", 1, 6, (0,)), one
+        assert "replica 0 (rank 0) is gone: the rendezvous store at 127.0.0.1:" in one.text
+        assert one.seconds < 4.0
+
+
+def test_who_waits_for_a_survivor_is_not_called_gone(tmp_path: Path) -> None:
+    """Four ranks in a ring: the one across from the victim hears of it only when its neighbours have left."""
+    outcomes = run_faulty(scenarios.killed_in_an_average, 4, tmp_path, nth=1)
+    check_survivors(outcomes, 1, phase="slots", cycle=1, step=8)
+
+
+def test_a_straggler_beyond_the_timeout(tmp_path: Path) -> None:
+    """It still runs and is said to; and when it comes, it is told that it was late."""
+    outcomes = run_faulty(scenarios.late, 2, tmp_path, timeout=1.5, seconds=3.5)
+    first, straggler = outcomes
+    assert (first.kind, first.phase, first.cycle) == ("ReplicaLost", "slots", 1) and first.lost == () and first.late == (1,)
+    assert "replica 1 (rank 1) is late (still running: pid " in first.text and first.seconds < 3.0
+    assert (straggler.kind, straggler.phase, straggler.cycle) == ("ReplicaLost", "slots", 1) and straggler.lost == ()
+    assert "the other ranks had given up" in straggler.text and straggler.seconds < 5.0

@@ -1,0 +1,177 @@
+"""Local gradients: each replica trains alone between averages, and what becomes of its moments is a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import hdet
+from tests.distributed import run_ranks
+from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+
+CYCLES = 3
+STEPS = CYCLES * INTERVAL
+POLICIES = ["keep", "average", "reset"]
+COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"]  # fmt: skip
+
+
+class Traffic:
+    """Bytes that this rank put into collectives between replicas. Replica r has the ranks r * members .. (r + 1) * members - 1."""
+
+    def __init__(self, members: int) -> None:
+        self.members, self.bytes = members, 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                groups = [a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)]
+                ranks = dist.get_process_group_ranks(groups[0] if groups else None)
+                if len({rank // self.members for rank in ranks}) > 1:
+                    sent = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+                    self.bytes += min(tensor.nbytes for tensor in sent)
+                return collective(*args, **kwargs)
+
+            return call
+
+        present = [name for name in COLLECTIVES if hasattr(dist, name)]
+        with mock.patch.multiple(dist, **{name: counting(getattr(dist, name)) for name in present}):
+            yield
+
+    def hook(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations that are types, not their names, or none
+        """DDP's own, counted."""
+        self.bytes += bucket.buffer().nbytes
+        return default_hooks.allreduce_hook(group, bucket)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """First and second moments and the count of steps."""
+    states = list(optimizer.state.values())
+    return [*(flat(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq")), states[0]["step"].clone()]
+
+
+def local(rank: int, world: int, policy: str, sharded: bool) -> dict[str, Any]:
+    net, replicas, members = model(), None, 1
+    wrapped: Any
+    if sharded:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        wrapped = fully_shard(net, mesh=mesh["dp_shard"])
+        replicas, members = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"), 2
+    else:
+        wrapped = DDP(net)
+    traffic = Traffic(members)
+    optimizer = adamw(net.parameters())
+    records: list[dict[str, Any]] = []
+    ensemble = ensemble_of(optimizer, replicas=replicas, gradients="local", moments=policy, log=lambda record, step: records.append(record))
+    if not sharded:
+        wrapped.register_comm_hook(dist.group.WORLD, traffic.hook)  # which no_sync never calls
+    volumes, before, after, states = [], [], [], []
+    for i in range(STEPS):
+        with traffic.counted():
+            optimizer.zero_grad()
+            with wrapped.no_sync() if not sharded else mock.MagicMock():
+                loss = loss_of(wrapped, batch(i, rank))
+                loss.backward()
+            optimizer.step()
+        before.append(flat(net.parameters()))
+        states.append(moments(optimizer))
+        with traffic.counted():
+            ensemble.step(loss)
+        if i % INTERVAL == INTERVAL - 1:
+            after.append((flat(net.parameters()), moments(optimizer)))
+            volumes.append(traffic.bytes)
+    return {
+        "records": records, "volumes": volumes, "before": before, "states": states, "after": after, "private": ensemble.private_state,
+    }  # fmt: skip
+
+
+def shared(rank: int, world: int) -> int:
+    """Bytes of DDP's gradients in a cycle."""
+    net, traffic = model(), Traffic(1)
+    ddp = DDP(net)
+    ddp.register_comm_hook(dist.group.WORLD, traffic.hook)
+    for i in range(INTERVAL):
+        loss_of(ddp, batch(i, rank)).backward()
+    return traffic.bytes
+
+
+def train_all(rank: int, world: int) -> dict[str, Any]:
+    return {policy: local(rank, world, policy, False) for policy in POLICIES} | {"ddp": shared(rank, world)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(train_all, 2)
+
+
+@pytest.fixture(scope="module")
+def shards() -> list[dict[str, Any]]:
+    return run_ranks(local, 4, "keep", True)
+
+
+def check(ranks: list[dict[str, Any]], policy: str, shards: int = 1) -> None:
+    records = ranks[0]["records"]
+    assert len(records) == CYCLES
+    hand = ByHand([record["multipliers"]["lr"] for record in records], shards=shards, local=True, policy=policy).run(STEPS)
+    for rank, run in enumerate(ranks):
+        for i in range(STEPS):
+            torch.testing.assert_close(run["before"][i], hand.weights[i][rank // shards], **CLOSE)
+        for cycle, (after, _) in enumerate(run["after"]):
+            torch.testing.assert_close(after, hand.means[cycle], **CLOSE)
+            assert torch.equal(after, ranks[0]["after"][cycle][0]), "equal after an average, to the bit"
+    for cycle, record in enumerate(records):
+        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replicas_train_alone_and_equal_the_training_by_hand(runs: list[dict[str, Any]], policy: str) -> None:
+    check([run[policy] for run in runs], policy)
+
+
+def test_one_dimensional_fsdp_in_each_replica(shards: list[dict[str, Any]]) -> None:
+    check(shards, "keep", shards=2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_moments_are_kept_averaged_or_reset(runs: list[dict[str, Any]], policy: str) -> None:
+    one, two = (run[policy] for run in runs)
+    assert one["private"] == two["private"] == (policy == "keep")
+    for cycle in range(CYCLES):
+        last = (cycle + 1) * INTERVAL - 1
+        assert not torch.equal(one["states"][last][0], two["states"][last][0]), "each has seen gradients of its own"
+        for run in (one, two):
+            before, (_, after) = run["states"][last], run["after"][cycle]
+            if policy == "keep":
+                assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+            if policy == "reset":
+                assert not any(x.any() for x in after), "zeros, and the count of steps too"
+        if policy == "average":
+            for k in (0, 1):
+                mean = (one["states"][last][k] + two["states"][last][k]) / 2
+                torch.testing.assert_close(one["after"][cycle][1][k], mean, **CLOSE)
+                assert torch.equal(one["after"][cycle][1][k], two["after"][cycle][1][k])
+
+
+def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], shards: list[dict[str, Any]]) -> None:
+    """1/T of DDP's bytes, and 2 N numbers; three times as much if both moments travel too. The first cycle checks the start as well."""
+    gradients = runs[0]["ddp"]
+    slots = 2 * 2 * 8
+    for policy in POLICIES:
+        first, *later = (b - a for a, b in zip([0, *runs[0][policy]["volumes"]], runs[0][policy]["volumes"], strict=False))
+        expected = gradients // INTERVAL * (3 if policy == "average" else 1)
+        assert later == [expected + slots] * (CYCLES - 1), policy
+        assert first < expected + 2000
+    # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the single row and number stay on one rank.
+    volumes = [rank["volumes"][-1] - rank["volumes"][-2] - slots for rank in shards]
+    assert sum(volumes[:2]) == sum(volumes[2:]) == gradients // INTERVAL

@@ -1,0 +1,364 @@
+"""Constructors on real gloo ranks: who is with whom, that disagreement ends in one readable error on every rank, and losses that add up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import hdet
+from hdet.replicas.agreement import who_has
+from hdet.replicas.layout import Layout
+from tests.distributed import run_ranks
+
+
+def seen(replicas: hdet.Replicas) -> dict[str, Any]:
+    """What a rank knows, and that its groups communicate: sums of rank numbers over both, in the group's own order."""
+    total = {}
+    for name in ("peer_group", "world_group"):
+        group = getattr(replicas, name)
+        number = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(number, group=group)
+        total[name] = (dist.get_process_group_ranks(group), dist.get_rank(group), number.item())
+    return {
+        "index": replicas.index,
+        "count": replicas.count,
+        "member": replicas.member,
+        "ranks": [list(r) for r in replicas.ranks],
+        **total,
+    }
+
+
+def expected(rank: int, ranks: list[list[int]]) -> dict[str, Any]:
+    index = next(r for r, replica in enumerate(ranks) if rank in replica)
+    member = ranks[index].index(rank)
+    peers = [replica[member] for replica in ranks]
+    world = sorted(sum(ranks, []))
+    return {
+        "index": index,
+        "count": len(ranks),
+        "member": member,
+        "ranks": ranks,
+        "peer_group": (peers, index, float(sum(peers))),
+        "world_group": (world, world.index(rank), float(sum(world))),
+    }
+
+
+def check(results: list[dict[str, Any]], ranks: list[list[int]]) -> None:
+    for rank, result in enumerate(results):
+        assert result == expected(rank, ranks)
+
+
+# -- each way to say who is a replica ---------------------------------------------------------------------------------------------------
+
+
+def make(rank: int, world: int, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return seen(getattr(hdet.Replicas, kind)(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "ranks"),
+    [
+        (4, {"tp": 2}, [[0, 1], [2, 3]]),
+        (4, {"pp": 2}, [[0, 2], [1, 3]]),
+        (4, {}, [[0], [1], [2], [3]]),
+        (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ],
+)
+def test_from_layout(world: int, sizes: dict[str, int], ranks: list[list[int]]) -> None:
+    check(run_ranks(make, world, "from_layout", sizes), ranks)
+
+
+@pytest.mark.parametrize("lists", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 3], [2, 1]], ((0,), (1,), (2,), (3,))])
+def test_from_group_of_lists(lists: Any) -> None:
+    """In the order given, also where peers are not ascending."""
+    check(run_ranks(make, 4, "from_group", {"group": lists}), [list(ranks) for ranks in lists])
+
+
+def test_64_devices_in_groups_of_16_that_share_a_rate() -> None:
+    """By the tables alone: 4 replicas, 16 peer groups of 4."""
+    layout = Layout(64, shard=16)
+    assert [list(ranks) for ranks in layout.replicas] == [list(range(k, k + 16)) for k in range(0, 64, 16)]
+    assert [list(ranks) for ranks in layout.peers] == [[k, k + 16, k + 32, k + 48] for k in range(16)]
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def from_mesh(rank: int, world: int, shape: tuple[int, ...], names: tuple[str, ...], part: Any, replicate: Any) -> dict[str, Any]:
+    mesh = mesh_of(shape, names)
+    replicas = hdet.Replicas.from_mesh(mesh if part is None else mesh[part], *([] if replicate is None else [replicate]))
+    line = mesh.get_group("dp_replicate")
+    sharing = isinstance(replicate, str) or replicate is None
+    assert (replicas.peer_group is line) is sharing  # no second communicator for the same ranks
+    return seen(replicas)
+
+
+@pytest.mark.parametrize("part", [None, "dp_replicate"])
+def test_from_mesh_of_two_dimensions(part: str | None) -> None:
+    """HSDP. A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four."""
+    check(run_ranks(from_mesh, 4, (2, 2), ("dp_replicate", "dp_shard"), part, None), [[0, 1], [2, 3]])
+
+
+def test_from_mesh_along_the_inner_dimension() -> None:
+    check(run_ranks(from_mesh, 4, (2, 2), ("dp_shard", "dp_replicate"), None, "dp_replicate"), [[0, 2], [1, 3]])
+
+
+def test_from_mesh_along_two_dimensions_of_three() -> None:
+    names = ("node", "tp", "dp_replicate")
+    check(run_ranks(from_mesh, 8, (2, 2, 2), names, None, ("node", "dp_replicate")), [[0, 2], [1, 3], [4, 6], [5, 7]])
+
+
+def test_from_a_part_of_a_mesh_with_tensor_parallelism() -> None:
+    names = ("dp_replicate", "dp_shard", "tp")
+    check(run_ranks(from_mesh, 8, (2, 2, 2), names, ("dp_replicate", "dp_shard"), "dp_replicate"), [[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def mesh_smaller_than_the_world(rank: int, world: int) -> Any:
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp_replicate", "dp_shard"))
+    try:
+        return seen(hdet.Replicas.from_mesh(mesh))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_mesh_that_leaves_ranks_out() -> None:
+    """Its ranks get groups of their own; the others are told. Members are in the mesh's order."""
+    results = run_ranks(mesh_smaller_than_the_world, 6)
+    check(results[:4], [[0, 1], [3, 2]])
+    assert all("belongs to no replica, only ranks 0-3 do" in result for result in results[4:])
+
+
+# -- Megatron's names ---------------------------------------------------------------------------------------------------------------------
+
+
+def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
+    """A collection as Megatron-Core would make it, by the same arithmetic; what is not parallel is None or missing."""
+    groups = SimpleNamespace(cp=None)
+    axes = {"tp": "tp", "pp": "pp", "ep": "ep", "dp": "dp", "expt_tp": "etp", "expt_dp": "edp"}
+    tables = {name: layout.groups(axis) for name, axis in axes.items() if axis != "ep" or layout.ep > 1}
+    tables["embd"] = layout.tied
+    if instances > 1:
+        half = layout.world // instances
+        tables["intra_dist_opt"] = tuple(tuple(range(k, k + half)) for k in range(0, layout.world, half))
+        tables["inter_dist_opt"] = tuple(tuple(range(k, layout.world, half)) for k in range(half))
+    for name, table in tables.items():
+        for ranks in table:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                setattr(groups, name, group)
+    return groups
+
+
+def from_megatron(rank: int, world: int, sizes: dict[str, int], instances: int, distributed: bool, drop: tuple[str, ...]) -> Any:
+    groups = megatron(Layout(world, **sizes), rank, instances)
+    for name in drop:
+        delattr(groups, name)
+    try:
+        return seen(hdet.Replicas.from_megatron(groups, distributed_optimizer=distributed))
+    except (ValueError, hdet.ReplicaDisagreement) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "ranks"),
+    [
+        (4, {}, [[0], [1], [2], [3]]),
+        (4, {"tp": 2}, [[0, 1], [2, 3]]),
+        (4, {"pp": 2}, [[0, 2], [1, 3]]),
+        (4, {"ep": 2}, [[0, 1], [2, 3]]),
+        (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (8, {"ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_from_megatron(world: int, sizes: dict[str, int], ranks: list[list[int]]) -> None:
+    check(run_ranks(from_megatron, world, sizes, 1, False, ()), ranks)
+
+
+def test_instances_of_a_distributed_optimizer_are_replicas() -> None:
+    check(run_ranks(from_megatron, 4, {}, 2, True, ()), [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "instances", "distributed", "drop", "message"),
+    [
+        ({}, 1, True, (), "--num-distributed-optimizer-instances N"),
+        ({}, 2, False, (), "pass distributed_optimizer=True"),
+        ({}, 2, True, ("intra_dist_opt",), "not in one inter_dist_opt group"),
+        ({"tp": 2}, 1, False, ("dp",), "at least dp"),
+        ({"tp": 2}, 1, False, ("tp",), "not in one dp group.*missing"),
+        ({"tp": 4}, 1, False, (), "finds one replica.*Make tp, cp"),
+    ],
+)
+def test_what_is_wrong_with_megatrons_groups_is_said(
+    sizes: dict[str, int], instances: int, distributed: bool, drop: Any, message: str
+) -> None:
+    for result in run_ranks(from_megatron, 4, sizes, instances, distributed, drop):
+        with pytest.raises(ValueError, match=message):
+            assert result.startswith("ValueError")
+            raise ValueError(result)
+
+
+# -- ranks that ask for different things --------------------------------------------------------------------------------------------------
+
+
+def ask_differently(rank: int, world: int, calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, str]:
+    kind, arguments = calls[rank]
+    if arguments.get("mesh"):
+        arguments = {**arguments, "mesh": mesh_of((2, 2), ("dp_replicate", "dp_shard"))}
+    try:
+        getattr(hdet.Replicas, kind)(**arguments)
+    except (ValueError, RuntimeError) as error:
+        # Everybody is out and the world is whole: it can still be used.
+        dist.barrier()
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+FINE = ("from_layout", {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("calls", "parts"),
+    [
+        ([FINE, FINE, FINE, ("from_layout", {"pp": 2})], ["ranks 0-2: from_layout(tp=2,", "rank 3: from_layout(tp=1, cp=1, ep=1, pp=2"]),
+        ([FINE, ("from_layout", {"tp": 3}), FINE, FINE], ["ranks 0, 2-3: from_layout(tp=2", "rank 1: from_layout refused with ValueError"]),
+        ([FINE, FINE, ("from_group", {"group": [[0, 1], [2, 3]]}), FINE], ["rank 2: from_group([[0, 1], [2, 3]])"]),
+        (
+            [("from_group", {"group": [[0, 1], [2, 3]]})] * 2 + [("from_group", {"group": [[0, 2], [1, 3]]})] * 2,
+            ["ranks 0-1: from_group([[0, 1], [2, 3]])", "ranks 2-3: from_group([[0, 2], [1, 3]])"],
+        ),
+        (
+            [("from_mesh", {"mesh": True})] * 3 + [("from_mesh", {"mesh": True, "replicate": "dp_shard"})],
+            ["ranks 0-2: from_mesh(mesh (dp_replicate=2, dp_shard=2)", "rank 3: from_mesh(", "replicate=dp_shard"],
+        ),
+    ],
+)
+def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: list[str]) -> None:
+    results = run_ranks(ask_differently, 4, calls, timeout=20.0)
+    assert len(set(results)) == 1 and results[0][0] == "ReplicaDisagreement"
+    assert all(part in results[0][1] for part in parts), results[0][1]
+    assert "on all ranks with the same arguments" in results[0][1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (("from_layout", {"tp": 4}), "finds one replica, of ranks 0-3.*start more ranks.*single\\(\\) is for one process"),
+        (("from_layout", {"tp": 3}), "not divisible"),
+        (("from_mesh", {"mesh": True, "replicate": "dp"}), "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard"),
+        (("from_mesh", {"mesh": None}), "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType"),
+        (("from_group", {"group": [[0, 1, 2, 3]]}), "one list for each replica"),
+        (("from_group", {"group": [[0, 1], [2]]}), "lists of 2, 1 ranks: all replicas must be of one size"),
+        (("from_group", {"group": [[0], [1]]}), "ranks 2-3 are in none"),
+        (("from_group", {"group": [[0, 1], [1, 2]]}), "ranks 1 more than once"),
+        (("from_group", {"group": [[0, 1], [2, 4]]}), "ranks 4, but the world has ranks 0-3"),
+        (("from_group", {"group": [0, 1, 2, 3]}), "lists of rank numbers"),
+    ],
+)
+def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) -> None:
+    for kind, text in run_ranks(ask_differently, 4, [call] * 4, timeout=20.0):
+        with pytest.raises(ValueError, match=message):
+            assert kind == "ValueError"
+            raise ValueError(text)
+
+
+def test_without_processes() -> None:
+    for make_one in (
+        lambda: hdet.Replicas.from_layout(),
+        lambda: hdet.Replicas.from_group([[0], [1]]),
+        lambda: hdet.Replicas.from_mesh(None),
+    ):
+        with pytest.raises(ValueError, match="init_process_group first, or use Replicas.single"):
+            make_one()
+
+
+def alone(rank: int, world: int) -> list[int]:
+    one = [hdet.Replicas.from_layout(), hdet.Replicas.from_mesh(mesh_of((1,), ("dp_replicate",))), hdet.Replicas.from_group([[0]])]
+    return [replicas.count for replicas in one]
+
+
+def test_a_world_of_one_process_is_one_replica() -> None:
+    assert run_ranks(alone, 1) == [[1, 1, 1]]
+
+
+# -- what is compared before the first step, and what is added up ---------------------------------------------------------------------------
+
+
+def agree(rank: int, world: int, common: list[dict[str, int]], by_member: list[dict[str, int]], twist: str) -> str:
+    replicas = hdet.Replicas.from_layout(tp=2)
+    if twist == "place" and rank == 3:
+        replicas.member = 0
+    if twist == "ranks" and rank == 3:
+        replicas.ranks = [[0, 1], [3, 2]]
+    if twist == "size" and rank == 3:
+        replicas.ranks = [[0], [3]]
+    try:
+        replicas.require_agreement(common[rank], by_member[rank], torch.device("cpu"))
+    except hdet.ReplicaDisagreement as error:
+        return str(error)
+    return ""
+
+
+SAME = [{"seed": 1}] * 4
+STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different parts, peers the same
+
+
+@pytest.mark.parametrize(
+    ("common", "by_member", "twist", "message"),
+    [
+        (SAME, STAGES, "", ""),
+        ([{"seed": 2**61}] * 4, STAGES, "", ""),
+        ([{"seed": 1}] * 3 + [{"seed": 2}], STAGES, "", "seed differs between replicas' ranks: ranks 0-2: 1; rank 3: 2"),
+        (SAME, STAGES[:3] + [{"shapes": 7}], "", "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7"),
+        (SAME[:3] + [{"sync_interval": 1}], STAGES, "", "the settings to compare differ between replicas' ranks"),
+        (SAME[:3] + [dict.fromkeys(map(str, range(70)), 1)], STAGES, "wide", ""),
+        (SAME, STAGES, "place", "ranks 2-3 all are member 0 of replica 1"),
+        (SAME, STAGES, "ranks", "the number of replicas and their ranks \\(digest\\) differs between replicas' ranks"),
+        (SAME, STAGES, "size", "the number of ranks in a replica differs between replicas' ranks: ranks 0-2: 2; rank 3: 1"),
+    ],
+)
+def test_settings_are_compared_once(common: Any, by_member: Any, twist: str, message: str) -> None:
+    if twist == "wide":
+        pytest.skip("more than 64 settings on one rank only: gloo would see rows of different sizes")
+    results = run_ranks(agree, 4, common, by_member, twist, timeout=20.0)
+    assert len(set(results)) == 1
+    if message:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(results[0])
+        assert "Start all ranks with the same code" in results[0]
+    else:
+        assert results[0] == ""
+
+
+def test_many_ranks_are_shortened() -> None:
+    values = {rank: rank % 2 if rank < 1000 else rank for rank in range(1024)}
+    text = who_has(values)
+    assert len(text) < 300 and "and 492 more: 0" in text and text.endswith("and 22 more values")
+
+
+def add_up(rank: int, world: int) -> list[list[float]]:
+    """tp 2: both ranks of a replica see its loss, one has twice the weight."""
+    replicas = hdet.Replicas.from_layout(tp=2)
+    loss, weight = 10.0 * (replicas.index + 1), float(1 + replicas.member)
+    return replicas.sum_rows(torch.tensor([loss * weight, weight], dtype=torch.float64)).tolist()
+
+
+def test_rows_add_up_over_the_ranks_of_a_replica() -> None:
+    assert run_ranks(add_up, 4) == [[[30.0, 3.0], [60.0, 3.0]]] * 4
+
+
+def stages(rank: int, world: int) -> list[list[float]]:
+    """pp 2: the first stages have no loss; a NaN stays with its replica."""
+    replicas = hdet.Replicas.from_layout(pp=2)
+    row = [0.0, 0.0] if replicas.member == 0 else [7.0, 2.0] if replicas.index else [float("nan"), 1.0]
+    return replicas.sum_rows(torch.tensor(row, dtype=torch.float64)).nan_to_num(nan=-1.0).tolist()
+
+
+def test_stages_without_a_loss_add_nothing() -> None:
+    assert run_ranks(stages, 4) == [[[-1.0, 1.0], [7.0, 2.0]]] * 4

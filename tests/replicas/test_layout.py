@@ -1,0 +1,190 @@
+"""The arithmetic of ranks: worked tables, properties of every layout, refusals. No processes."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hdet.replicas.layout import Layout, brief, closure, paired
+
+from .tables import CASES, Case
+
+
+def lists(table: Any) -> list[list[int]]:
+    return [list(ranks) for ranks in table]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world}-{case.sizes}")
+def test_worked_tables(case: Case) -> None:
+    layout = Layout(case.world, **case.sizes)
+    assert lists(layout.replicas) == case.replicas
+    assert lists(layout.peers) == case.peers
+    assert lists(layout.losses) == case.losses
+    assert lists(layout.tied) == case.tied
+
+
+def test_groups_along_each_axis() -> None:
+    """tp 2, cp 2, pp 2 on 16 ranks: tp + 2 cp + 4 dp + 8 pp."""
+    layout = Layout(16, tp=2, cp=2, pp=2, shard=2)
+    assert lists(layout.groups("tp"))[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert lists(layout.groups("cp"))[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert lists(layout.groups("dp"))[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert lists(layout.groups("pp"))[:3] == [[0, 8], [1, 9], [2, 10]]
+    assert lists(layout.groups("shard"))[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.groups("ep") == layout.groups("edp") == layout.groups("etp") == ()
+    with pytest.raises(ValueError, match="axis must be one of"):
+        layout.groups("fsdp")
+
+
+SIZES = st.sampled_from([1, 1, 2, 3, 4])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    tp, cp, pp, dp = draw(SIZES), draw(SIZES), draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 8))
+    ep, etp = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([None, None, 1, 2]))
+    order = "-".join(draw(st.permutations(["tp", "cp", "ep", "dp", "pp"])))
+    shard = draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0]))
+    try:
+        return Layout(tp * cp * pp * dp, tp, cp, ep, pp, order, etp, shard)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts())
+def test_replicas_of_any_layout(layout: Layout) -> None:
+    """Either they share out the ranks equally, are closed under all that is shared, minimal, and have peers at the same place; or the
+    layout is refused because its experts are in no such relation to the rest."""
+    shared = {axis: layout.groups(axis) for axis in ("tp", "cp", "pp", "ep", "etp", "shard")}
+    try:
+        replicas = layout.replicas
+    except ValueError as error:
+        assert layout.ep > 1 or layout.etp is not None, error
+        return
+    ranks = set(range(layout.world))
+    assert sorted(itertools.chain(*replicas)) == sorted(ranks)
+    assert len({len(replica) for replica in replicas}) == 1
+    home = {rank: r for r, replica in enumerate(replicas) for rank in replica}
+    for groups in shared.values():
+        assert all(len({home[rank] for rank in group}) == 1 for group in groups)
+    # Minimal: from its first rank every other one is reached through shared groups.
+    for replica in replicas:
+        reached, grown = {replica[0]}, set(replica[:1])
+        while grown:
+            grown = {rank for groups in shared.values() for group in groups if set(group) & grown for rank in group} - reached
+            reached |= grown
+        assert reached == set(replica)
+    peers = layout.peers
+    assert sorted(itertools.chain(*peers)) == sorted(ranks)
+    assert all([home[rank] for rank in line] == list(range(len(replicas))) for line in peers)
+    assert all(list(line) == sorted(line) for line in peers)
+    # Peers hold the same part: the same coordinate along tp, pp, ep and etp, and the same shard.
+    for axis, groups in shared.items():
+        place = {rank: k for group in groups for k, rank in enumerate(group)}
+        assert all(len({place.get(rank) for rank in line}) == 1 for line in peers), axis
+    if layout.ep == 1 and layout.etp is None and layout.shard == 1:
+        assert len(replicas) == layout.dp and len(replicas[0]) == layout.tp * layout.cp * layout.pp
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
+def test_groups_of_any_layout(layout: Layout) -> None:
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp, "shard": layout.shard, "ep": layout.ep}
+    for axis, size in sizes.items():
+        groups = layout.groups(axis)
+        if axis == "ep" and not groups:
+            continue
+        assert sorted(itertools.chain(*groups)) == list(range(layout.world))
+        assert all(len(group) == size and list(group) == sorted(group) for group in groups)
+    # Two groups along different axes have one rank in common at most.
+    for a, b in itertools.combinations([layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")], 2):
+        assert all(len(set(x) & set(y)) <= 1 for x in a[:4] for y in b)
+    assert prod(sizes[axis] for axis in ("tp", "cp", "dp", "pp")) == layout.world
+
+
+def test_as_megatron_documents_for_16_ranks() -> None:
+    """Two ranks a layer, four stages: eight tp, four pp and eight dp groups."""
+    layout = Layout(16, tp=2, pp=4)
+    assert lists(layout.groups("dp")) == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert lists(layout.groups("tp")) == [[k, k + 1] for k in range(0, 16, 2)]
+    assert lists(layout.groups("pp")) == [[k, k + 4, k + 8, k + 12] for k in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world": 0}, "world must be a whole number >= 1, got 0"),
+        ({"tp": True}, "tp must be a whole number >= 1, got True"),
+        ({"etp": 0}, "etp must be a whole number >= 1, got 0"),
+        ({"tp": 3}, "8 ranks are not divisible by tp 3 .* start a multiple"),
+        ({"ep": 3}, "8 ranks are not divisible by etp 1 \\* ep 3 .* start a multiple"),
+        ({"shard": 3}, "shard 3 does not divide dp 8 \\* cp 1 = 8: choose"),
+        ({"world": 12, "cp": 2, "shard": 3}, "shard 3 cuts through groups of cp 2 ranks.*multiple of cp"),
+        ({"order": "tp-dp-xp"}, "order must be made of tp, cp, ep, dp, pp.*it has 'xp'"),
+        ({"order": "tp-tp-dp"}, "order must be made of.*twice"),
+        ({"order": 3}, "order must be made of.*no text"),
+        ({"order": "tp-cp-pp"}, "lacks dp: say where"),
+        ({"pp": 2, "order": "tp-dp"}, "lacks pp: say where"),
+        ({"ep": 2, "tp": 2, "pp": 2, "etp": 1, "order": "tp-pp-dp-ep"}, "other pipelines.*put pp last"),
+    ],
+)
+def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**{"world": 8, **sizes})
+
+
+def test_all_in_one_replica() -> None:
+    """Whoever asks for replicas refuses it (from_layout); as a table it is right."""
+    assert lists(Layout(8, tp=2, ep=2, pp=2).replicas) == [[*range(8)]]
+    assert lists(Layout(8, shard=8).replicas) == [[*range(8)]]
+
+
+def test_instances_that_interleave_with_experts_are_tied_together() -> None:
+    """ep outside of dp: {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}: nothing is left to differ."""
+    assert len(Layout(8, ep=2, shard=4, order="tp-cp-dp-ep-pp").replicas) == 1
+
+
+# -- groups that nobody has computed -------------------------------------------------------------------------------------------------
+
+
+def test_closure_joins_what_overlaps() -> None:
+    assert closure(range(7), [(5, 1), (1, 3), (2, 6)]) == ((0,), (1, 3, 5), (2, 6), (4,))
+
+
+def test_unequal_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="unequal size: ranks 2 and ranks 0-1"):
+        paired(range(3), {"tp": ((0, 1), (2,))}, {})
+
+
+def test_replicas_of_another_make_are_refused() -> None:
+    """Four ranks each; in one tp is 0-1, in the other 4-6."""
+    with pytest.raises(ValueError, match="ranks 0-3 and ranks 4-7 have tp groups at different places"):
+        paired(range(8), {"tp": ((0, 1), (2, 3), (4, 6), (5, 7)), "pp": ((0, 2), (1, 3), (4, 5), (6, 7))}, {})
+    with pytest.raises(ValueError, match="tp groups at different places"):  # the other way round in one of them
+        paired(range(4), {"tp": ((0, 1), (3, 2))}, {})
+
+
+def test_peers_must_hold_the_same_parameters() -> None:
+    """tp was forgotten: dp says that 0 and 1 hold different ones."""
+    with pytest.raises(ValueError, match="ranks 0-3 .* not in one dp group.* missing"):
+        paired(range(4), {}, {"dp": ((0, 2), (1, 3))})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([], ""), ([3], "3"), ([2, 0, 1], "0-2"), ([0, 2, 3, 9], "0, 2-3, 9"), (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more")],
+)
+def test_brief(ranks: Any, text: str) -> None:
+    assert brief(ranks) == text
+
+
+def test_ten_thousand_ranks() -> None:
+    layout = Layout(10240, tp=8, pp=8, shard=16)
+    assert len(layout.replicas) == 10 and len(layout.replicas[0]) == 1024
