@@ -1,79 +1,99 @@
-"""The controller's own cost at the end of a cycle: pure Python on every rank, no tensors, no processes.
+"""The controller's own cost at the end of a cycle, on every rank: plain Python, no model, no processes.
 
     python benchmarks/controller.py [--replicas 1024] [--repeats 30] [--json FILE]
 
-A cycle is what an Ensemble asks of the engine: the multipliers of the cycle, and `close` with the losses of all replicas (and 8 probe
-losses each). The goals are 5 ms a cycle and 100 kB a rank at 1 024 replicas. Memory is counted by tracemalloc: what stays between two
-cycles, and what a cycle needs beside that for a moment, the Python numbers made of the slots included.
+*controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *slots*: the rows of all replicas, as the
+all_reduce leaves them, become losses and probe scores. The goals are 5 ms a cycle and 100 kB a rank at 1 024 replicas. Memory is counted
+by tracemalloc: what stays between two cycles, and what a cycle needs beside that for a moment, as Python numbers made of the slots.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import random
 import statistics
 import time
 import tracemalloc
-from array import array
+from typing import Any, cast
 
+import torch
 from harness import emit
 
 from hdet.core.clock import Clock
 from hdet.core.controllers import Controller, ProbeRule, SoftmaxController
+from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
+from hdet.probe import ProbeController
+from hdet.slots import _slot
 
 CHUNKS = 8
 CONTROLLERS: dict[str, type[Controller]] = {"probe": ProbeRule, "softmax": SoftmaxController}
 
 
 class Cycle:
-    """One engine whose schedule stays at its peak, where every vote counts; the slots are an array, as they come from the all_reduce."""
+    """The way of one cycle through the `Ensemble`, between the all_reduce and the next step. The schedule stays at its peak, where every
+    vote counts."""
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
         specs = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)]
         self.engine = Engine(specs, replicas, Clock(1, total_steps=10**6), CONTROLLERS[controller]())
-        self.width = 4 + CHUNKS if controller == "probe" else 2
-        numbers = random.Random(0)
-        self.slots = array("d", (2 + numbers.random() / 10 for _ in range(replicas * self.width)))
+        width = 2 + 1 + CHUNKS + 1 if controller == "probe" else 2  # loss, weight; ranks that saw the probe, its losses, their digest
+        generator = torch.Generator().manual_seed(0)
+        self.rows = 2 + torch.rand(replicas, width, generator=generator, dtype=torch.float64)
+        self.rows[:, -1] = 7.0
+        self.probed = controller == "probe"
+        self.divergence = Divergence()
+
+    def take_slots(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
+        slots = [_slot(row, False, False) for row in self.rows.tolist()]
+        scores = ProbeController.split(cast(Any, None), [slot.probe for slot in slots]) if self.probed else None
+        rows = None if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
+        return [slot.finite for slot in slots], [slot.raw_loss for slot in slots], [slot.loss for slot in slots], rows
+
+    def control(self, finite: list[bool], raw: list[float | None], losses: list[float | None], rows: Any) -> None:
+        engine = self.engine
+        engine.tick()
+        verdict = judge(self.divergence, finite, raw, engine.level)
+        engine.accept(verdict.level, engine.replicas - len(verdict.healthy))
+        one = [1.0] * len(engine.knobs)
+        engine.close(losses, rows, scheduled=one, peak=one, floor=[1e-3] * len(engine.knobs))
+        engine.multipliers()
 
     def __call__(self) -> None:
-        engine, width = self.engine, self.width
-        engine.multipliers()
-        engine.tick()
-        rows = [self.slots[r * width : (r + 1) * width].tolist() for r in range(engine.replicas)]
-        losses = [row[0] / row[1] for row in rows]
-        one = [1.0] * len(engine.knobs)
-        probes = [row[2 : 2 + CHUNKS] for row in rows] if width > 2 else None
-        engine.close(losses, probes, scheduled=one, peak=one, floor=[1e-3] * len(engine.knobs))
+        self.control(*self.take_slots())
 
 
 def measure_time(cycle: Cycle, repeats: int) -> dict[str, float]:
-    """Milliseconds of a cycle; the slots' way into Python lists is in it."""
-    times = []
+    """Milliseconds of a cycle, medians and the best."""
+    slots, controller = [], []
     for turn in range(-3, repeats):
         start = time.perf_counter()
-        cycle()
+        evidence = cycle.take_slots()
+        between = time.perf_counter()
+        cycle.control(*evidence)
         if turn >= 0:
-            times.append(1e3 * (time.perf_counter() - start))
-    return {"median_ms": statistics.median(times), "best_ms": min(times)}
+            slots.append(1e3 * (between - start))
+            controller.append(1e3 * (time.perf_counter() - between))
+    return {
+        "controller_ms": statistics.median(controller), "controller_best_ms": min(controller),
+        "slots_ms": statistics.median(slots), "slots_best_ms": min(slots),
+    }  # fmt: skip
 
 
 def measure_memory(controller: str, replicas: int, knobs: int) -> dict[str, float]:
-    """Bytes of a fresh engine: kept between cycles, and at the height of one beside that. The slots themselves are reckoned apart."""
+    """Bytes: of the slots' array, kept by a fresh engine between cycles, and in Python objects at the height of one beside that."""
     cycle = Cycle(controller, replicas, knobs)
     cycle()  # makes what is made once for all engines
     gc.collect()
     tracemalloc.start()
     try:
         cycle = Cycle(controller, replicas, knobs)
-        slots = len(cycle.slots) * cycle.slots.itemsize
         cycle()
         gc.collect()
         tracemalloc.reset_peak()
         kept = tracemalloc.get_traced_memory()[0]
         cycle()
-        return {"slots": slots, "kept": kept - slots, "for_a_moment": tracemalloc.get_traced_memory()[1] - kept}
+        return {"slots": cycle.rows.nbytes, "kept": kept, "for_a_moment": tracemalloc.get_traced_memory()[1] - kept}
     finally:
         tracemalloc.stop()
 
@@ -84,14 +104,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
     options = parser.parse_args()
-    print(f"{options.replicas} replicas        a cycle (best)         slots      kept   for a moment")
+    print(f"{options.replicas} replicas    controller (best)        slots (best)    slots' array      kept   for a moment")
     for controller in CONTROLLERS:
         for knobs in (1, 4):
             times = measure_time(Cycle(controller, options.replicas, knobs), options.repeats)
             memory = measure_memory(controller, options.replicas, knobs)
             print(
-                f"  {controller:8} {knobs} knob{'s' * (knobs > 1):1} {times['median_ms']:8.2f} ms ({times['best_ms']:.2f} ms)"
-                + "".join(f"{memory[name] / 1e3:9.1f} kB" for name in ("slots", "kept", "for_a_moment"))
+                f"  {controller:8} {knobs} knob{'s' * (knobs > 1):1}"
+                + "".join(f"{times[f'{name}_ms']:7.2f} ms ({times[f'{name}_best_ms']:5.2f} ms)" for name in ("controller", "slots"))
+                + "".join(f"{memory[name] / 1e3:10.1f} kB" for name in ("slots", "kept", "for_a_moment"))
             )
             record = {"benchmark": "controller", "controller": controller, "replicas": options.replicas, "knobs": knobs}
             emit({**record, **times, **{f"{name}_bytes": value for name, value in memory.items()}}, options.json)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from .checks import (
     check_controller,
     check_gradients,
     check_tied,
-    digest_of,
-    scheduled_values,
 )
 from .converge import Converge, Plain
 from .converge.average import DEFAULT_BUCKET_BYTES
@@ -32,27 +30,21 @@ from .core.divergence import Divergence, Verdict, judge
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .fan_out import FanOut
 from .faults import ReplicaLost, during
+from .history import cycle_record
 from .knobs import LearningRate, check_disjoint
 from .probe import ProbeController
 from .ranges import ranged
-from .replicas import ReplicaDisagreement, Replicas
+from .replicas import Replicas
 from .replicas.refusals import check_sharding
+from .schedule import Schedule, Scheduler
 from .slots import Slot, gather_slots, masters_of
 from .weights import ReplicaWeights, Tied
 
-__all__ = ["Ensemble", "ReplicasDiverged", "Scheduler", "plain"]
+__all__ = ["Ensemble", "ReplicasDiverged"]
 
 
 class ReplicasDiverged(RuntimeError):
     """No replica holds finite parameters any more: there is nothing left to average. Raised on every rank alike."""
-
-
-class Scheduler(Protocol):
-    """What an Ensemble asks of a scheduler: any of torch's."""
-
-    def step(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Ensemble:
@@ -125,18 +117,18 @@ class Ensemble:
         check_arguments(
             optimizer, scheduler, knobs, replicas, controller, gradients, moments, average, converge, divergence, seed, log
         )  # fmt: skip
-        self.optimizer, self.scheduler, self.average, self.divergence, self.log = optimizer, scheduler, average, divergence, log
-        self.gradients = gradients
+        self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
         self.parameters = averaged_tensors(optimizer, buffers)
         check_tied(tied, self.parameters)
         check_sharding(optimizer, self.parameters, replicas, gradients)
         self.replicas = Replicas.default() if replicas is None else replicas
-        total_steps = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
         self.knobs = [bound for knob in knobs for bound in knob.bind(optimizer)]
+        self.schedule = Schedule(scheduler, self.knobs, total_steps)
         specs = [KnobSpec(knob.name, knob.spread) for knob in self.knobs]
-        self.engine = Engine(specs, self.replicas.count, Clock(sync_interval, warmup_steps, total_steps), controller, seed)
-        self.engine.step = max(0, int(getattr(scheduler, "last_epoch", 0)))
-        check_controller(controller, self.engine, [knob.bounds()[1] for knob in self.knobs])
+        clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
+        self.engine = Engine(specs, self.replicas.count, clock, controller, seed)
+        self.engine.step = max(0, int(self.schedule.step or 0))
+        check_controller(controller, self.engine, self.schedule.bounds()[1])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self.weights = ReplicaWeights(
             self.parameters,
@@ -166,12 +158,7 @@ class Ensemble:
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
-        """The last cycle's record, as `log` gets it; None before the first. Keys: event ("cycle"), cycle (from 0), step (optimizer steps);
-        by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (nats
-        per unit of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended); by replica: losses (mean training
-        loss, None if it must not count), probe (mean probe loss; None without one); left_out (replicas without a vote); rolled_back
-        (was the cycle taken back?), rollbacks and left_out_total (counts since step 0: cycles taken back, replicas left out of an
-        average); converge_ms, probe_ms (milliseconds on this rank), notes (text)."""
+        """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
         self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self.weights.depart)
         self.replicas.attach(optimizer)
         self._begin_cycle()
@@ -206,20 +193,20 @@ class Ensemble:
         if not self._agreed:
             self._agree()
         try:
-            self._advance_schedule()
+            self.schedule.advance()
             ends = False
             stepped = self._fan_out.take_stepped()
             if stepped:
                 ends = self.engine.tick()
                 if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
                     self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
-            if ends or (self._schedule_is_over() and self.engine.position > 0):
+            if ends or (self.schedule.is_over and self.engine.position > 0):
                 self._end_cycle()
             elif stepped:
                 with self._during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
-            self._write_values()
+            self.schedule.write(self.engine)
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew.
@@ -232,9 +219,9 @@ class Ensemble:
         if self.replicas.count == 1:
             return
         with self._during("slots"):
-            slots = gather_slots(self.replicas, self.weights.members, None, compare=True, mark=self._mark())
+            slots = gather_slots(self.replicas, self.weights.members, None, compare=True, mark=self.weights.mark())
         finite = [r for r, slot in enumerate(slots) if slot.finite]
-        self._check_marks(slots)
+        self.weights.check_marks(slots)
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
@@ -280,7 +267,9 @@ class Ensemble:
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
-        return {knob.name: self.engine.value(k, knob.scheduled_value()) for k, knob in enumerate(self.knobs)}
+        return {
+            knob.name: self.engine.value(k, value) for k, (knob, value) in enumerate(zip(self.knobs, self.schedule.values(), strict=True))
+        }
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
@@ -342,11 +331,6 @@ class Ensemble:
         if self._probe is not None:
             self._probe.forget()
 
-    def _schedule_is_over(self) -> bool:
-        """Where a scheduler is stepped more often than the optimizer (several times a step, or in a step of rate 0), its end is the run's."""
-        total = getattr(self.scheduler, "total_steps", self.engine.clock.total_steps)
-        return total is not None and getattr(self.scheduler, "last_epoch", None) == total
-
     def _will_probe(self, cycle_end: int) -> bool:
         """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
         return self._probe is not None and not self._probe.idle and self.engine.clock.controls(cycle_end)
@@ -357,18 +341,6 @@ class Ensemble:
         left = clock.sync_interval - self.engine.position
         return left if clock.total_steps is None else min(left, max(0, clock.total_steps - self.engine.step))
 
-    def _advance_schedule(self) -> None:
-        for knob in self.knobs:
-            knob.show_schedule()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        for knob in self.knobs:
-            knob.take_schedule()
-
-    def _write_values(self) -> None:
-        for k, knob in enumerate(self.knobs):
-            knob.write(self.engine.corrections[k], self.engine.bases[k])
-
     @ranged("hdet.cycle")
     def _end_cycle(self) -> None:
         started = self._now()
@@ -376,8 +348,8 @@ class Ensemble:
         rows = self._measure() if self._will_probe(self.engine.step) else None
         probed = self._now()
         with self._during("slots"):
-            slots = gather_slots(self.replicas, self.weights.members, rows, compare=compare, mark=self._mark())
-        self._check_marks(slots)
+            slots = gather_slots(self.replicas, self.weights.members, rows, compare=compare, mark=self.weights.mark())
+        self.weights.check_marks(slots)
         scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
         verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
         self._notes += verdict.notes
@@ -387,9 +359,13 @@ class Ensemble:
         outcome = self._control(verdict, losses, scores, slots)
         self._fan_out.settled()
         self._lockstep = self.weights.settled and not self._replicas_part  # equal now; do they part in the next cycle?
-        self._keep_record(outcome, losses, scores, verdict.roll_back, 1e3 * (probed - started), 1e3 * (averaged - probed))
+        self.history = cycle_record(
+            self.engine, self.schedule, outcome, losses=losses, scores=scores, rolled_back=verdict.roll_back, notes=self._notes,
+            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed),
+        )  # fmt: skip
+        self._notes = []
         self._begin_cycle()
-        if self.log is not None and self.history is not None:
+        if self.log is not None:
             self.log(self.history, self.engine.step)
 
     def _measure(self) -> list[torch.Tensor]:
@@ -427,17 +403,6 @@ class Ensemble:
                 weights[r] = w
         return weights
 
-    def _mark(self) -> float | None:
-        """Moments can be averaged only where all peers have the same."""
-        return float(digest_of(self.weights.moments.structure())) if self.weights.moments.policy == "average" else None
-
-    def _check_marks(self, slots: Sequence[Slot]) -> None:
-        if len({slot.mark for slot in slots}) > 1:
-            raise ReplicaDisagreement(
-                f"cycle {self.engine.cycle}: the optimizer's moments differ in number or shape between replicas, because some parameters have "
-                "had a gradient on some replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
-            )
-
     def _control(
         self, verdict: Verdict, losses: list[float | None], scores: list[list[float]] | None, slots: Sequence[Slot]
     ) -> CycleOutcome:
@@ -447,14 +412,14 @@ class Ensemble:
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(rates, self.divergence.lower)
         self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
-        peaks, floors = zip(*(knob.bounds() for knob in self.knobs), strict=True)
+        peaks, floors = self.schedule.bounds()
         return self.engine.close(
             losses,
             scores if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)],
-            scheduled=[knob.scheduled_value() for knob in self.knobs],
+            scheduled=self.schedule.values(),
             peak=peaks,
             floor=floors,
-            schedule_step=getattr(self.scheduler, "last_epoch", None),
+            schedule_step=self.schedule.step,
         )
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
@@ -462,41 +427,6 @@ class Ensemble:
             f"cycle {self.engine.cycle} (step {self.engine.step}): {why}. "
             "Resume from the last checkpoint with a lower rate or spread, or clip gradients"
         )
-
-    def _keep_record(
-        self,
-        outcome: CycleOutcome,
-        losses: list[float | None],
-        scores: list[list[float]] | None,
-        rolled_back: bool,
-        probe_ms: float,
-        converge_ms: float,
-    ) -> None:
-        def by_knob(values: Iterable[Any]) -> dict[str, Any]:
-            return dict(zip((knob.name for knob in self.knobs), values, strict=True))
-
-        self.history = {
-            "event": "cycle",
-            "cycle": outcome.cycle,
-            "step": self.engine.step,
-            "values": self.values(),
-            "scheduled": by_knob(knob.scheduled_value() for knob in self.knobs),
-            "corrections": self.corrections,
-            "slopes": by_knob(d.slope for d in outcome.decisions),
-            "errors": by_knob(d.error for d in outcome.decisions),
-            "t": by_knob(d.t for d in outcome.decisions),
-            "multipliers": by_knob(outcome.multipliers),
-            "losses": losses,
-            "probe": None if scores is None else [_finite_mean(row) for row in scores],
-            "left_out": outcome.left_out,
-            "rolled_back": rolled_back,
-            "rollbacks": self.engine.rollbacks,
-            "left_out_total": self.engine.left_out_total,
-            "converge_ms": converge_ms,
-            "probe_ms": probe_ms,
-            "notes": self._notes + outcome.notes,
-        }
-        self._notes = []
 
     def _now(self) -> float:
         """Seconds; once the device is done if somebody will read the difference (a log is given)."""
@@ -518,11 +448,7 @@ class Ensemble:
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
             )
-        return {
-            **self.engine.state_dict(),
-            "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
-            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
-        }
+        return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run. Load parameters and optimizer too, in any order; N may differ from the saved run's.
@@ -531,13 +457,10 @@ class Ensemble:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
         """
         self.engine.check_state(state)
-        scheduled = scheduled_values(state, self.knobs, self.scheduler)
+        self.schedule.check_state(state)
         self.engine.load_state_dict(state)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        for knob in self.knobs:
-            knob.scheduled = scheduled[knob.name]
-        self._write_values()
+        self.schedule.load_state_dict(state)
+        self.schedule.write(self.engine)
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._fan_out.unsettled()
@@ -547,19 +470,3 @@ class Ensemble:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
         self._fan_out.close()
         self.replicas.detach()
-
-
-def _finite_mean(values: Sequence[float]) -> float | None:
-    mean = sum(values) / len(values)
-    return mean if math.isfinite(mean) else None
-
-
-def plain(value: Any) -> Any:
-    """Tensors as numbers, so that a state loads with weights_only and holds no device."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value

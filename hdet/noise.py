@@ -121,11 +121,8 @@ def _norms(tensors: Sequence[torch.Tensor], slices: Mapping[torch.Tensor, Slice]
     for i in split:
         by_device.setdefault(norms[i].device, []).append(i)
     for places in by_device.values():
-        sums = shards.full_sums(
-            [norms[i].double().square() for i in places],
-            [tensors[i] for i in places],
-            [slices[tensors[i]].group if tensors[i] in slices else None for i in places],
-        )
-        for i, square in zip(places, sums.sqrt().float(), strict=True):
-            norms[i] = square
+        groups = [slices[tensors[i]].group if tensors[i] in slices else None for i in places]
+        sums = shards.FullSums([tensors[i] for i in places], groups)(torch.stack([norms[i].double().square() for i in places]))
+        for i, norm in zip(places, sums.sqrt().float(), strict=True):
+            norms[i] = norm
     return norms

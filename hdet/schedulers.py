@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controllers import Controller, SoftmaxController
 from .core.spread import check_spread
-from .ensemble import Ensemble, plain
+from .ensemble import Ensemble
 from .knobs import LearningRate
 from .replicas import Replicas
+from .schedule import plain
 
 __all__ = ["OneCycleAutoLR"]
 

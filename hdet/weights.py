@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .anchor import Anchor
+from .checks import digest_of
 from .converge import Average, Converge, Task, local_parts
 from .core.divergence import Divergence
 from .moments import Moments
-from .replicas import Replicas
-from .slots import LocalReplica, local_replicas
+from .replicas import ReplicaDisagreement, Replicas
+from .slots import LocalReplica, Slot, local_replicas
 
 __all__ = ["ReplicaWeights", "Tied"]
 
@@ -75,6 +76,18 @@ class ReplicaWeights:
         """The mean of the replicas now, if this rank has it; see `Average.mean`."""
         return self._average.mean()
 
+    def mark(self) -> float | None:
+        """What peers must have alike for this cycle's average, as a number for the slots; None: nothing but what was agreed on."""
+        return float(digest_of(self.moments.structure())) if self.moments.policy == "average" else None
+
+    def check_marks(self, slots: Sequence[Slot]) -> None:
+        """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
+        if len({slot.mark for slot in slots}) > 1:
+            raise ReplicaDisagreement(
+                "the optimizer's moments differ in number or shape between replicas, because some parameters have had a gradient on some "
+                "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
+            )
+
     # -- in the course of a cycle ----------------------------------------------------------------------------------------
 
     def depart(self) -> None:
@@ -84,8 +97,7 @@ class ReplicaWeights:
 
     def after_step(self, position: int) -> list[str]:
         """After a step that does not end the cycle. Returns notes for the record."""
-        notes = self._average.after_step(position)
-        return notes
+        return self._average.after_step(position)
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """Eq. 3, by the chosen way, at the end of a cycle. Returns notes for the record."""

@@ -45,6 +45,8 @@ class RunState:
             raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
         if extra is not None and not isinstance(extra, dict) and not _is_stateful(extra):
             raise TypeError(f"extra must be a dict, or have state_dict and load_state_dict, got {type(extra).__name__}")
+        if ensemble.replicas.in_use:
+            raise ValueError("a RunState was made inside `with replicas.use(k):`, it is of all replicas: make it after")
         self.model, self.ensemble, self.extra = model, ensemble, extra
         self.optimizer = ensemble.optimizer
         self.keys = Keys(model, ensemble.replicas)
@@ -91,8 +93,6 @@ class RunState:
             ValueError: replicas have parted, and the mean is not known here.
         """
         ensemble = self.ensemble
-        if ensemble.replicas.in_use:
-            raise ValueError("a checkpoint was asked for inside `with replicas.use(k):`, it is of all replicas: ask after it")
         if ensemble.converged or not _under_way(ensemble):
             return None
         mean = ensemble.mean()

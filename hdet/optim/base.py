@@ -104,9 +104,10 @@ class FusedOptimizer(Stepper):
         """A step on what lies on this rank: the kernels see shards alone."""
         own = local_gradients(gradients, planned.params)
         if self._max_grad_norm is not None and len(planned.parts) == 1:
-            clip = ShardedClip(own, planned.params, self._max_grad_norm, self._options(planned.parts[0].device))
-            planned.step(own, settings, lambda _: clip.options)  # type: ignore[arg-type]
-            self._sharded_clip = clip
+            if self._clip is None or not lists.same(self._clip.params, planned.params):
+                self._clip = ShardedClip(planned.params)
+            options = self._clip(own, self._max_grad_norm, self._options(planned.parts[0].device))
+            planned.step(own, settings, lambda _: options)  # type: ignore[arg-type]
         else:
             planned.step(own, settings, self._options)  # type: ignore[arg-type]
         if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
@@ -122,7 +123,7 @@ class FusedOptimizer(Stepper):
         planned = self._planned
         if planned is None or not planned.parts or self._max_grad_norm is None:
             return None
-        return self._sharded_clip.norm if planned.sharded and self._sharded_clip else planned.parts[0].plan.norm
+        return self._clip.norm if planned.sharded and self._clip else planned.parts[0].plan.norm
 
     @property
     def step_skipped(self) -> Tensor | None:

@@ -47,27 +47,29 @@ class ShardedClip:
     torch.nn.utils.clip_grad_norm_. Nothing waits for the device.
     """
 
-    norm: Tensor
-    """0-d float32, of the unscaled gradients"""
-    options: StepOptions
-    """those of the step, with the clipping and the skipping in them"""
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        """`params`: all of the optimizer, so that all ranks add up the same sums."""
+        self.params = list(params)
+        self._sums = shards.FullSums(params)
+        self.norm: Tensor | None = None
+        """0-d float32, of the unscaled gradients of the last step"""
 
-    def __init__(self, gradients: Sequence[Tensor | None], params: Sequence[Tensor], max_norm: float, options: StepOptions) -> None:
-        """`gradients`: as they lie on this rank, of all `params`, so that all ranks add up the same sums."""
-        present = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
-        norms = torch._foreach_norm(list(present.values()), 2, dtype=torch.float64)
-        squares = {i: norm.square() for i, norm in zip(present, norms, strict=True)}
-        nothing = norms[0].new_zeros(())
-        norm = shards.full_sums([squares.get(i, nothing) for i in range(len(params))], params).sum().sqrt()
-        if options.grad_scale is not None:
-            norm = norm / options.grad_scale.reshape(())
+    def __call__(self, gradients: Sequence[Tensor | None], max_norm: float, options: StepOptions) -> StepOptions:
+        """The options of a step on these gradients, which are those of this rank, with clipping and skipping in them."""
+        norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None], 2, dtype=torch.float64)
+        found, nothing = iter(norms), norms[0].new_zeros(())
+        all_norms = torch.stack([nothing if gradient is None else next(found) for gradient in gradients])
+        norm = self._sums(all_norms.square()).sum().sqrt()
+        scale = options.grad_scale
+        if scale is not None:
+            norm = norm / scale.reshape(())
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        scale = 1.0 / clip if options.grad_scale is None else options.grad_scale.reshape(()) / clip
-        found = (~norm.isfinite()).to(torch.float32)
+        scale = 1.0 / clip if scale is None else scale.reshape(()) / clip
+        skip = (~norm.isfinite()).to(torch.float32)
         if options.found_inf is not None:
-            found = found + options.found_inf.reshape(())
+            skip = skip + options.found_inf.reshape(())
         self.norm = norm.to(torch.float32)
-        self.options = replace(options, max_norm=0.0, grad_scale=scale.to(torch.float32), found_inf=found)
+        return replace(options, max_norm=0.0, grad_scale=scale.to(torch.float32), found_inf=skip)
 
 
 def local_gradients(gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:

@@ -124,14 +124,13 @@ class Stepper(Optimizer):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state says so
-        with zeros, as torch's optimizer needs a whole one."""
+        """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state is that
+        of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads what is there to be filled."""
         saved = super().state_dict()
-        for i, param in enumerate(self._listed()):
+        for i, (param, group) in enumerate((param, group) for group in self.param_groups for param in group["params"]):
             state = saved["state"].get(i, {})
-            if self._required and "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
-                zeros = {key: torch.zeros_like(param, dtype=self.moment_dtype) for key in self._required if key != "step"}
-                saved["state"][i] = {"step": torch.zeros((), device=param.device), **zeros, **state}
+            if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
+                saved["state"][i] = {**state, **self._layout().missing(state, self._replicas_of(param), self._keeps_moments(group))}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -191,7 +190,7 @@ class Stepper(Optimizer):
         self._averages: dict[Tensor, list[Tensor]] = {}
         self._buckets: dict[Tensor, list[Tensor]] = {}
         self._averaging: dict[torch.device, Averaging] = {}
-        self._sharded_clip: ShardedClip | None = None
+        self._clip: ShardedClip | None = None
         self._plain = StepOptions()
         self._held = {}
 

@@ -37,7 +37,7 @@ class Run:
             knobs=[hdet.LearningRate(0.3)],
             replicas=replicas,
             sync_interval=INTERVAL,
-            controller=hdet.SoftmaxController(),
+            controller=hdet.SoftmaxController(decay=None) if dist.is_initialized() else None,
             **settings,
         )
         self.generator = torch.Generator().manual_seed(stream)
@@ -129,6 +129,42 @@ def fused_fp32(params: Any) -> torch.optim.Optimizer:
 # -- layouts -----------------------------------------------------------------------------------------------------------------
 
 
+from dataclasses import dataclass  # noqa: E402  TEMPORARY until Plain averages shards
+
+from hdet.shards import local  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Direct:
+    def build(self, task: Any) -> Any:
+        return _D(task)
+
+
+class _D:
+    settled = True
+    companions = 0
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def after_step(self, position: int) -> list[str]:
+        return []
+
+    @torch.no_grad()
+    def complete(self, weights: Any) -> None:
+        for t in self.task.tensors:
+            own = local(t)
+            own.mul_(weights[self.task.replicas.index])
+            dist.all_reduce(own, group=self.task.replicas.peer_group)
+
+    def end_cycle(self, weights: Any) -> list[str]:
+        self.complete(weights)
+        return []
+
+    def mean(self) -> None:
+        return None
+
+
 def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16: bool = False, shard: int = 2, **settings: Any) -> Run:
     """FSDP2 on a mesh of replicas x shards."""
     mesh = init_device_mesh("cpu", (world // shard, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -136,7 +172,7 @@ def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in (net[0], net[2], net):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return Run(net, Replicas.from_mesh(mesh), make, rank, **settings)
+    return Run(net, Replicas.from_mesh(mesh), make, rank, converge=Direct(), **settings)
 
 
 def hsdp_bf16(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
@@ -148,7 +184,7 @@ def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     net = mlp()
     fully_shard(net, mesh=mesh["dp_shard"])
-    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", **{"moments": "keep", **settings})
+    return Run(net, Replicas.from_mesh(mesh), make, rank, converge=Direct(), gradients="local", **{"moments": "keep", **settings})
 
 
 def local_keep(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
@@ -169,6 +205,11 @@ def table(ranks: list[list[int]]) -> Replicas:
     peers = [dist.new_group(list(column)) for column in zip(*ranks, strict=True)]
     index, member = next((r, m) for r, row in enumerate(ranks) for m, rank in enumerate(row) if rank == me)
     return Replicas(index, len(ranks), peers[member], ranks=ranks, member=member, world_group=dist.group.WORLD)
+
+
+def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None) -> Run:
+    """One replica, without torch.distributed."""
+    return Run(mlp() if net is None else net, None, make, 0)
 
 
 def ddp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:

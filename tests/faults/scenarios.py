@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,40 +19,52 @@ INTERVAL = 4
 
 
 class Training:
-    """DDP and an Ensemble over a small regression. ``local``: replicas step with their own gradients, outside of DDP."""
+    """DDP and an Ensemble over a small regression.
 
-    def __init__(self, rank: int, *, local: bool = False, lr: float = 0.05, width: int = 8, **settings: Any) -> None:
+    ``local``: replicas step with their own gradients, outside of DDP. ``jump``: at that step the schedule multiplies the rate so.
+    """
+
+    def __init__(
+        self, rank: int, *, local: bool = False, lr: float = 0.05, width: int = 8, jump: tuple[int, float] | None = None, **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.rank, self.local, self.count = rank, local, 0
         self.model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
         self.wrapped: nn.Module = self.model if local else DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        mode = {"gradients": "local", "moments": "average"} if local else {}
+        mode = {"sync_interval": INTERVAL} | ({"gradients": "local", "moments": "average"} if local else {})
+        schedule = jump and torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: jump[1] if step >= jump[0] else 1.0)
         self.records: list[dict[str, Any]] = []
         self.ensemble = hdet.Ensemble(
-            self.optimizer, sync_interval=INTERVAL, log=lambda record, step: self.records.append(record), **{**mode, **settings}
+            self.optimizer, schedule, log=lambda record, step: self.records.append(record), **{**mode, **settings}
         )
 
-    def step(self, loss_of: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> float:
-        """One step. ``loss_of``: what this replica reports instead of its loss; None for nothing."""
+    def train(self, poison: float = 1.0) -> torch.Tensor:
+        """Forward, backward, optimizer.step(). The loss; ``poison`` is a factor of it."""
         draw = torch.Generator().manual_seed(1000 * self.count + self.rank)
         x = torch.randn(16, 4, generator=draw)
-        loss = (self.wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
+        loss = poison * (self.wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        reported = loss.detach() if loss_of is None else loss_of(loss.detach())
-        self.ensemble.step(reported)
         self.count += 1
-        return float(loss.detach())
+        return loss.detach()
+
+    def step(self) -> None:
+        self.ensemble.step(self.train())
+
+    def cycle(self) -> dict[str, Any]:
+        for _ in range(INTERVAL):
+            self.step()
+        return self.records[-1]
 
     def numbers(self) -> list[float]:
         """All parameters."""
         return [x for p in self.model.parameters() for x in p.detach().flatten().tolist()]
 
-    def poison(self, value: float) -> None:
-        with torch.no_grad():
-            next(self.model.parameters()).view(-1)[3] = value
+    def state(self) -> list[float]:
+        """All of the optimizer's tensors."""
+        return [x for values in self.optimizer.state.values() for x in values["momentum_buffer"].flatten().tolist()]
 
     def refuses(self) -> str:
         """What a broken Ensemble says to whoever goes on regardless."""

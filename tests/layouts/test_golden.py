@@ -102,13 +102,13 @@ def tp_pp_dp() -> Layout:
 
 
 def local() -> Layout:
-    net, _, backward = ddp()
+    net, rank = Dot(), dist.get_rank()
 
-    def alone(step: int) -> list[float]:
-        net(gradient(step, dist.get_rank())).backward()
-        return [twin.loss(step, dist.get_rank())]
+    def backward(step: int) -> list[float]:
+        net(gradient(step, rank)).backward()
+        return [twin.loss(step, rank)]
 
-    return net, {"gradients": "local", "moments": "average"}, alone
+    return net, {"gradients": "local", "moments": "average"}, backward
 
 
 LAYOUTS = {"ddp": (2, ddp), "hsdp": (4, hsdp), "groups": (4, groups), "tp_pp_dp": (8, tp_pp_dp), "local": (2, local)}

@@ -23,7 +23,7 @@ COMMON = Settings(
     replicas=2, interval=4, steps=14, peak=0.05, weight_decay=0.1, decay=None, sigma=0.1, step_size=2.0, momentum=0.5, orders=ORDERS
 )
 SETTINGS = {
-    "ddp": replace(COMMON, decay="floor"),
+    "ddp": replace(COMMON, decay="floor", steps=12),  # K of Eq. 7 is a whole number of intervals; the others end with a short one
     "hsdp": COMMON,
     "tp_pp_dp": replace(COMMON, spread=1 / 9),
     "groups": replace(COMMON, average="softmax", controller=False),

@@ -321,6 +321,29 @@ def test_a_distributed_checkpoint_is_resharded() -> None:
         assert_all_equal(each, expected[0])
 
 
+def replicas_through_dcp(rank: int, world_size: int, folder: str) -> None:
+    found = []
+    for resumed in (False, True):
+        model, optimizer = sharded_run("fsdp", dtype=torch.bfloat16, master_weights="split")
+        optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+        optimizer.multipliers = [[0.5], [1.5]]
+        if not resumed:
+            train(model, optimizer, "fsdp", range(2))
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        (dcp.load if resumed else dcp.save)(state, checkpoint_id=folder)
+        if resumed:
+            model.load_state_dict(state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        train(model, optimizer, "fsdp", range(2, 4))
+        found.append([full(param) for k in range(2) for param in optimizer.replica_parameters(k)])
+    assert_all_equal(*found)
+
+
+def test_replicas_pass_through_a_distributed_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(replicas_through_dcp, 2, folder)
+
+
 def phantom_steps(rank: int, world_size: int) -> None:
     for options in ({}, {"master_weights": "fp32"}, {"master_weights": "split"}, {"max_grad_norm": 1.0, "stochastic_rounding": True}):
         for make in (FusedAdamW, FusedSGD):
@@ -423,6 +446,14 @@ def replicas(rank: int, world_size: int) -> None:
         twins.a.load_state_dict(saved)
         twins.b.load_state_dict(theirs)
         twins.go(range(6, 7))
+        twins.check()
+        # The replicas are equal after an average: a state of two is one of three, and the comparison is of all shards.
+        for optimizer in (twins.a, twins.b):
+            optimizer.average_replicas([0.5, 0.5])
+            equal = copy.deepcopy(optimizer.state_dict())
+            optimizer.set_replicas(3, lambda param: [param, param.detach().clone(), param.detach().clone()])
+            optimizer.load_state_dict(equal)
+        twins.go(range(7, 8))
         twins.check()
 
 

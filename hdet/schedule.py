@@ -1,0 +1,94 @@
+"""The user's scheduler and what it schedules: untouched values on one side, corrected base values at rest on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .checks import scheduled_values
+from .core.engine import Engine
+from .knobs import GroupKnob
+
+__all__ = ["Schedule", "Scheduler", "plain"]
+
+
+class Scheduler(Protocol):
+    """What an Ensemble asks of a scheduler: any of torch's."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Schedule:
+    """A scheduler, or constant values, and the knobs it moves."""
+
+    def __init__(self, scheduler: Scheduler | None, knobs: Sequence[GroupKnob], total_steps: int | None) -> None:
+        self.scheduler, self.knobs = scheduler, list(knobs)
+        self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
+
+    @property
+    def step(self) -> int | None:
+        """Steps of the schedule done; None where nobody counts them."""
+        return getattr(self.scheduler, "last_epoch", None)
+
+    @property
+    def is_over(self) -> bool:
+        """Where a scheduler is stepped more often than the optimizer (several times a step, or in a step of rate 0), its end is the run's."""
+        total = getattr(self.scheduler, "total_steps", self.total_steps)
+        return total is not None and self.step == total
+
+    def advance(self) -> None:
+        """One step. The scheduler sees its own values, as it left them, and never a correction."""
+        for knob in self.knobs:
+            knob.show_schedule()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for knob in self.knobs:
+            knob.take_schedule()
+
+    def write(self, engine: Engine) -> None:
+        """Leave the corrected base values in the groups."""
+        for k, knob in enumerate(self.knobs):
+            knob.write(engine.corrections[k], engine.bases[k])
+
+    def values(self) -> list[float]:
+        """[knob]: the untouched schedule's value now."""
+        return [knob.scheduled_value() for knob in self.knobs]
+
+    def bounds(self) -> tuple[list[float], list[float]]:
+        """Highest and lowest values of the untouched schedule, by knob."""
+        pairs = [knob.bounds() for knob in self.knobs]
+        return [peak for peak, _ in pairs], [floor for _, floor in pairs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state of another run, or a damaged one."""
+        scheduled_values(state, self.knobs, self.scheduler)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of a state that `check_state` has let pass."""
+        scheduled = scheduled_values(state, self.knobs, self.scheduler)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        for knob in self.knobs:
+            knob.scheduled = scheduled[knob.name]
+
+
+def plain(value: Any) -> Any:
+    """Tensors as numbers, so that a state loads with weights_only and holds no device."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value

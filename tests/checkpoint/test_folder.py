@@ -1,0 +1,259 @@
+"""The folder of checkpoints: what is kept, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet import checkpoint
+from hdet.checkpoint import CheckpointError
+
+from ..distributed import run_ranks
+from . import helpers
+from .helpers import Run, alone, ddp, mlp
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def saved(root: Path, *at: int) -> Run:
+    run = alone()
+    for step in at:
+        checkpoint.save(root, run.steps(step - run.index).state, step, keep=10)
+    return run
+
+
+def refusal(path: Path, run: Run) -> str:
+    """The error; model, optimizer and Ensemble are as they were."""
+    before = run.facts()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, run.state)
+    assert run.facts() == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_newest_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "root"
+    assert checkpoint.latest(root) is None
+    run = alone()
+    for step in (3, 6, 9):
+        assert checkpoint.save(root, run.steps(3).state, step) == root / f"step-{step:08d}"
+    assert sorted(entry.name for entry in root.iterdir()) == ["step-00000006", "step-00000009"]
+    assert checkpoint.latest(root) == root / "step-00000009"
+    fresh = alone().steps(1)
+    assert checkpoint.load(root, fresh.state) == 9
+    assert fresh.facts() == run.facts()
+    assert checkpoint.load(root / "step-00000006", fresh.state) == 6
+    assert fresh.facts() != run.facts()
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    other = alone(net=mlp(seed=1)).steps(3)
+    checkpoint.save(tmp_path, other.state, 3)
+    assert alone().resume(tmp_path).facts() == other.facts()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_going_on_from_an_older_one_warns_and_keeps_the_later_ones(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 6, 9)
+    run = alone().resume(tmp_path / "step-00000003").steps(1)
+    with pytest.warns(UserWarning, match="holds a later checkpoint than the one saved now.*step-00000009"):
+        checkpoint.save(tmp_path, run.state, 4, keep=1)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000004", "step-00000006", "step-00000009"]
+
+
+def test_leftovers_of_killed_saves_are_removed_by_the_next(tmp_path: Path) -> None:
+    run = saved(tmp_path, 3)
+    (tmp_path / ".step-00000006.partial").mkdir()
+    (tmp_path / ".step-00000006.partial" / "half").write_bytes(b"x")
+    (tmp_path / ".step-00000002.replaced").mkdir()  # killed between the two renames that replace a step: comes back
+    (tmp_path / "notes.txt").write_text("mine")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
+    checkpoint.save(tmp_path, run.steps(3).state, 6, keep=10)
+    assert sorted(e.name for e in tmp_path.iterdir()) == ["notes.txt", "step-00000002", "step-00000003", "step-00000006"]
+
+
+def first_data(folder: Path) -> Path:
+    return min(folder.glob("*.distcp"))
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
+
+
+def damage(folder: Path, how: str) -> None:
+    data, manifest = first_data(folder), folder / "manifest.json"
+    if how == "flipped":
+        flip(data, data.stat().st_size // 2)
+    elif how == "truncated":
+        data.write_bytes(data.read_bytes()[:-100])
+    elif how == "missing":
+        data.unlink()
+    elif how == "metadata flipped":
+        flip(folder / ".metadata", 200)
+    elif how == "no manifest":
+        manifest.unlink()
+    elif how == "manifest truncated":
+        manifest.write_text(manifest.read_text()[:-20])
+    elif how == "manifest changed":
+        manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 7'))
+    else:
+        manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
+
+
+DAMAGES = {
+    "flipped": "has changed: it is damaged",
+    "truncated": "bytes instead of",
+    "missing": "is missing: it is damaged",
+    "metadata flipped": "'.metadata' of checkpoint",
+    "no manifest": "has no manifest.json: it is damaged",
+    "manifest truncated": "has an unreadable manifest.json",
+    "manifest changed": "has been changed: it is damaged",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(tmp_path: Path, how: str) -> None:
+    saved(tmp_path, 3, 6)
+    damage(tmp_path / "step-00000006", how)
+    message = refusal(tmp_path if how != "no manifest" else tmp_path / "step-00000006", alone().steps(2))
+    assert DAMAGES[how] in message and str(tmp_path / "step-00000006") in message
+    assert message.endswith(f"; load the one before, '{tmp_path / 'step-00000003'}'")
+    alone().resume(tmp_path / "step-00000003")
+
+
+def test_no_checkpoint_and_another_version(tmp_path: Path) -> None:
+    run = alone()
+    assert "holds no checkpoint: pass a folder step-XXXXXXXX" in refusal(tmp_path, run)
+    saved(tmp_path, 3)
+    damage(tmp_path / "step-00000003", "version")
+    assert f"has version 9, this hdet reads 1: load it with the hdet that wrote it ('{hdet.__version__}')" in refusal(tmp_path, run)
+
+
+class Renamed(nn.Sequential):
+    def __init__(self) -> None:
+        net = mlp()
+        super().__init__()
+        self.first, self.between, self.last = net
+
+
+def two_groups(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=3e-3)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    assert "it lacks 'first.weight', 'first.bias', 'last.weight' and 1 more and has '0.weight', '0.bias', '2.weight' and 1 more" in refusal(
+        tmp_path, alone(net=Renamed())
+    )
+    wide = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 1))
+    assert "'0.weight' has the shape (6, 8) there and (7, 8) here" in refusal(tmp_path, alone(net=wide))
+    assert "parameter groups of [4] parameters, this one of [2, 2]" in refusal(tmp_path, alone(two_groups))
+    run = alone()
+    run.extra = {}
+    state = checkpoint.RunState(run.net, run.ensemble)
+    assert checkpoint.load(tmp_path, state) == 3  # an extra that nobody asks for is left
+    checkpoint.save(tmp_path, state, 4)
+    assert "it has no extra" in refusal(tmp_path, alone())
+
+
+def test_arguments(tmp_path: Path) -> None:
+    run = alone()
+    with pytest.raises(TypeError, match="state must be an hdet.checkpoint.RunState, got dict"):
+        checkpoint.save(tmp_path, {}, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step must be a whole number >= 0, got -1"):
+        checkpoint.save(tmp_path, run.state, -1)
+    with pytest.raises(ValueError, match="keep must be a whole number >= 1, got 0"):
+        checkpoint.save(tmp_path, run.state, 1, keep=0)
+    with pytest.raises(TypeError, match="ensemble must be an hdet.Ensemble, got Run"):
+        checkpoint.RunState(run.net, run)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parameter 0 of group 0 of the optimizer is not in model"):
+        checkpoint.RunState(mlp(), run.ensemble)
+    with pytest.raises(CheckpointError, match="extra holds what a checkpoint cannot give back"):
+        checkpoint.save(tmp_path, checkpoint.RunState(run.net, run.ensemble, {"open": Path}), 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="FileExistsError|NotADirectoryError"):
+        checkpoint.save(tmp_path / "file", run.state, 1)
+
+
+# -- on several ranks ------------------------------------------------------------------------------------------------------
+
+
+def errors_of_ranks(rank: int, world: int, root: str) -> list[str]:
+    run = ddp(rank, world).steps(10)
+    folder = checkpoint.save(root, run.state, 10)
+    before, found = run.facts(), []
+    for how in ("flipped", "truncated", "manifest changed"):
+        copy = Path(root, how.replace(" ", "-"), "step-00000010")
+        if rank == 0:
+            shutil.copytree(folder, copy)
+            damage(copy, "flipped" if how == "manifest changed" else how)
+        torch.distributed.barrier()
+        try:
+            checkpoint.load(copy, run.state)
+        except CheckpointError as error:
+            found.append(str(error))
+    # Only one rank's part does not fit.
+    other = ddp(rank, world)
+    if rank == 1:
+        other.optimizer.param_groups[0]["params"].reverse()
+    try:
+        checkpoint.load(folder, other.state)
+    except CheckpointError as error:
+        found.append(str(error))
+    assert run.facts() == before
+    run.steps(2)  # nobody hangs, and training goes on
+    return found
+
+
+def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
+    one, two = run_ranks(errors_of_ranks, 2, str(tmp_path))
+    assert one == two and len(one) == 4
+    assert "parameter groups" in one[3] and "(on rank 1 of 2)" in one[3]
+
+
+def unequal(rank: int, world: int, root: str, what: str) -> str:
+    run = ddp(rank, world).steps(5)
+    if rank == 1 and what == "moments":
+        next(iter(run.optimizer.state.values()))["exp_avg"].mul_(1.5)
+    elif rank == 1:
+        with torch.no_grad():
+            run.net.module[0].bias.add_(1)
+    try:
+        checkpoint.save(root, run.state, 5)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("what", ["moments", "parameters"])
+def test_what_should_be_equal_and_is_not_is_never_written(tmp_path: Path, what: str) -> None:
+    one, two = run_ranks(unequal, 2, str(tmp_path), what)
+    assert one == two
+    assert f"the {'optimizer' if what == 'moments' else 'parameters'}" in one and "differ between ranks 0 and 1" in one
+    assert checkpoint.latest(tmp_path) is None
+
+
+def files_of(rank: int, world: int, root: str) -> Any:
+    run = helpers.ddp(rank, world).steps(5)
+    folder = checkpoint.save(root, run.state, 5)
+    return sum(entry.stat().st_size for entry in folder.glob("*.distcp")), json.loads((folder / "manifest.json").read_text())
+
+
+def test_nothing_is_written_twice(tmp_path: Path) -> None:
+    sizes = [run_ranks(files_of, world, str(tmp_path / str(world)))[0] for world in (2, 4)]
+    (two, manifest), (four, _) = sizes
+    extras = 2 * 12_000  # bytes of two more ranks' generators, of some 8 kB each in torch's packing
+    assert abs(four - two) < extras
+    assert manifest["replicas"] == 2 and manifest["members"] == 1 and manifest["step"] == 5

@@ -1,0 +1,346 @@
+"""RunState under torch.distributed.checkpoint, other numbers of replicas, what each replica has for itself; steps that are none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet import checkpoint
+
+from ..distributed import run_ranks
+from . import helpers
+from .helpers import Run, alone, bits, ddp, mlp
+
+# -- steps that are none ---------------------------------------------------------------------------------------------------
+
+
+def asked_for_state(rank: int, world: int, make: Callable[..., Any]) -> Any:
+    torch.manual_seed(3)
+    run, silent = ddp(rank, world, make), ddp(rank, world, make)
+    counts = []
+    for step in range(12):
+        if step in (0, 1, 5, 10):
+            with CommDebugMode() as comm:
+                if step in (0, 5, 10):  # where a checkpoint can be had: before the first step, and at the end of a cycle
+                    run.state.state_dict()
+                if step:
+                    get_optimizer_state_dict(run.net, run.optimizer)
+            counts.append(comm.get_total_counts())
+        assert run.facts() == silent.facts()
+        run.step()
+        silent.step()
+    with CommDebugMode() as comm:
+        run.ensemble.converge()  # would be seen
+    silent.ensemble.converge()
+    return counts, comm.get_total_counts() > 0, run.steps(3).facts() == silent.steps(3).facts()
+
+
+@pytest.mark.parametrize("make", [helpers.torch_adamw, helpers.torch_sgd, helpers.fused_split])
+def test_asking_for_the_state_changes_nothing_and_communicates_nothing(make: Callable[..., Any]) -> None:
+    assert run_ranks(asked_for_state, 2, make) == [([0, 0, 0, 0], True, True)] * 2
+
+
+def phantom(rank: int, world: int) -> Any:
+    run, silent = ddp(rank, world, helpers.plain_sgd), ddp(rank, world, helpers.plain_sgd)
+    with CommDebugMode() as comm:
+        get_optimizer_state_dict(run.net, run.optimizer)  # steps the optimizer with rate 0, as it has no state
+    counted = (run.ensemble.engine.position, run.ensemble.engine.step, comm.get_total_counts())
+    return counted, run.steps(12).facts() == silent.steps(12).facts()
+
+
+def test_torchs_own_phantom_step_counts_nothing() -> None:
+    assert run_ranks(phantom, 2) == [((0, 0, 0), True)] * 2
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps nested state, a count that is no tensor, and reads -0 + 0."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    state["factors"] = {
+                        "rows": state.get("factors", {}).get("rows", 0) + p.grad.flatten(1).abs().sum(1) if p.dim() > 1 else p.grad.abs()
+                    }
+                    state["list"] = [p.grad.clone()]
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
+    """Also for parameters that have not had a gradient yet."""
+    run = alone(Odd)
+    with torch.no_grad():
+        run.net[0].weight[0, 0] = -0.0
+    before = bits(run.net[0].weight)
+    run.state.state_dict()
+    assert run.optimizer.calls == 0 and not run.optimizer.state and bits(run.net[0].weight) == before
+    run.net[2].bias.requires_grad_(False)
+    run.steps(3).net[2].bias.requires_grad_(True)
+    checkpoint.save(tmp_path, run.state, 3)
+    other = alone(Odd)
+    checkpoint.load(tmp_path, other.state)
+    assert flat(other) == flat(run) and len(other.optimizer.state) == 3
+    other.generator.set_state(other.extra["generator"])
+    other.index = 3
+    assert flat(other.steps(2)) == flat(run.steps(2))
+
+
+def flat(run: Run) -> Any:
+    def plain(value: Any) -> Any:
+        return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else bits(value)
+
+    return plain(run.optimizer.state_dict()["state"]), [bits(p) for p in run.net.parameters()]
+
+
+# -- torch's own save and load -----------------------------------------------------------------------------------------------
+
+
+def stock(rank: int, world: int, root: str) -> Any:
+    run = ddp(rank, world).steps(7)
+    refused = ""
+    try:
+        dcp.save({"run": run.state}, checkpoint_id=f"{root}/stock")
+    except BaseException as error:  # noqa: BLE001 - torch's is no Exception
+        refused = str(error)
+    run.ensemble.converge()
+    dcp.save({"run": run.state}, checkpoint_id=f"{root}/stock")
+    fresh = ddp(rank, world)
+    state = fresh.state
+    dcp.load({"run": state}, checkpoint_id=f"{root}/stock")
+    fresh.generator.set_state(fresh.extra["generator"])
+    fresh.index = fresh.extra["index"]
+    same = fresh.steps(6).facts() == run.steps(6).facts()
+    # And the other way: anybody reads the model out of a folder of ours.
+    run.ensemble.converge()
+    folder = checkpoint.save(f"{root}/ours", run.state, 13)
+    bare = mlp(seed=5)
+    dcp.load({"model": bare.state_dict()}, checkpoint_id=folder)
+    return refused, same, all(torch.equal(a, b) for a, b in zip(bare.parameters(), run.net.parameters(), strict=True))
+
+
+def test_stock_checkpoints_are_refused_in_mid_cycle_and_go_on_bit_for_bit_after_a_converge(tmp_path: Path) -> None:
+    for refused, same, readable in run_ranks(stock, 2, str(tmp_path)):
+        assert "call ensemble.converge() on all ranks before" in refused
+        assert same and readable
+
+
+def known_mean(rank: int, world: int, root: str) -> Any:
+    run = ddp(rank, world, buffers=[]).steps(5)
+    run.step()
+    parameters = [p.detach().clone() for p in run.ensemble.parameters]
+    mean = [torch.full_like(p, 7.0) for p in parameters]
+    run.ensemble.weights.mean = lambda: mean  # as a way of averaging that knows it
+    tree = run.state.state_dict()
+    untouched = all(torch.equal(a, b) for a, b in zip(parameters, run.ensemble.parameters, strict=True))
+    return untouched, sorted(float(t.mean()) for t in tree["model"].values())
+
+
+def test_in_mid_cycle_a_known_mean_is_saved_in_place_of_the_parameters(tmp_path: Path) -> None:
+    assert run_ranks(known_mean, 2, str(tmp_path)) == [(True, [7.0] * 4)] * 2
+
+
+# -- another number of replicas ----------------------------------------------------------------------------------------------
+
+
+def grown(rank: int, world: int, root: str, mode: Callable[..., Run], loads: bool) -> Any:
+    run = mode(rank, world)
+    if loads:
+        checkpoint.load(root, run.state)
+        before = run.facts()
+        run.index = int(run.extra["index"])
+        run.steps(3)
+        run.ensemble.converge()
+    else:
+        run.steps(10)
+        checkpoint.save(root, run.state, 10)
+        before = run.facts()
+    ensemble = before["ensemble"]
+    kept = {key: ensemble[key] for key in ("cycle", "step", "corrections", "bases", "controller_state", "scheduled", "scheduler")}
+    return before["model"], before["optimizer"], before["rates"], kept, run.facts()["model"]
+
+
+@pytest.mark.parametrize(("few", "many"), [(4, 8), (8, 3)])
+def test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities(tmp_path: Path, few: int, many: int) -> None:
+    saved = run_ranks(grown, few, str(tmp_path), ddp, False)
+    loaded = run_ranks(grown, many, str(tmp_path), ddp, True)
+    for result in loaded:
+        assert result[:4] == saved[0][:4]
+        assert result[4] == loaded[0][4]
+    assert saved[0][3]["corrections"] != [1.0]
+
+
+def test_private_moments_with_another_number_of_replicas(tmp_path: Path) -> None:
+    """Replica r takes those of r mod the saved number."""
+    saved = run_ranks(grown, 2, str(tmp_path), helpers.local_keep, False)
+    assert saved[0][1] != saved[1][1] and saved[0][0] == saved[1][0]
+    loaded = run_ranks(grown, 3, str(tmp_path), helpers.local_keep, True)
+    assert [rank[1] for rank in loaded] == [saved[0][1], saved[1][1], saved[0][1]]
+    shared = run_ranks(grown, 2, str(tmp_path), ddp, True)  # shared gradients need equal ones
+    assert [rank[1] for rank in shared] == [saved[0][1]] * 2
+
+
+# -- what each rank has for itself -------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x)))
+
+
+def normed(rank: int, world: int, averaged: bool) -> Run:
+    net = Normed()
+    wrapped = DistributedDataParallel(torch.compile(net, backend="eager"), broadcast_buffers=False)
+    return Run(wrapped, None, helpers.torch_adamw, rank, buffers=net if averaged else ())
+
+
+def own_buffers(rank: int, world: int, root: str, averaged: bool, loads: bool) -> Any:
+    run = normed(rank, world, averaged)
+    if loads:
+        run.resume(root)
+    else:
+        run.steps(5)
+        checkpoint.save(root, run.state, 5)
+    return run.facts()["model"], sorted(run.state.state_dict()["model"])
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_buffers_that_are_not_averaged_are_each_ranks_own(tmp_path: Path, averaged: bool) -> None:
+    saved = run_ranks(own_buffers, 2, str(tmp_path), averaged, False)
+    assert [rank[0] for rank in run_ranks(own_buffers, 2, str(tmp_path), averaged, True)] == [rank[0] for rank in saved]
+    differ = saved[0][0] != saved[1][0]
+    own = {"norm.num_batches_tracked"} | (set() if averaged else {"norm.running_mean", "norm.running_var"})
+    shared = {"embed.weight", "norm.weight", "norm.bias", "frozen"} | ({"norm.running_mean", "norm.running_var"} if averaged else set())
+    assert differ is not averaged
+    assert [set(rank[1]) for rank in saved] == [shared | {f"replica{r}/member0/{name}" for name in own} for r in (0, 1)]
+
+
+# -- one process -------------------------------------------------------------------------------------------------------------
+
+
+def coresident(count: int, **settings: Any) -> Any:
+    net = mlp(torch.bfloat16)
+    replicas = hdet.CoresidentReplicas(net, count)
+    optimizer = helpers.fused_fp32(net.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
+    return replicas, net, optimizer, hdet.Ensemble(optimizer, scheduler, replicas=replicas, sync_interval=4)
+
+
+def turn(parts: Any, steps: range) -> Any:
+    replicas, net, optimizer, ensemble = parts
+    for step in steps:
+        for k in replicas.local:
+            with replicas.use(k):
+                x = helpers.data(step, k).bfloat16()
+                loss = (net(x) - x.sum(1, keepdim=True)).float().square().mean()
+                ensemble.observe(loss)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step()
+    return [bits(p) for k in replicas.local for p in optimizer.replica_parameters(k)], bits(
+        [m for k in replicas.local for m in optimizer.masters(list(net.parameters()), k)]
+    )
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_coresident_replicas(tmp_path: Path, at: int) -> None:
+    """One of them is stored: they are equal then. So another number can take over."""
+    parts = coresident(3)
+    turn(parts, range(at))
+    with parts[0].use(1), pytest.raises(ValueError, match="inside `with replicas.use"):
+        checkpoint.RunState(parts[1], parts[3]).state_dict()
+    folder = checkpoint.save(tmp_path, checkpoint.RunState(parts[1], parts[3]), at)
+    assert not any("replica" in key for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    more = range(at, at + 5)
+    other = coresident(3)
+    turn(other, range(2))
+    checkpoint.load(tmp_path, checkpoint.RunState(other[1], other[3]))
+    assert turn(other, more) == turn(parts, more)
+    five = coresident(5)
+    checkpoint.load(tmp_path, checkpoint.RunState(five[1], five[3]))
+    turn(five, more)
+
+
+class Counter:
+    """A Stateful, such as a data loader."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def own_extra(rank: int, world: int, root: str, loads: bool) -> int:
+    run, counter = ddp(rank, world), Counter()
+    state = checkpoint.RunState(run.net, run.ensemble, counter)
+    if loads:
+        checkpoint.load(root, state)
+    else:
+        counter.seen = 10 + rank
+        checkpoint.save(root, state, 0)
+    return counter.seen
+
+
+def test_extra_is_each_ranks_own(tmp_path: Path) -> None:
+    assert run_ranks(own_extra, 2, str(tmp_path), False) == [10, 11]
+    assert run_ranks(own_extra, 3, str(tmp_path), True) == [10, 11, 10]
+
+
+# -- plain torch.save --------------------------------------------------------------------------------------------------------
+
+
+def recipe(rank: int, world: int, path: str) -> bool:
+    run = ddp(rank, world).steps(7)
+
+    run.ensemble.converge()  # on all ranks
+    if rank == 0:
+        states = {"model": run.net.module.state_dict(), "optimizer": run.optimizer.state_dict(), "ensemble": run.ensemble.state_dict()}
+        torch.save(states, path)
+    torch.distributed.barrier()
+
+    fresh = ddp(rank, world)
+    states = torch.load(path, weights_only=True)
+    fresh.net.module.load_state_dict(states["model"])
+    fresh.optimizer.load_state_dict(states["optimizer"])
+    fresh.ensemble.load_state_dict(states["ensemble"])
+    fresh.generator.set_state(run.generator.get_state())
+    fresh.index = 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return fresh.steps(8).facts() == run.steps(8).facts()
+
+
+def test_the_recipe_for_plain_torch_save(tmp_path: Path) -> None:
+    assert run_ranks(recipe, 2, str(tmp_path / "checkpoint.pt")) == [True, True]

@@ -1,0 +1,196 @@
+"""Faults that training survives: what is healthy goes on, what is not takes the mean and is counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdet
+
+from ..distributed import run_ranks
+from .scenarios import INTERVAL, Training
+
+BAD = 1  # the replica to which it happens
+
+# -- one replica, shared gradients ---------------------------------------------------------------------------------------------
+
+
+def shared_gradients(rank: int, world: int) -> dict[str, Any]:
+    """A cycle for each fault, and one after each in which all is well."""
+    training = Training(rank, controller=hdet.SoftmaxController(decay=None), total_steps=100)
+    found = {}
+    training.cycle()
+    for fault in ("its loss is NaN", "it has no loss", "its parameters become inf", "it diverges"):
+        for step in range(INTERVAL):
+            loss: torch.Tensor | None = training.train()
+            ends, hit = step == INTERVAL - 1, rank == BAD
+            if hit and fault == "its loss is NaN" and step == 1:
+                loss = torch.tensor(math.nan)
+            if hit and fault == "it has no loss":
+                loss = None
+            if hit and fault == "it diverges":
+                loss = 100 * loss
+            if hit and ends:
+                with torch.no_grad():
+                    first = next(training.model.parameters()).view(-1)
+                    first[3] = math.inf if fault == "its parameters become inf" else first[3] + (3 if fault == "it diverges" else 0)
+            if ends:
+                before = [torch.empty(len(training.numbers())) for _ in range(world)]
+                dist.all_gather(before, torch.tensor(training.numbers()))
+            training.ensemble.step(loss)
+        found[fault] = {"before": before, "after": torch.tensor(training.numbers()), "record": training.records[-1], "next": training.cycle()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared() -> list[dict[str, Any]]:
+    return run_ranks(shared_gradients, 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "averaged", "total", "note"),
+    [
+        ("its loss is NaN", [0, 2], 1, "loss not finite"),
+        ("it has no loss", [0, 1, 2], 1, ""),
+        ("its parameters become inf", [0, 2], 2, "parameters not finite"),
+        ("it diverges", [0, 2], 3, "times its peers'"),
+    ],
+)
+def test_one_replica_under_ddp(fault: str, averaged: list[int], total: int, note: str, shared: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(shared):
+        here, record = found[fault], found[fault]["record"]
+        assert all(not torch.equal(here["before"][0], other) for other in here["before"][1:]), "nothing to average"
+        wanted = torch.stack([here["before"][r] for r in averaged]).double().mean(0).float()
+        torch.testing.assert_close(here["after"], wanted, rtol=0, atol=1e-6)  # sums of three float32 numbers of size 1
+        assert torch.equal(here["after"], shared[0][fault]["after"])
+        assert record["left_out_total"] == here["next"]["left_out_total"] == total, "counted, and only in this cycle"
+        assert [r for r, loss in enumerate(record["losses"]) if loss is None] == ([] if fault == "it diverges" else [BAD])
+        if note:
+            assert any(f"replica {BAD} left out of the average" in text and note in text for text in record["notes"]), record["notes"]
+        assert all(math.isfinite(loss) for loss in here["next"]["losses"]) and not record["rolled_back"]
+        assert record["values"] == shared[0][fault]["record"]["values"], f"rank {rank} has another base value"
+
+
+# -- one replica, local gradients ----------------------------------------------------------------------------------------------
+
+
+def local_gradients(rank: int, world: int, moments: str, fault: str) -> dict[str, Any]:
+    training = Training(rank, local=True, moments=moments)
+    training.cycle()
+    for step in range(INTERVAL):
+        if rank == BAD and fault == "its rate is absurd":
+            training.optimizer.param_groups[0]["lr"] = 30.0
+        poison = math.nan if rank == BAD and step == 1 and fault == "a batch is NaN" else 1.0
+        loss = training.train(poison)
+        training.optimizer.param_groups[0]["lr"] = 0.05
+        training.ensemble.step(loss)
+    records, weights, state = [training.records[-1]], training.numbers(), training.state()
+    records += [training.cycle(), training.cycle()]
+    return {"records": records, "weights": weights, "state": state, "last": training.numbers(), "loss": float(loss)}
+
+
+@pytest.mark.parametrize("fault", ["a batch is NaN", "its rate is absurd"])
+@pytest.mark.parametrize("moments", ["keep", "average", "reset"])
+def test_one_replica_with_gradients_of_its_own(moments: str, fault: str) -> None:
+    """Its moments are as bad as its parameters: what it goes on with must not lead it astray again."""
+    ranks = run_ranks(local_gradients, 3, moments, fault)
+    assert not abs(ranks[BAD]["loss"]) < 10, "the fault has not happened"
+    for found in ranks:
+        record, *later = found["records"]
+        assert record["left_out_total"] == 1 and f"replica {BAD} left out of the average" in record["notes"][0]
+        assert found["weights"] == ranks[0]["weights"] and found["last"] == ranks[0]["last"]
+        assert all(map(math.isfinite, [*found["weights"], *found["state"], *found["last"]]))
+        for after in later:
+            assert after["left_out_total"] == 1 and all(loss < 3 for loss in after["losses"]), after
+
+
+# -- all replicas --------------------------------------------------------------------------------------------------------------
+
+
+def all_explode(rank: int, world: int, rollback: str | None, fault: str, attempts: int = 20) -> dict[str, Any]:
+    """The base value is far too high from the third cycle on; or one replica's NaN gradient reaches everybody once, or always."""
+    jump = (8, 5e4) if fault == "rate" else None
+    training = Training(rank, divergence=hdet.Divergence(rollback=rollback, attempts=attempts), lr=0.02, jump=jump)
+    training.cycle()
+    training.cycle()
+    before, momentum, restored = training.numbers(), training.state(), None
+    try:
+        for cycle in range(24):
+            for step in range(INTERVAL):
+                bad = rank == BAD and step == 2 and (fault == "always NaN" or (fault == "NaN once" and cycle == 0))
+                training.ensemble.step(training.train(math.nan if bad else 1.0))
+            if restored is None:
+                restored = training.numbers() == before and training.state() == momentum
+    except hdet.ReplicasDiverged as error:
+        return {"error": str(error), "cycle": training.ensemble.cycle, "records": training.records}
+    return {"weights": training.numbers(), "restored": restored, "records": training.records, "values": training.ensemble.values()}
+
+
+@pytest.mark.parametrize("rollback", ["device", "host"])
+@pytest.mark.parametrize("fault", ["rate", "NaN once"])
+def test_all_replicas_are_taken_back_and_the_run_ends_finite(fault: str, rollback: str) -> None:
+    ranks = run_ranks(all_explode, 2, rollback, fault)
+    for found in ranks:
+        assert "error" not in found, found.get("error")
+        assert found["restored"], "the anchor is where the cycle began, to the bit"
+        records = found["records"]
+        taken_back = [record["cycle"] for record in records if record["rolled_back"]]
+        assert taken_back[0] == 2 and records[-1]["rollbacks"] == len(taken_back)
+        start = 1000.0 if fault == "rate" else 0.02
+        assert found["values"]["lr"] == pytest.approx(start * 0.5 ** len(taken_back))
+        assert len(taken_back) == 1 if fault == "NaN once" else len(taken_back) > 5
+        assert all(map(math.isfinite, found["weights"])) and max(records[-1]["losses"]) < 2
+        assert found["weights"] == ranks[0]["weights"]
+
+
+@pytest.mark.parametrize(("rollback", "attempts", "says"), [("device", 3, "3 cycles in a row were taken back"), (None, 3, "no replica has")])
+def test_what_never_gets_better_ends_in_one_error_on_every_rank(rollback: str | None, attempts: int, says: str) -> None:
+    ranks = run_ranks(all_explode, 2, rollback, "always NaN", attempts)
+    assert len({found["error"] for found in ranks}) == 1
+    assert ranks[0]["error"].startswith("cycle ") and says in ranks[0]["error"]
+    assert all(found["cycle"] == 2 + (attempts if rollback else 0) for found in ranks)
+
+
+# -- ranks that are not in the same run ----------------------------------------------------------------------------------------
+
+
+def start_differently(rank: int, world: int) -> dict[str, tuple[str, str]]:
+    from hdet import checks
+
+    def versions() -> Training:
+        checks.version = f"0.{rank}"
+        return Training(rank, local=True)
+
+    def lists() -> Training:
+        replicas = hdet.Replicas.from_group([[0, 1], [2, 3]] if rank < 2 else [[0], [1], [2], [3]])
+        return Training(rank, local=True, replicas=replicas)
+
+    version, said = checks.version, {}
+    starts = {
+        "seed": lambda: Training(rank, local=True, seed=rank // 3),
+        "sync_interval": lambda: Training(rank, local=True, sync_interval=4 + rank % 2),
+        "shapes": lambda: Training(rank, local=True, width=8 + (rank == 2)),
+        "version of hdet": versions,
+        "from_group": lists,
+    }
+    for setting, start in starts.items():
+        try:
+            start().step()
+            said[setting] = ("", "no error")
+        except Exception as error:
+            said[setting] = (type(error).__name__, str(error))
+        checks.version = version
+    return said
+
+
+def test_ranks_started_differently_say_so_on_every_rank_alike() -> None:
+    """All in one process group: after each error it is still of use, because nobody was left waiting."""
+    ranks = run_ranks(start_differently, 4)
+    for setting, (kind, text) in ranks[0].items():
+        assert all(said[setting] == (kind, text) for said in ranks), setting
+        assert kind == "ReplicaDisagreement" and setting in text and "rank" in text, (setting, kind, text)
+        assert "\n" not in text and len(text) < 600
