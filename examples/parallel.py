@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
 from hdet.jobs.data import load_corpus, sample_batch
-from hdet.jobs.model import cross_entropy
 
 WIDTH, HEAD, CONTEXT, BYTES = 32, 8, 32, 256
 
@@ -80,6 +79,10 @@ class Stage(nn.Module):
             {"params": matrices, "weight_decay": 0.1, "name": "matrices"},
             {"params": vectors, "weight_decay": 0.0, "name": "vectors"},
         ]
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def add_up_gradients(stage: Stage, dp: dist.ProcessGroup, embd: dist.ProcessGroup | None) -> None:

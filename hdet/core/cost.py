@@ -271,8 +271,9 @@ def slots(job: Job, chunks: int = 0) -> Slots:
 
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
-    """Of one cycle on every rank, with a probe of 8 chunks: measured at 1 024 replicas (benchmarks/controller.py), linear in both."""
-    return replicas * (1.1e-6 + 1.2e-6 * knobs)
+    """Of one cycle on every rank, with a probe of 8 chunks and the slots' way into Python: measured at 1 024 replicas
+    (benchmarks/controller.py), linear in both."""
+    return replicas * (3.9e-6 + 1.1e-6 * knobs)
 
 
 def controller_bytes(replicas: int, knobs: int = 1) -> int:

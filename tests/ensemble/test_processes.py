@@ -325,8 +325,8 @@ def collectives_per_step(rank: int, world: int) -> list[int]:
 
 
 def test_only_the_end_of_a_cycle_communicates() -> None:
-    """Step 1: the agreement on settings and gradients. Steps 5 and 10: slots and one bucket. DDP's own all-reduces run inside C++ and are not counted."""
-    assert run_ranks(collectives_per_step, 2) == [[2, 0, 0, 0, 2, 0, 0, 0, 0, 2, 0]] * 2
+    """Step 1: are gradients shared? (Settings are gathered, not summed.) Steps 5 and 10: slots and one bucket. DDP's own all-reduces run inside C++ and are not counted."""
+    assert run_ranks(collectives_per_step, 2) == [[1, 0, 0, 0, 2, 0, 0, 0, 0, 2, 0]] * 2
 
 
 def softmax_average(rank: int, world: int) -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import hdet.checkpoint
+
+from ..distributed import run_ranks
 from . import scenarios
 from .harness import Outcome, run_faulty
 
@@ -73,3 +77,16 @@ def test_a_straggler_beyond_the_timeout(tmp_path: Path) -> None:
     assert "replica 1 (rank 1) is late (still running: pid " in first.text and first.seconds < 3.0
     assert (straggler.kind, straggler.phase, straggler.cycle) == ("ReplicaLost", "slots", 1) and straggler.lost == ()
     assert "the other ranks had given up" in straggler.text and straggler.seconds < 5.0
+
+
+@pytest.mark.parametrize(("where", "victim"), [("half a file", 1), ("before the rename", 0)])
+def test_killed_inside_a_checkpoint_write(where: str, victim: int, tmp_path: Path) -> None:
+    """What was there before is untouched, what was begun is not taken for a checkpoint, and the next save removes it."""
+    outcomes = run_faulty(scenarios.killed_in_a_save, 2, tmp_path, where=where, victim=victim)
+    check_survivors(outcomes, victim, phase="checkpoint", cycle=2, step=8)
+    root = tmp_path / "checkpoints"
+    assert hdet.checkpoint.latest(root) == root / "step-00000004"
+    assert sorted(os.listdir(root)) == [".step-00000008.partial", "step-00000004"]
+    for rank, (step, weights, left) in enumerate(run_ranks(scenarios.resumed, 2, str(root))):
+        assert step == 4 and weights == json.loads((tmp_path / f"weights-{rank}.json").read_text())
+        assert left == ["step-00000004", "step-00000008"]

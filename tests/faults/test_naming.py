@@ -115,7 +115,9 @@ def test_says_who_when_and_where(store: Any) -> None:
     answer(store, 1, 4, 5)
     error = lost(replicas([0, 1], [2, 3], [4, 5]))
     assert (error.phase, error.cycle, error.step, error.lost, error.late) == ("average", 3, 17, (2, 3), ())
-    begin = "cycle 3 (step 17), while averaging: replica 1 (ranks 2, 3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
+    begin = (
+        "cycle 3 (step 17), while averaging: replica 1 (ranks 2, 3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
+    )
     assert str(error).startswith(begin)
     assert "start all ranks again from the last checkpoint" in str(error)
 

@@ -42,7 +42,12 @@ def shared_gradients(rank: int, world: int) -> dict[str, Any]:
                 before = [torch.empty(len(training.numbers())) for _ in range(world)]
                 dist.all_gather(before, torch.tensor(training.numbers()))
             training.ensemble.step(loss)
-        found[fault] = {"before": before, "after": torch.tensor(training.numbers()), "record": training.records[-1], "next": training.cycle()}
+        found[fault] = {
+            "before": before,
+            "after": torch.tensor(training.numbers()),
+            "record": training.records[-1],
+            "next": training.cycle(),
+        }
     return found
 
 
@@ -147,7 +152,9 @@ def test_all_replicas_are_taken_back_and_the_run_ends_finite(fault: str, rollbac
         assert found["weights"] == ranks[0]["weights"]
 
 
-@pytest.mark.parametrize(("rollback", "attempts", "says"), [("device", 3, "3 cycles in a row were taken back"), (None, 3, "no replica has")])
+@pytest.mark.parametrize(
+    ("rollback", "attempts", "says"), [("device", 3, "3 cycles in a row were taken back"), (None, 3, "no replica has")]
+)
 def test_what_never_gets_better_ends_in_one_error_on_every_rank(rollback: str | None, attempts: int, says: str) -> None:
     ranks = run_ranks(all_explode, 2, rollback, "always NaN", attempts)
     assert len({found["error"] for found in ranks}) == 1

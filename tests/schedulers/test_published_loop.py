@@ -27,7 +27,16 @@ def test_signature_is_torchs_then_the_published_one_then_keywords():
     assert [p.name for p in rest[: len(PUBLISHED)]] == PUBLISHED
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in rest[: len(PUBLISHED)])
     assert {p.name for p in rest[len(PUBLISHED) :]} >= {"replicas", "controller", "gradients", "seed"}
-    assert all(p.kind is p.KEYWORD_ONLY for p in rest[len(PUBLISHED) :])
+    *keywords, further = rest[len(PUBLISHED) :]
+    assert all(p.kind is p.KEYWORD_ONLY for p in keywords) and further.kind is further.VAR_KEYWORD  # the Ensemble's
+
+
+def test_a_setting_of_the_ensemble_is_passed_on_and_an_unknown_one_named():
+    toy = Toy(adamw)
+    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.1, 20, cycle_momentum=False, divergence=hdet.Divergence(lower=0.25))
+    assert scheduler.ensemble.divergence.lower == 0.25
+    with pytest.raises(TypeError, match="divergences"):
+        hdet.OneCycleAutoLR(Toy(adamw).optimizer, 0.1, 20, cycle_momentum=False, divergences=None)
 
 
 @pytest.mark.parametrize("enable_auto_lr", [False, True])

@@ -1,0 +1,179 @@
+"""What loads into what: shards anew, hand-made shards never mixed, one model out of any layout; and its export as safetensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from hdet import checkpoint
+from hdet.checkpoint import CheckpointError
+
+from ..distributed import run_ranks
+from . import helpers
+from .helpers import Run, alone, bits, ddp, groups, hsdp, mlp, shards
+
+
+def whole(run: Run) -> Any:
+    """Parameters, and the optimizer's state by name of entry, as every rank would see them without shards."""
+
+    def full(value: Any) -> Any:
+        return bits(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+    model = {name.removeprefix("module."): full(t) for name, t in run.net.state_dict().items()}
+    states = run.optimizer.state_dict()["state"]
+    return model, [{key: full(value) for key, value in states[i].items()} for i in sorted(states)]
+
+
+def saved(rank: int, world: int, root: str, build: Callable[..., Run], at: int) -> Any:
+    run = build(rank, world).steps(at)
+    folder = checkpoint.save(root, run.state, at)
+    return whole(run), sorted(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def loaded(rank: int, world: int, root: str, build: Callable[..., Run]) -> Any:
+    run = build(rank, world)
+    checkpoint.load(root, run.state)
+    state = whole(run)
+    run.index = 10
+    run.steps(6)
+    return state
+
+
+def unsharded(rank: int, world: int) -> Run:
+    return hsdp(rank, world, shard=1)
+
+
+@pytest.mark.parametrize(("build", "others"), [(hsdp, [(ddp, 2), (unsharded, 4)]), (ddp, [(hsdp, 4)])])
+def test_shards_are_cut_anew(tmp_path: Path, build: Callable[..., Run], others: list[tuple[Callable[..., Run], int]]) -> None:
+    states = run_ranks(saved, 4, str(tmp_path), build, 12)
+    assert all(state == states[0] for state in states), "no mixture: every rank sees the one averaged model"
+    assert not any("member" in key and not key.startswith("extra") for key in states[0][1])
+    for other, world in others:
+        assert run_ranks(loaded, world, str(tmp_path), other) == [states[0][0]] * world
+    run = alone()
+    checkpoint.load(tmp_path, run.state)
+    assert whole(run) == states[0][0]
+
+
+def test_groups_of_equal_ranks_store_one_model(tmp_path: Path) -> None:
+    _, keys = run_ranks(saved, 4, str(tmp_path), groups, 5)[0]
+    assert [key for key in keys if key.startswith("model")] == ["model.0.bias", "model.0.weight", "model.2.bias", "model.2.weight"]
+    assert run_ranks(loaded, 2, str(tmp_path), ddp)[0][0] == run_ranks(loaded, 4, str(tmp_path), groups)[3][0]
+
+
+def refused(rank: int, world: int, root: str, build: Callable[..., Run]) -> str:
+    run = build(rank, world)
+    before = run.facts()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(root, run.state)
+    assert run.facts() == before
+    return str(caught.value)
+
+
+def test_hand_made_shards_are_stored_by_member(tmp_path: Path) -> None:
+    states = run_ranks(saved, 4, str(tmp_path), shards, 7)
+    (zero, keys), (one, _) = states[0], states[1]
+    assert [state[0] for state in states] == [zero, one, zero, one] and zero != one
+    assert {key for key in keys if "up.weight" in key} == {
+        f"{section}member{m}/up.weight{entry}"
+        for m in (0, 1)
+        for section, entry in [("model.", ""), *(("optimizer.state.", f".{name}") for name in ("step", "exp_avg", "exp_avg_sq"))]
+    }
+    assert len(set(run_ranks(refused, 2, str(tmp_path), ddp))) == 1
+    assert "saved with replicas of 2 ranks, this run's have 1" in run_ranks(refused, 2, str(tmp_path), ddp)[0]
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------------
+
+
+def exported(rank: int, world: int, path: str, build: Callable[..., Run]) -> Any:
+    run = build(rank, world).steps(7)
+    if run.ensemble.replicas.count > 1:
+        try:
+            checkpoint.export_safetensors(path, run.net, run.ensemble)
+        except ValueError as error:
+            assert "call ensemble.converge() on all ranks before" in str(error)
+        else:
+            raise AssertionError("a mixture was exported")
+    run.ensemble.converge()
+    files = checkpoint.export_safetensors(path, run.net, run.ensemble)
+    return [file.name for file in files], whole(run)[0], run.ensemble.values()
+
+
+@pytest.mark.parametrize("build", [ddp, hsdp, groups])
+def test_the_averaged_model_as_safetensors(tmp_path: Path, build: Callable[..., Run]) -> None:
+    path = tmp_path / "new" / "model.safetensors"
+    world = 2 if build is ddp else 4
+    for names, model, values in run_ranks(exported, world, str(path), build):
+        assert names == ["model.safetensors"] == [entry.name for entry in path.parent.iterdir()]
+        assert {name: bits(tensor) for name, tensor in load_file(path).items()} == model
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "pt" and metadata["step"] == "7" and metadata["replicas"] == "2"
+    assert json.loads(metadata["base_values"]) == values
+    net = mlp(seed=7)
+    load_model(net, path)
+    assert {name: bits(tensor) for name, tensor in net.state_dict().items()} == model
+
+
+def test_members_write_parts_and_an_index(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    results = run_ranks(exported, 4, str(path), shards)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert results[0][0] == names == sorted(entry.name for entry in tmp_path.iterdir())
+    index = json.loads((tmp_path / names[2]).read_text())
+    models = [results[m][1] for m in (0, 1)]
+    assert index["weight_map"] == {f"member{m}/{name}": names[m] for m in (0, 1) for name in sorted(models[m])}
+    for m in (0, 1):
+        content = load_file(tmp_path / names[m])
+        assert {name.removeprefix(f"member{m}/"): bits(tensor) for name, tensor in content.items()} == models[m]
+    assert index["metadata"]["total_size"] == sum(len(value) for model in models for value in model.values())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+        flat = torch.randn(6)
+        self.register_buffer("half", flat[:3])
+        self.register_buffer("other", flat[3:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def test_tied_and_overlapping_tensors(tmp_path: Path) -> None:
+    run, path = alone(net=Tied()).steps(2), tmp_path / "model.safetensors"
+    checkpoint.export_safetensors(path, run.net, run.ensemble)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["head.weight"] == "embed.weight"
+        assert sorted(file.keys()) == ["embed.weight", "half", "other"]
+    net = Tied()
+    load_model(net, path)
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), run.net.state_dict().values(), strict=True))
+    assert alone(net=Tied()).resume(checkpoint.save(tmp_path, run.state, 2)).facts() == run.facts()
+
+
+def test_export_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = alone()
+    with pytest.raises(ValueError, match="path must end in .safetensors, got"):
+        checkpoint.export_safetensors(tmp_path / "model.pt", run.net, run.ensemble)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError):
+        checkpoint.export_safetensors(tmp_path / "file" / "model.safetensors", run.net, run.ensemble)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        checkpoint.export_safetensors(tmp_path / "model.safetensors", run.net, run.ensemble)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
