@@ -90,7 +90,7 @@ def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
     yield ""
     yield (
         f"{'way of averaging':<24}{'sent a rank':>12}{'between nodes':>15}{'a cycle':>10}{'waited for':>12}{'longest':>10}{'of the run':>12}"
-        f"{'memory':>10}"
+        f"{'+ memory':>10}"
     )
     for way in cost.ways(job):
         yield (

@@ -42,7 +42,8 @@ class FusedOptimizer(Stepper):
             same on every device and after a resume; torch's generators are not touched.
         max_grad_norm: clip gradients by their global norm inside the step, as torch.nn.utils.clip_grad_norm_ would before it; the
             gradients in memory stay as they are. A step whose norm is infinite or NaN is skipped, with its counters. math.inf measures
-            and skips, and clips nothing. None: no norm is taken. May be assigned between steps.
+            and skips, and clips nothing. None: no norm is taken. May be assigned between steps. For DTensors the norm is that of the full
+            gradients, by one small all_reduce for each mesh dimension that shards; all its ranks must step.
         zero_gradients: gradients are zeros after each step, also after a skipped one, at the same addresses. Instead of zero_grad().
             May be assigned between steps.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
@@ -62,8 +63,16 @@ class FusedOptimizer(Stepper):
     `.data` is not counted: call `refresh_masters()` after it. A split parameter is the upper half of its value: what is written there
     counts at once, and the lower half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
 
+    DTensors (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank, which may be empty or move. Gradients must be laid
+    out as their parameters; one that is still Partial is reduced in the step, as in torch's optimizers. States are DTensors laid out as
+    their parameters, which torch.distributed.checkpoint reshards. Random numbers follow the element's place in its shard: with stochastic
+    rounding a run is bitwise repeatable under one sharding only. Neither gloo nor NCCL can gather int16, so a state with
+    master_weights="split" cannot be had with StateDictOptions(full_state_dict=True): save it sharded, or use "fp32". Make the optimizer
+    after fully_shard or parallelize_module.
+
     torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
-    then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers, betas and clipping may change.
+    then capture `step()` and call `write_hyperparameters()` before each replay; rates, multipliers, betas and clipping may change
+    (max_grad_norm of DTensors may not: it is captured as it is).
 
     Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
     12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step

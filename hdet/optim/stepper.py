@@ -127,7 +127,8 @@ class Stepper(Optimizer):
         """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state is that
         of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads what is there to be filled."""
         saved = super().state_dict()
-        for i, (param, group) in enumerate((param, group) for group in self.param_groups for param in group["params"]):
+        grouped = [(param, group) for group in self.param_groups for param in group["params"]]
+        for i, (param, group) in enumerate(grouped):
             state = saved["state"].get(i, {})
             if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
                 saved["state"][i] = {**state, **self._layout().missing(state, self._replicas_of(param), self._keeps_moments(group))}

@@ -37,8 +37,7 @@ class Run:
             knobs=[hdet.LearningRate(0.3)],
             replicas=replicas,
             sync_interval=INTERVAL,
-            controller=hdet.SoftmaxController(decay=None) if dist.is_initialized() else None,
-            **settings,
+            **{"controller": hdet.SoftmaxController(decay=None), **settings},
         )
         self.generator = torch.Generator().manual_seed(stream)
         self.extra: dict[str, Any] = {}
@@ -207,9 +206,9 @@ def table(ranks: list[list[int]]) -> Replicas:
     return Replicas(index, len(ranks), peers[member], ranks=ranks, member=member, world_group=dist.group.WORLD)
 
 
-def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None) -> Run:
+def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, **settings: Any) -> Run:
     """One replica, without torch.distributed."""
-    return Run(mlp() if net is None else net, None, make, 0)
+    return Run(mlp() if net is None else net, None, make, 0, **{"controller": None, **settings})
 
 
 def ddp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:

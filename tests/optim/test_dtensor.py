@@ -620,3 +620,20 @@ def test_plain_parameters_pass_through_torchs_state_dict_functions(master_weight
         train(one, two, "plain", range(2, 4))
     for k in range(count):
         assert_all_equal(optimizer.replica_parameters(k), resumed.replica_parameters(k))
+
+
+@pytest.mark.parametrize("make", [FusedAdamW, FusedSGD])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_new_optimizer_says_what_a_checkpoint_has_to_fill(make: type[Any], count: int) -> None:
+    """A distributed checkpoint loads what the present state has room for, and no more."""
+
+    def entries(steps: int) -> dict[str, Any]:
+        model = Block().bfloat16()
+        rest = {"momentum": 0.9, "dampening": 0.5} if make is FusedSGD else {}
+        optimizer = make(model.parameters(), lr=1e-2, master_weights="split", **rest)
+        optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
+        train(model, optimizer, "plain", range(steps))
+        return {name: sorted(state) for name, state in get_optimizer_state_dict(model, optimizer)["state"].items()}
+
+    assert entries(0) == entries(2)
+    assert "remainder" in entries(0)["up.weight"]

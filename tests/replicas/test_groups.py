@@ -119,6 +119,20 @@ def test_from_a_part_of_a_mesh_with_tensor_parallelism() -> None:
     check(run_ranks(from_mesh, 8, (2, 2, 2), names, ("dp_replicate", "dp_shard"), "dp_replicate"), [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
+def several_views(rank: int, world: int) -> list[dict[str, Any]]:
+    dense = mesh_of((8,), ("world",))._unflatten(0, (2, 2, 2), ("pp", "dp_replicate", "tp"))
+    return [seen(hdet.Replicas.from_mesh(mesh)) for mesh in (dense, dense["dp_replicate"])]
+
+
+def test_a_view_of_the_world_that_names_its_dimensions_later() -> None:
+    """As torchtitan's: the root of such a mesh knows neither the dimension nor the others."""
+    if not hasattr(torch.distributed.device_mesh.DeviceMesh, "_unflatten"):
+        pytest.skip("this torch cannot")
+    results = run_ranks(several_views, 8)
+    for k in range(2):
+        check([result[k] for result in results], [[0, 1, 4, 5], [2, 3, 6, 7]])
+
+
 def mesh_smaller_than_the_world(rank: int, world: int) -> Any:
     mesh = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp_replicate", "dp_shard"))
     try:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hdet
@@ -96,6 +95,8 @@ def test_tensor_parallel_parameters() -> None:
 
 
 def older(rank: int, world: int) -> list[str]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # brings torch.jit and its warnings
+
     said = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 is deprecated

@@ -1,0 +1,64 @@
+"""A training loop as docs/faults.md has it for torchrun's elastic restarts; rank 1 kills itself once, in the middle of a cycle."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet import checkpoint
+
+STEPS, INTERVAL, SAVE_EVERY, KILL_AT = 24, 4, 6, 21
+
+
+def train(folder: Path, kill: bool) -> list[float]:
+    """All parameters after `STEPS` steps, continued from what is in ``folder``. Each step done is noted there."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
+    ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=INTERVAL, warmup_steps=4, controller=hdet.SoftmaxController())
+    state = checkpoint.RunState(model, ensemble)
+    step = 0
+    if checkpoint.latest(folder):
+        step = checkpoint.load(folder, state)
+    with ensemble.guard(), open(folder / f"steps-{rank}", "a") as done:
+        while step < STEPS:
+            if kill and rank == 1 and step == KILL_AT and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * step + rank))  # a function of the step: data resumes too
+            loss = (wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ensemble.step(loss.detach())
+            step += 1
+            print(step, file=done, flush=True)
+            if step % SAVE_EVERY == 0:
+                checkpoint.save(folder, state, step)
+    return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    (folder / "pids" / str(os.getpid())).touch()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    weights = train(folder, kill=True)
+    torch.save(weights, folder / f"weights-{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""torchrun restarts the workers when one is killed; the run goes on from the last checkpoint and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ..distributed import run_ranks
+from ..jobs.harness import ROOT, wait_until_gone
+from . import elastic_worker
+from .elastic_worker import KILL_AT, SAVE_EVERY, STEPS
+
+
+def uninterrupted(rank: int, world: int, folder: str) -> list[float]:
+    return elastic_worker.train(Path(folder), kill=False)
+
+
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
+    (interrupted / "pids").mkdir(parents=True)
+    whole.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", elastic_worker.__name__, str(interrupted)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (interrupted / "killed").exists()
+    wait_until_gone(interrupted / "pids", expected=4)  # two workers, started twice
+
+    reference = run_ranks(uninterrupted, 2, str(whole))
+    last = KILL_AT // SAVE_EVERY * SAVE_EVERY
+    assert KILL_AT % elastic_worker.INTERVAL and last % elastic_worker.INTERVAL, "neither is the end of a cycle"
+    for rank in range(2):
+        assert torch.load(interrupted / f"weights-{rank}.pt") == reference[rank]
+        steps = [int(line) for line in (interrupted / f"steps-{rank}").read_text().split()]
+        assert sorted(set(steps)) == list(range(1, STEPS + 1))
+        assert sorted(steps)[last:] != list(range(last + 1, STEPS + 1)), "nothing was repeated, so nothing was interrupted"
+        repeated = [step for step in set(steps) if steps.count(step) > 1]
+        assert len(steps) - STEPS == len(repeated) <= KILL_AT - last and min(repeated) == last + 1

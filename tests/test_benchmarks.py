@@ -1,0 +1,106 @@
+"""The machinery of benchmarks/layouts.py and controller.py: what is averaged and counted, and the fit. No figure is judged here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .distributed import run_ranks
+
+FOLDER = str(Path(__file__).parents[1] / "benchmarks")
+WIDTH = 16
+
+
+def benchmark(name: str) -> Any:
+    """A script of benchmarks/, which is no package."""
+    sys.path.insert(0, FOLDER)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(FOLDER)
+
+
+def measure(rank: int, world_size: int, *arguments: Any) -> Any:
+    return benchmark("layouts").measure(rank, world_size, *arguments)
+
+
+def agree(rank: int, world_size: int) -> list[str]:
+    """Names of layouts and sides whose tensors are not the mean over this rank's peers."""
+    layouts = benchmark("layouts")
+    wrong = []
+    for layout, build in layouts.LAYOUTS.items():
+        torch.manual_seed(rank)
+        tensors, replicas = build(WIDTH)
+        sides = layouts.sides(tensors, replicas)
+        rows = torch.zeros(replicas.count, sum(t.numel() for t in tensors))
+        rows[replicas.index] = torch.cat([t.reshape(-1) for t in tensors])
+        torch.distributed.all_reduce(rows, group=replicas.peer_group)
+        for name, (call, result) in sides.items():
+            call()
+            mean = rows.sum(0) if name == "floor" else rows.mean(0)
+            found = torch.cat([t.reshape(-1) for t in result()])
+            if not (torch.allclose(found, mean, rtol=1e-5, atol=1e-6) and rows.std(0).max() > 0):
+                wrong.append(f"{layout}: {name}")
+    return wrong
+
+
+def test_every_side_of_every_layout_averages_its_peers() -> None:
+    assert run_ranks(agree, 4) == [[]] * 4
+
+
+def test_layouts_print_write_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = benchmark("layouts")
+    monkeypatch.setattr(layouts, "spawn", lambda function, count, *arguments: run_ranks(measure, 4, *arguments)[0])
+    path = tmp_path / "lines.jsonl"
+    layouts.main(["--quick", "--json", str(path)])
+    assert "HSDP, 2 processes, 2 replicas: 32 tensors" in capsys.readouterr().out  # the 2 of --quick, though 4 ran
+
+    records = {record["layout"]: record for record in map(json.loads, path.read_text().splitlines())}
+    norms, matrices = 4 * 4 * 4 * WIDTH, 4 * 4 * 12 * WIDTH * WIDTH  # 4 layers in fp32, of 4 vectors and 12 squares
+    whole = norms + matrices
+    expected = {"DDP": (4, whole), "HSDP": (2, whole // 2), "tp x pp x dp": (2, norms + matrices // 2)}
+    assert {name: (record["replicas"], record["bytes"]) for name, record in records.items()} == expected
+    for record in records.values():
+        assert record["tensors"] == 32 and record["processes"] == 4
+        for side, row in record["rows"].items():
+            assert row["bytes"] == record["bytes"]
+            assert row["calls"] == (32 if side == "per parameter" else 1)
+            assert row["ratio"] > 0 and row["median_ms"] >= row["best_ms"] > 0
+
+
+def record(layout: str, processes: int, replicas: int, size: int, calls: int, link: tuple[float, float]) -> dict[str, Any]:
+    """A line as if the model were the truth: alpha + n / B, and two cores."""
+    alpha, bandwidth = link
+    seconds = processes / 2 * (calls * 2 * (replicas - 1) * alpha + 2 * (replicas - 1) / replicas * size / bandwidth)
+    row = {"median_ms": 1e3 * seconds, "calls": calls, "bytes": size}
+    return {
+        "benchmark": "layouts", "layout": layout, "processes": processes, "replicas": replicas, "bytes": size,
+        "rows": {"floor": row, "ours": row}, "on": {"cores": 2},
+    }  # fmt: skip
+
+
+def test_the_fit_predicts_what_it_has_not_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = (1e-4, 2e9)
+    lines = [record("DDP", n, n, size, 1, link) for n in (2, 4) for size in (10**5, 10**7)]
+    lines += [record("HSDP", 8, 2, 10**6, 3, link), {"benchmark": "converge"}]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    benchmark("layouts").main(["--fit", str(path)])
+    out = capsys.readouterr().out
+    assert "floor: alpha 100 us a message, B 2.00 GB/s a rank" in out and "ours: alpha" in out
+    assert "not fitted: 1 points, off by a factor of 1.00 in the median, 1.00 at worst" in out
+
+
+def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    controller = benchmark("controller")
+    monkeypatch.setattr(sys, "argv", ["controller.py", "--replicas", "16", "--repeats", "2"])
+    controller.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(line["controller"], line["knobs"]) for line in lines] == [("probe", 1), ("probe", 4), ("softmax", 1), ("softmax", 4)]
+    assert [line["slots_bytes"] for line in lines] == [16 * 12 * 8] * 2 + [16 * 2 * 8] * 2
