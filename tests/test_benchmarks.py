@@ -37,6 +37,8 @@ def agree(rank: int, world_size: int) -> list[str]:
     for layout, build in layouts.LAYOUTS.items():
         torch.manual_seed(rank)
         tensors, replicas = build(WIDTH)
+        for tensor in tensors:
+            tensor.normal_()  # DDP has made them alike
         sides = layouts.sides(tensors, replicas)
         rows = torch.zeros(replicas.count, sum(t.numel() for t in tensors))
         rows[replicas.index] = torch.cat([t.reshape(-1) for t in tensors])

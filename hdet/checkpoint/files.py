@@ -249,12 +249,9 @@ class _Destinations:
         for name, param in zip(state.parameter_names(), listed(state.optimizer), strict=True):
             shared = self.keys.shared(param) + name
             replica = self.keys.replicas.index % self.replicas if state.ensemble.gradients == "local" else 0
-            candidates = (f"replica{replica}/{shared}", shared)
-            found = next((c for c in candidates if ("optimizer.state", c) in self.below), None)
-            entries: dict[str, Any] = {}
-            for flat, path in self.below.get(("optimizer.state", found or ""), {}).items():
-                _set(entries, path, self._blank(flat, param))
-            tree[found or shared] = entries
+            for key in (shared, f"replica{replica}/{shared}"):
+                for flat, path in self.below.get(("optimizer.state", key), {}).items():
+                    _set(tree.setdefault(key, {}), path, self._blank(flat, param))
         return tree
 
     def _blank(self, flat: str, param: torch.Tensor) -> Any:

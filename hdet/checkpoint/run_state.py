@@ -45,8 +45,7 @@ class RunState:
             raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
         if extra is not None and not isinstance(extra, dict) and not _is_stateful(extra):
             raise TypeError(f"extra must be a dict, or have state_dict and load_state_dict, got {type(extra).__name__}")
-        if ensemble.replicas.in_use:
-            raise ValueError("a RunState was made inside `with replicas.use(k):`, it is of all replicas: make it after")
+        _check_outside_use(ensemble)
         self.model, self.ensemble, self.extra = model, ensemble, extra
         self.optimizer = ensemble.optimizer
         self.keys = Keys(model, ensemble.replicas)
@@ -93,6 +92,7 @@ class RunState:
             ValueError: replicas have parted, and the mean is not known here.
         """
         ensemble = self.ensemble
+        _check_outside_use(ensemble)
         if ensemble.converged or not _under_way(ensemble):
             return None
         mean = ensemble.mean()
@@ -105,34 +105,33 @@ class RunState:
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
-    @property
-    def private(self) -> bool:
-        """Has each replica an optimizer state of its own? Also where the end of the cycle will reset it."""
-        ensemble = self.ensemble
-        until_reset = ensemble.gradients == "local" and ensemble.weights.moments.policy == "reset" and ensemble.engine.position > 0
-        return (ensemble.private_state or until_reset) and self.keys.several_processes
-
     def parameter_names(self) -> list[str]:
         """Of the optimizer's parameters, in its order."""
         names = Inventory(self.model).name_of
         return [names[id(p)] for p in listed(self.optimizer)]
 
-    def optimizer_key(self, name: str, param: torch.Tensor) -> str:
-        return (self.keys.of_replica(param) if self.private else self.keys.shared(param)) + name
+    def _key_of_entry(self, name: str, param: torch.Tensor, key: str, value: Any) -> str:
+        """Local gradients: each replica has its own moments, unless they have just been made equal; only counters are never averaged."""
+        ensemble = self.ensemble
+        policy = ensemble.weights.moments.policy  # None under shared gradients
+        counts = key == "step" or not isinstance(value, torch.Tensor) or value.shape != param.shape
+        own = {None: False, "keep": True, "average": counts, "reset": ensemble.engine.position > 0}[policy]
+        return (self.keys.of_replica(param) if own and ensemble.replicas.count > 1 else self.keys.shared(param)) + name
 
     def _optimizer_tree(self, mean: bool) -> dict[str, Any]:
-        saved, names, params = self.optimizer.state_dict(), self.parameter_names(), listed(self.optimizer)
-        state: dict[str, Any] = {}
-        unstarted = []
+        saved, params = self.optimizer.state_dict(), listed(self.optimizer)
         groups = [group for group in self.optimizer.param_groups for _ in group["params"]]
-        for i, (name, param, group) in enumerate(zip(names, params, groups, strict=True)):
+        state: dict[str, dict[str, Any]] = {}
+        unstarted = []
+        for i, (name, param, group) in enumerate(zip(self.parameter_names(), params, groups, strict=True)):
             entries = _of_one_replica(saved["state"].get(i, {}), name, mean)
             if not entries and param.requires_grad:
                 entries = blank_state(self.optimizer, group, param)
                 unstarted.append(name)
-            state[self.optimizer_key(name, param)] = entries
-        sizes = iter(names)
-        settings = [{**group, "params": [next(sizes) for _ in group["params"]]} for group in saved["param_groups"]]
+            for key, value in entries.items():
+                state.setdefault(self._key_of_entry(name, param, key, value), {})[key] = value
+        names = iter(self.parameter_names())
+        settings = [{**group, "params": [next(names) for _ in group["params"]]} for group in saved["param_groups"]]
         rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
         about = {"groups": settings, "unstarted": unstarted, "rest": rest}
         return {"state": state, "about": {self.about_key(): pack(about, "the optimizer's settings")}}
@@ -187,7 +186,9 @@ class RunState:
             loaded |= unpack(_only(state["modules"]))
         self.model.load_state_dict({raw: loaded[name] for raw, name in Inventory(self.model).first_name.items()})
         about = unpack(_only(state["optimizer"]["about"]))
-        entries = {bare(key): value for key, value in state["optimizer"]["state"].items()}
+        entries: dict[str, dict[str, Any]] = {}
+        for key, values in state["optimizer"]["state"].items():
+            entries.setdefault(bare(key), {}).update(values)
         numbered: dict[int, dict[str, Any]] = {}
         for i, (name, param) in enumerate(zip(self.parameter_names(), listed(self.optimizer), strict=True)):
             if entries.get(name) and name not in about["unstarted"]:
@@ -232,6 +233,11 @@ def _is_stateful(value: Any) -> bool:
 def _only(values: Mapping[str, Any]) -> Any:
     (value,) = values.values()
     return value
+
+
+def _check_outside_use(ensemble: Ensemble) -> None:
+    if ensemble.replicas.in_use:
+        raise ValueError("a checkpoint was asked for inside `with replicas.use(k):`, but it is of all replicas: ask after it")
 
 
 def _under_way(ensemble: Ensemble) -> bool:

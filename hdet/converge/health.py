@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["all_finite", "digest"]
+__all__ = ["DIGEST_BITS", "all_finite", "digest"]
 
-_SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SLICE = 1 << 18
-"""elements looked at together: the digest's integers are 64 bits wide, and memory for a whole tensor of them would be too much"""
+DIGEST_BITS = 40
+"""a digest's numbers are below 2^40, so that the sum over up to 8192 ranks of a replica is exact in float64"""
+
+_SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_SLICE = 1 << 17
+"""words of 64 bits looked at together: 1 MiB, which stays in a cache between the two sums over it"""
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -25,15 +29,56 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.double().to(filled[0].device) for x in largest]).sum().isfinite().double()
 
 
+@torch.no_grad()
 def digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(2,) float64 whole numbers below 2^52: equal for bitwise equal tensors, and practically never for others."""
+    """(2,) float64 whole numbers below 2^40: equal for bitwise equal tensors, and practically never for others.
+
+    Memory is read as 64-bit words, whatever the dtypes: sum of w_i x_i and of w_i (x_i >> 31) modulo 2^64 over each MiB, with fixed
+    random w. The second sum sees the upper halves in its lower bits, where no even number of flipped signs cancels out.
+    """
     filled = [t.detach() for t in tensors if t.numel()]
-    total = torch.zeros(2, dtype=torch.int64, device=filled[0].device if filled else None)
-    for position, tensor in enumerate(filled):
-        flat = tensor.contiguous().view(-1).view(_SAME_SIZE_INTEGER[tensor.element_size()])
-        for piece in flat.split(_SLICE):
-            bits = piece.long()
-            # The second sum is not linear, so exchanged or compensating differences still show.
-            both = torch.stack([bits.sum(), (bits * (bits + 2 * position + 1)).sum()])
-            total += both.mul_(2 * position + 1).to(total.device)
-    return (total & ((1 << 52) - 1)).double()
+    if not filled:
+        return torch.zeros(2, dtype=torch.float64)
+    device = filled[0].device
+    sums = [sum_ for tensor in filled for words in _words(tensor) for sum_ in _sums(words)]
+    places = torch.arange(len(sums), device=device)
+    mixed = _mix(torch.stack([s if s.device == device else s.to(device) for s in sums]) + places * -0x61C8864680B583EB)
+    return (mixed.view(-1, 2).sum(0) & ((1 << DIGEST_BITS) - 1)).double()
+
+
+def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor's memory as int64, a slice at a time; what is left over at the end, an element in each word."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1)
+    each = 8 // flat.element_size()
+    for piece in flat.split(_SLICE * each):
+        whole = piece.numel() // each * each
+        if whole:
+            aligned = piece[:whole] if piece.storage_offset() % each == 0 else piece[:whole].clone()
+            yield aligned.view(torch.int64)
+        if whole < piece.numel():
+            yield piece[whole:].view(_SAME_SIZE_INTEGER[flat.element_size()]).long()
+
+
+def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = _weights(words.device)[: words.numel()]
+    if words.device.type == "cpu":
+        return torch.dot(words, weights), torch.dot(words >> 31, weights)
+    return (words * weights).sum(), ((words >> 31) * weights).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0x48444554)
+    return (torch.randint(-(1 << 62), 1 << 62, (_SLICE,), generator=generator) | 1).to(device)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Every bit of a word depends on all of them (the finalizer of splitmix64)."""
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, zeros from the left."""
+    return (x >> by) & ((1 << (64 - by)) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -137,6 +137,12 @@ class Run:
         self._emit(
             {"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device}
         )
+        with nullcontext() if self.ensemble is None else self.ensemble.guard():  # a process that is gone is named
+            self._train_to_the_end()
+        self._finish()
+
+    def _train_to_the_end(self) -> None:
+        config = self.config
         self._fix_bucket_layout()
         total, count = torch.zeros((), device=self.place.device), 0
         self._clock = time.perf_counter()
@@ -151,7 +157,6 @@ class Run:
             if config.ends_cycle(self.step):
                 with self._off_the_clock():
                     self._between_cycles()
-        self._finish()
 
     def _train_step(self) -> torch.Tensor:
         losses = [self._loss_and_gradients(replica) for replica in self.local]

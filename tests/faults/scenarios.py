@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +80,11 @@ class Training:
         return " | ".join(said)
 
 
-def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, guard: bool = True, at: int = 6) -> list[float]:
+def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at: int = 6) -> list[float]:
     """Between two averages: under DDP the others notice in their next backward pass, with local gradients at the next average."""
     training = Training(world.rank, local=local)
     world.afterwards = training.refuses
-    context: AbstractContextManager[Any] = training.ensemble.guard() if guard else nullcontext()
-    with context:
+    with training.ensemble.guard():
         for step in range(12):
             if step == at and world.rank == victim:
                 world.die()
@@ -94,9 +92,13 @@ def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, gua
     return training.numbers()
 
 
-def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, local: bool = True, **settings: Any) -> list[float]:
-    """At the nth collective of the second cycle's end: 1 gathers the losses, 2 and on average. The victim's is never begun."""
-    training = Training(world.rank, local=local, **settings)
+def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False) -> list[float]:
+    """At the nth collective of the second cycle's end: 1 gathers the losses, 2 averages. The victim's is never begun.
+
+    ``pairs``: replicas of two ranks each.
+    """
+    replicas = hdet.Replicas.from_group([[0, 1], [2, 3]]) if pairs else None
+    training = Training(world.rank, local=True, replicas=replicas)
     world.afterwards = training.refuses
     for _ in range(2 * INTERVAL - 1):
         training.step()

@@ -104,6 +104,12 @@ def damaged(tmp_path: Path, how: str) -> str:
     if how == "truncated":
         path.write_bytes(path.read_bytes()[:-200])
         return "damaged"
+    if how == "a flipped bit":  # in a weight: torch.load alone would not notice
+        whole = bytearray(path.read_bytes())
+        whole[whole.index(content["model"]["weight"].numpy().tobytes()) + 2] ^= 1
+        path.write_bytes(whole)
+        assert not torch.equal(torch.load(path, weights_only=True)["model"]["weight"], content["model"]["weight"])
+        return "damaged"
     if how == "empty":
         path.write_bytes(b"")
         return "damaged"
@@ -128,7 +134,9 @@ def damaged(tmp_path: Path, how: str) -> str:
     return str(tmp_path / "hdet")
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "garbage", "a tensor", "version", "keys", "settings", "parent folder"])
+@pytest.mark.parametrize(
+    "how", ["truncated", "a flipped bit", "empty", "garbage", "a tensor", "version", "keys", "settings", "parent folder"]
+)
 def test_bad_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None:
     mention = damaged(tmp_path, how)
     with pytest.raises(RunFolderError) as caught:

@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL = 20, 4
 ARGUMENTS = ["--data", str(ROOT / "hdet"), "--steps", str(STEPS), "--sync-interval", str(INTERVAL), "--max-lr", "3e-3"]
 
-TOLERANCE = {"rtol": 1e-8, "atol": 1e-10}
-"""20 steps of roundings of 1e-16, which Adam magnifies where a gradient is small against its own rounding: measured TODO."""
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
+"""Measured: 1.3e-15 in weights and 9e-16 in losses over all steps, a few roundings. A gradient that is small against its own rounding
+would be magnified by Adam, up to a step's length; three digits are left for that and for other machines."""
 
 
 def example() -> ModuleType:
@@ -84,10 +85,10 @@ def test_losses_and_base_values_are_those_of_two_ranks(eight: list[dict[str, Any
             torch.testing.assert_close(torch.tensor(eight[rank]["losses"]), torch.tensor(two[replica]["losses"]), **TOLERANCE)
         assert all(eight[rank]["losses"] == [[]] * STEPS for rank in ranks[:2])
         for rank in ranks:
-            assert eight[rank]["rates"] == pytest.approx(two[0]["rates"], rel=1e-8)
+            assert eight[rank]["rates"] == pytest.approx(two[0]["rates"], rel=1e-12)
             assert len(eight[rank]["records"]) == STEPS // INTERVAL
             for ours, theirs in zip(eight[rank]["records"], two[0]["records"], strict=True):
-                assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-8)
+                assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-12)
                 assert ours["multipliers"] == theirs["multipliers"]
                 assert ours["losses"] == eight[0]["records"][ours["cycle"]]["losses"], "bitwise, on every rank"
     corrections = [record["corrections"]["lr"] for record in two[0]["records"]]
