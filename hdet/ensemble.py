@@ -396,7 +396,9 @@ class Ensemble:
 
     def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
         """w_r: uniform over the healthy replicas, or Eq. 4 (uniform again where a healthy one has no loss)."""
-        weights = [1 / len(healthy) if r in healthy else 0.0 for r in range(self.replicas.count)]
+        weights = [0.0] * self.replicas.count
+        for r in healthy:
+            weights[r] = 1 / len(healthy)
         known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
         if self.average == "softmax" and len(known) == len(healthy):
             for r, w in zip(healthy, softmax_weights(known, 0.1), strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -47,9 +48,8 @@ def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
     return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What one replica contributes at the end of a cycle."""
+class Slot(NamedTuple):
+    """What one replica contributes at the end of a cycle. (A tuple, because there may be a thousand of them.)"""
 
     loss_sum: float
     weight: float

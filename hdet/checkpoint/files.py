@@ -45,6 +45,7 @@ def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int 
         raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
     if not state.ensemble.converged:
         state.ensemble.converge()
+    state.ensemble._forget_window()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
     folder = Path(root)
     final = folder / f"step-{step:08d}"
     together = Together(state.ensemble.replicas.world_group)

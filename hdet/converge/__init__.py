@@ -1,8 +1,28 @@
-"""Converge: the average of the replicas' parameters, and the checks that go with it (Eq. 3)."""
+"""Converge: the average of the replicas' parameters, the ways of taking it, and the checks that go with it (Eq. 3; docs/converge.md)."""
 
 from .average import BucketedAverage
+from .compressed import Compressed
+from .exact_local import ExactLocal
 from .health import all_finite, digest
+from .hierarchical import Hierarchical
+from .overlapped import Overlapped
 from .plain import Plain
 from .protocol import Average, Converge, Masters, Task, local_parts
+from .streaming import Streaming
 
-__all__ = ["Average", "BucketedAverage", "Converge", "Masters", "Plain", "Task", "all_finite", "digest", "local_parts"]
+__all__ = [
+    "Average",
+    "BucketedAverage",
+    "Compressed",
+    "Converge",
+    "ExactLocal",
+    "Hierarchical",
+    "Masters",
+    "Overlapped",
+    "Plain",
+    "Streaming",
+    "Task",
+    "all_finite",
+    "digest",
+    "local_parts",
+]

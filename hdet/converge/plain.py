@@ -1,3 +1,5 @@
+"""Plain: one all_reduce of the parameters at the end of each cycle."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,29 +10,39 @@ import torch
 from .average import BucketedAverage
 from .protocol import Average, Task
 
+__all__ = ["Plain", "PlainAverage"]
+
 
 @dataclass(frozen=True)
 class Plain:
+    """The average of all parameters at the end of each cycle, exactly, while training waits. The default.
+
+    Sends 2 (N - 1) / N * P bytes a rank and cycle, P the bytes of the parameters on this rank (16-bit ones count as fp32).
+    Extra memory: ``bucket_bytes`` at most.
+    """
+
     def build(self, task: Task) -> Average:
-        return _P(task)
+        return PlainAverage(task)
 
 
-class _P:
+class PlainAverage:
+    """Eq. 3 in place; what the other ways fall back to."""
+
     settled = True
     companions = 0
 
     def __init__(self, task: Task) -> None:
-        self.a = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)
+        self._plain = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)
 
     def after_step(self, position: int) -> list[str]:
         return []
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        self.a(weights)
+        self._plain(weights)
         return []
 
     def complete(self, weights: Sequence[float]) -> None:
-        self.a(weights)
+        self._plain(weights)
 
     def mean(self) -> list[torch.Tensor] | None:
         return None

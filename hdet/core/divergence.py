@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,16 +66,16 @@ def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float |
     None where a replica has none. ``before``: `Verdict.level` of the last cycle that was not taken back.
     """
     reasons: dict[int, str] = {}
+    ranked = sorted(x for good, x in zip(finite, losses, strict=True) if good and x is not None and math.isfinite(x))
     for r, loss in enumerate(losses):
-        others = [x for q, x in enumerate(losses) if q != r and finite[q] and x is not None and math.isfinite(x)]
         if not finite[r]:
             reasons[r] = "parameters not finite"
         elif loss is None:
             continue
         elif not math.isfinite(loss):
             reasons[r] = "loss not finite"
-        elif others and before is not None and settings.peer_bound is not None:
-            healthy_level = max(statistics.median(others), before)
+        elif len(ranked) > 1 and before is not None and settings.peer_bound is not None:
+            healthy_level = max(_median_of_others(ranked, loss), before)
             if loss > settings.peer_bound * healthy_level > 0:
                 reasons[r] = f"loss {loss:.4g} above {settings.peer_bound:g} times its peers' and the last cycle's, {healthy_level:.4g}"
     healthy = [r for r in range(len(finite)) if r not in reasons]
@@ -87,3 +88,10 @@ def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float |
     if risen:
         notes.append(f"the median loss rose from {before:.4g} to {level:.4g}")
     return Verdict(survivors, settings.rollback is not None and (not healthy or risen), level, notes)
+
+
+def _median_of_others(ranked: Sequence[float], own: float) -> float:
+    """Of sorted losses without this one, which is among them; not sorted anew for each of N replicas."""
+    place, middle = bisect_left(ranked, own), (len(ranked) - 1) // 2
+    upper = ranked[middle + (middle >= place)]
+    return upper if len(ranked) % 2 == 0 else (ranked[middle - 1 + (middle - 1 >= place)] + upper) / 2

@@ -199,6 +199,7 @@ def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
+    shards.sharding_dims(param, f"a parameter of shape {tuple(param.shape)}")  # refuses sums that have not been taken
     for key, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and key != "step":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,25 +10,18 @@ import pytest
 import hdet
 from hdet import checkpoint
 
+from ..faults.harness import run_faulty
 from .helpers import alone
-from .killed import KILLED_RANK
+from .killed import KILLED_RANK, killed_in_a_save
 
 
 @pytest.mark.parametrize("where", KILLED_RANK)
 def test_killed_in_a_write(tmp_path: Path, where: str) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path)]
-    processes = [
-        subprocess.Popen([*command, str(rank), where], stdout=subprocess.PIPE, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
-        for rank in (0, 1)
-    ]
-    try:
-        texts = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    dead = KILLED_RANK[where]
-    assert processes[dead].returncode == -signal.SIGKILL and processes[1 - dead].returncode == 3
-    assert f"rank {dead}" in texts[1 - dead] and "while saving a checkpoint" in texts[1 - dead]
+    ranks = run_faulty(killed_in_a_save, 2, tmp_path, where=where)
+    dead, left = ranks[KILLED_RANK[where]], ranks[1 - KILLED_RANK[where]]
+    assert dead.exitcode == -signal.SIGKILL
+    assert left.kind == "ReplicaLost", left.traceback
+    assert (left.phase, left.lost) == ("checkpoint", (dead.rank,)) and "while saving a checkpoint" in left.text
 
     root = tmp_path / "run"
     assert (root / ".step-00000007.partial").is_dir(), "killed in the middle"

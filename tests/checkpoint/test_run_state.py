@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet import checkpoint
+from hdet.kernels import rounding
 
 from ..distributed import run_ranks
 from . import helpers
@@ -198,6 +199,29 @@ def test_private_moments_with_another_number_of_replicas(tmp_path: Path) -> None
     assert [rank[1] for rank in shared] == [saved[0][1]] * 2
 
 
+def own_counters(rank: int, world: int, root: str, loads: bool) -> list[float]:
+    run = helpers.local_average(rank, world)
+    if loads:
+        checkpoint.load(root, run.state)
+    else:
+        run.steps(5)
+        for state in run.optimizer.state.values():
+            state["step"] += 10 * rank  # as where a GradScaler has skipped steps of one replica
+        checkpoint.save(root, run.state, 5)
+    return [float(state["step"]) for state in run.optimizer.state.values()]
+
+
+def test_averaged_moments_are_stored_once_and_counters_for_each_replica(tmp_path: Path) -> None:
+    counters = [[5.0] * 4, [15.0] * 4]
+    assert run_ranks(own_counters, 2, str(tmp_path), False) == counters
+    assert run_ranks(own_counters, 2, str(tmp_path), True) == counters
+    keys = dcp.FileSystemReader(tmp_path / "step-00000005").read_metadata().state_dict_metadata
+    of_one = {key for key in keys if key.startswith("optimizer.state") and "0.weight" in key}
+    assert of_one == {
+        f"optimizer.state.{key}" for key in ("0.weight.exp_avg", "0.weight.exp_avg_sq", "replica0/0.weight.step", "replica1/0.weight.step")
+    }
+
+
 # -- what each rank has for itself -------------------------------------------------------------------------------------------
 
 
@@ -344,3 +368,39 @@ def recipe(rank: int, world: int, path: str) -> bool:
 
 def test_the_recipe_for_plain_torch_save(tmp_path: Path) -> None:
     assert run_ranks(recipe, 2, str(tmp_path / "checkpoint.pt")) == [True, True]
+
+
+class Bfloat(Run):
+    loss = helpers.BfloatRun.loss
+
+
+def sixteen_bits(make: Callable[..., Any]) -> Run:
+    return Bfloat(mlp(torch.bfloat16), None, make, 0, controller=None)
+
+
+def values_of(run: Run) -> list[Any]:
+    """Exact values behind the parameters, and moments."""
+    split = [m is not None and m.dtype == torch.int16 for m in run.optimizer.masters(list(run.net.parameters()))]
+    masters = run.optimizer.masters(list(run.net.parameters()))
+    exact = [rounding.join(p.detach(), m) if s else m for p, m, s in zip(run.net.parameters(), masters, split, strict=True)]
+    return [bits(x) for x in exact] + [bits(state["exp_avg"]) for state in run.optimizer.state.values()]
+
+
+def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
+    """torch's and hdet's, and hdet's forms of a master weight."""
+    run = alone(helpers.torch_adamw).steps(6)
+    checkpoint.save(tmp_path / "a", run.state, 6)
+    fused = alone(helpers.fused_adamw).resume(tmp_path / "a")
+    assert run.facts()["model"] == fused.facts()["model"] and run.facts()["optimizer"] == fused.facts()["optimizer"]
+    checkpoint.save(tmp_path / "b", fused.state, 6)
+    assert alone(helpers.torch_adamw).resume(tmp_path / "b").steps(4).facts() == run.steps(4).facts()
+
+    def split(params: Any) -> Any:
+        return hdet.FusedAdamW(params, lr=3e-3, master_weights="split")
+
+    whole = sixteen_bits(helpers.fused_fp32).steps(6)
+    checkpoint.save(tmp_path / "c", whole.state, 6)
+    halves = sixteen_bits(split).resume(tmp_path / "c")
+    checkpoint.save(tmp_path / "d", halves.steps(1).state, 7)
+    again = sixteen_bits(helpers.fused_fp32).resume(tmp_path / "d")
+    assert values_of(again) == values_of(halves)

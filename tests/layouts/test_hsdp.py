@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
 
 STEPS = 6
-WAYS = ["float64", "bf16", "offload", "probe"]
+WAYS = ["float64", "bf16", "offload", "probe", "evaluated"]
 PROBES = [batch(1000 + i, 0) for i in range(4)]
 
 
@@ -32,12 +32,13 @@ def sharded(mesh: DeviceMesh, way: str) -> Any:
 def train(rank: int, world: int, way: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     net = sharded(mesh, way)
-    dtype = next(net.parameters()).dtype
+    parameters = list(net.parameters())  # shards; while a module is gathered it shows others
+    dtype = parameters[0].dtype
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return net(x.to(dtype)).double()
 
-    optimizer = adamw(net.parameters())
+    optimizer = adamw(parameters)
     records: list[dict[str, Any]] = []
     # This rule looks and never decides: t is cut at 1000.
     rule = hdet.ProbeRule(dead=1e4)
@@ -46,6 +47,7 @@ def train(rank: int, world: int, way: str) -> dict[str, Any]:
         replicas=hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"),
         controller=hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, rule=rule, average_every=1) if way == "probe" else None,
         total_steps=STEPS,
+        refresh=(lambda: [module.reshard() for module in (net[0], net)]) if way == "evaluated" else None,
         log=lambda record, step: records.append(record),
     )
     steps = []
@@ -53,13 +55,16 @@ def train(rank: int, world: int, way: str) -> dict[str, Any]:
         optimizer.zero_grad()
         loss = loss_of(forward, batch(i, rank))
         loss.backward()
-        gradient = flat(p.grad for p in net.parameters())
+        gradient = flat(p.grad for p in parameters)
         optimizer.step()
-        before = flat(net.parameters())
+        before = flat(parameters)
+        if way in ("probe", "evaluated"):
+            with torch.no_grad():
+                forward(batch(i, 0)[0])  # gathers the root's parameters as they are now, and leaves them so
         ensemble.step(loss)
-        steps.append((gradient, before, flat(net.parameters())))
-    kept = {tuple(p.to_local().shape) for p in net.parameters()}
-    return {"steps": steps, "records": records, "shards": kept, "dtypes": {p.to_local().dtype for p in net.parameters()}}
+        steps.append((gradient, before, flat(parameters)))
+    kept = {tuple(p.to_local().shape) for p in parameters}
+    return {"steps": steps, "records": records, "shards": kept, "dtypes": {p.to_local().dtype for p in parameters}}
 
 
 def train_all(rank: int, world: int) -> dict[str, Any]:
@@ -75,7 +80,7 @@ def by_hand(run: dict[str, Any]) -> ByHand:
     return ByHand([record["multipliers"]["lr"] for record in run["records"]], shards=2).run(STEPS)
 
 
-@pytest.mark.parametrize("way", ["float64", "offload", "probe"])
+@pytest.mark.parametrize("way", ["float64", "offload", "probe", "evaluated"])
 def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
     """Which DDP on two ranks equals too (test_ddp.py), with both ranks' batches on each."""
     hand = by_hand(runs[0][way])

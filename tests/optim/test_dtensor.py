@@ -587,6 +587,10 @@ def refusals(rank: int, world_size: int) -> None:
     saved["state"][0]["exp_avg"] = torch.zeros_like(param)
     with pytest.raises(ValueError, match="is a DTensor.*the parameter a plain tensor"):
         other.load_state_dict(saved)
+    unsummed = Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Partial()]))
+    unsummed.grad = torch.zeros_like(unsummed)
+    with pytest.raises(ValueError, match="a sum that has not been taken"):
+        FusedAdamW([unsummed]).step()
     clipped = FusedAdamW([param], max_grad_norm=1.0)
     clipped.step()
     with pytest.raises(RuntimeError, match="clip_grad_norm_"):

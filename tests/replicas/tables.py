@@ -42,6 +42,8 @@ CASES = [
     Case(8, {"cp": 2}, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], []),
     # Two instances of a distributed optimizer over eight ranks, or FSDP2 on a mesh (2, 4).
     Case(8, {"shard": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]], pairs(0, 3, 4), [[0, 1, 2, 3], [4, 5, 6, 7]], []),
+    # Layers without experts are whole on each rank, an expert is split over two.
+    Case(8, {"etp": 2}, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], []),
     # Two stages next to each other: rank = pp + 2 dp; stage 1 is odd.
     Case(
         8,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hdet
 from hdet.replicas.agreement import who_has
@@ -126,15 +126,25 @@ def several_views(rank: int, world: int) -> list[dict[str, Any]]:
 
 def test_a_view_of_the_world_that_names_its_dimensions_later() -> None:
     """As torchtitan's: the root of such a mesh knows neither the dimension nor the others."""
-    if not hasattr(torch.distributed.device_mesh.DeviceMesh, "_unflatten"):
+    if not hasattr(DeviceMesh, "_unflatten"):
         pytest.skip("this torch cannot")
     results = run_ranks(several_views, 8)
     for k in range(2):
         check([result[k] for result in results], [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 
+def descending_mesh(rank: int, world: int) -> Any:
+    mesh = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return seen(hdet.Replicas.from_mesh(mesh))
+
+
+def test_peers_stand_in_the_order_of_their_replicas() -> None:
+    """The mesh's own group of ranks 2 and 0 has 0 first, so another is made."""
+    check(run_ranks(descending_mesh, 4), [[2, 3], [0, 1]])
+
+
 def mesh_smaller_than_the_world(rank: int, world: int) -> Any:
-    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp_replicate", "dp_shard"))
     try:
         return seen(hdet.Replicas.from_mesh(mesh))
     except ValueError as error:
@@ -331,6 +341,7 @@ STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different 
         ([{"seed": 1}] * 3 + [{"seed": 2}], STAGES, "", "seed differs between replicas' ranks: ranks 0-2: 1; rank 3: 2"),
         (SAME, STAGES[:3] + [{"shapes": 7}], "", "shapes differs between replicas, among .*: rank 1: 11; rank 3: 7"),
         (SAME[:3] + [{"sync_interval": 1}], STAGES, "", "the settings to compare differ between replicas' ranks"),
+        (SAME[:3] + [{"seed": 1, "new in the next version": 1}], STAGES, "", "the settings to compare .* several versions of hdet"),
         (SAME, STAGES, "place", "ranks 2-3 all are member 0 of replica 1"),
         (SAME, STAGES, "ranks", "the number of replicas and their ranks \\(digest\\) differs between replicas' ranks"),
         (SAME, STAGES, "size", "the number of ranks in a replica differs between replicas' ranks: ranks 0-2: 2; rank 3: 1"),
