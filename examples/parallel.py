@@ -81,10 +81,6 @@ class Stage(nn.Module):
         ]
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def add_up_gradients(stage: Stage, dp: dist.ProcessGroup, embd: dist.ProcessGroup | None) -> None:
     """What DistributedDataParallel does, in one bucket; then the two uses of the embedding, whose copies stay bitwise equal."""
     gradients = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in stage.parameters()]
@@ -119,17 +115,16 @@ def report(step: int, stage: Stage, ensemble: hdet.Ensemble, losses: list[torch.
 
 
 def train(args: argparse.Namespace, after_step: Callable[[int, Stage, hdet.Ensemble, list[torch.Tensor]], None] = report) -> None:
-    # Ranks of one replica: 0, 1, 4, 5 and 2, 3, 6, 7 of 8. The mesh's inner dimension is the one that talks most.
-    use_gpus = torch.cuda.is_available() and dist.get_backend() == "nccl"
-    dp = dist.get_world_size() // (args.tp * args.pp)
-    mesh = init_device_mesh("cuda" if use_gpus else "cpu", (args.pp, dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
-    device = torch.device("cuda", torch.cuda.current_device()) if use_gpus else torch.device("cpu")
+    # Replicas are ranks 0, 1, 4, 5 and 2, 3, 6, 7 of eight: the mesh's last dimension has neighbours, which talk most.
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    shape = (args.pp, dist.get_world_size() // (args.tp * args.pp), args.tp)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
 
     torch.manual_seed(args.seed)
     stage = Stage(args.layers, mesh.get_local_rank("pp"), args.pp).to(device)
     if args.tp > 1:
         stage.split(mesh["tp"])
-    # First and last stage each hold the embedding; with one stage they are the same, with a third in between that one holds none.
+    # First and last stage both hold the embedding, stages between them do not.
     ends = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].flatten(1).T.tolist())[0] if args.pp > 1 else None
 
     replicas = hdet.Replicas.from_mesh(mesh, replicate="dp")  # (1)
@@ -145,13 +140,15 @@ def train(args: argparse.Namespace, after_step: Callable[[int, Stage, hdet.Ensem
     )
 
     pipeline = PipelineStage(stage, mesh.get_local_rank("pp"), args.pp, device, group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(pipeline, n_microbatches=4, loss_fn=cross_entropy)
+    schedule = Schedule1F1B(pipeline, n_microbatches=4, loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
     text = load_corpus(args.data).train
     for step in range(1, args.steps + 1):
         x, y = sample_batch(text, args.batch_size, CONTEXT, seed=args.seed, stream=f"train/{replicas.index}", index=step)
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
-        schedule.step(*([x.to(device)] if stage.first else []), **({"target": y.to(device), "losses": losses} if stage.last else {}))
+        inputs = [x.to(device)] if stage.first else []
+        targets = {"target": y.to(device), "losses": losses} if stage.last else {}
+        schedule.step(*inputs, **targets)
         add_up_gradients(stage, mesh.get_group("dp"), ends)
         optimizer.step()
         for loss in losses:  # (4) the last stage's micro-batches; both of its tp ranks have them, the first stage has none

@@ -23,6 +23,7 @@ from .core.engine import STATE_VERSION, Engine
 from .knobs import GroupKnob
 from .moments import POLICIES
 from .replicas import Replicas
+from .replicas.refusals import check_wrapper
 
 __all__ = [
     "agreement",
@@ -52,6 +53,7 @@ def check_arguments(
     log: Any,
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
+    check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(scheduler, ReduceLROnPlateau):

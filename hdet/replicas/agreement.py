@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .layout import brief
 
-__all__ = ["ReplicaDisagreement", "compare", "digest", "gathered", "who_has"]
+__all__ = ["ReplicaDisagreement", "compare", "digest", "gathered", "reachable", "who_has"]
 
 
 class ReplicaDisagreement(RuntimeError):
@@ -23,12 +23,17 @@ def digest(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big")
 
 
+def reachable(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
+    """``device``, or where ``group`` can talk: a group of NCCL alone takes no tensor of the CPU, where offloaded parameters are."""
+    backends = dist.get_backend_config(group)
+    if device is not None and f"{device.type}:" in backends:
+        return device
+    return (None if "cpu:" in backends else torch.accelerator.current_accelerator()) or torch.device("cpu")
+
+
 def gathered(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[list[int]]:
-    """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather."""
-    if device is None:  # a group of NCCL alone takes no tensor of the CPU
-        on_cpu = "cpu:" in dist.get_backend_config(group)
-        device = (None if on_cpu else torch.accelerator.current_accelerator()) or torch.device("cpu")
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather, on ``device`` if the group can."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=reachable(group, device))
     everyone = own.new_empty(dist.get_world_size(group), len(numbers))
     dist.all_gather(list(everyone.unbind(0)), own, group=group)
     return everyone.tolist()

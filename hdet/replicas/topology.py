@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .agreement import ReplicaDisagreement, compare
+from .agreement import ReplicaDisagreement, compare, reachable
 from .groups import build, layout_table, listed_table
 from .megatron import megatron_table
 from .mesh import mesh_table
@@ -199,8 +199,10 @@ class Replicas:
         """
         rows = row.new_zeros(self.count, row.numel())
         rows[self.index] = row
-        if self.world_group is not None:
-            dist.all_reduce(rows, group=self.world_group)
+        if self.world_group is None:
+            return rows
+        rows = rows.to(reachable(self.world_group, rows.device))
+        dist.all_reduce(rows, group=self.world_group)
         return rows
 
     def require_agreement(

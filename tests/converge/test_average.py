@@ -127,19 +127,32 @@ def test_all_finite_sees_a_single_bad_element(value: float) -> None:
     assert all_finite([torch.full((3,), 3e38)]) == 1.0, "large is not infinite"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
-    a, b = torch.randn(100).to(dtype), torch.randn(100).to(dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[torch.empty((), dtype=dtype).element_size()]
+    a, b = (torch.randn(1003).mul(50).to(dtype) for _ in range(2))
     same = digest([a.clone(), b.clone()])
-    assert torch.equal(digest([a, b]), same)
+    assert torch.equal(digest([a, b]), same) and torch.equal(digest([torch.cat([b[:1], a])[1:], b]), same), "whatever the alignment"
     assert not torch.equal(digest([b, a]), same)
-    flipped = a.clone()
-    flipped[3] = torch.nextafter(flipped[3].double(), torch.tensor(9.0, dtype=torch.float64)).to(dtype) + flipped[3].abs() * 2**-7
-    assert not torch.equal(digest([flipped, b]), same)
-    swapped = a.clone()
-    swapped[[0, 1]] = a[[1, 0]]
-    # A sum over a tensor does not see the order inside it; nothing in HDET exchanges elements.
-    assert torch.equal(digest([swapped, b]), same)
+    assert not torch.equal(digest([a[[1, 0, *range(2, 1003)]], b]), same)
+    assert same.shape == (2,) and same.dtype == torch.float64 and bool((same == same.round()).all())
+    for bit in range(8 * a.element_size() - 1):
+        for place in (3, 1002):
+            flipped = a.clone()
+            flipped.view(bits)[place] ^= 1 << bit
+            assert bool((digest([flipped, b]) != same).any())
+
+
+def test_digest_sees_any_number_of_flipped_signs_and_stays_below_its_bound() -> None:
+    a = torch.zeros(1 << 12)
+    largest, seen = 0.0, set()
+    for count in (0, 1, 2, 3, 4, 16, 1 << 12):
+        a[:count] = -0.0
+        both = digest([a])
+        largest, seen = max(largest, float(both.max())), seen | {tuple(both.tolist())}
+    assert len(seen) == 7
+    # 8192 members add theirs in a float64
+    assert largest < 2**40 and 8192 * 2.0**40 <= 2.0**53
 
 
 # -- masters -----------------------------------------------------------------------------------------------------------------

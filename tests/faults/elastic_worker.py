@@ -50,11 +50,19 @@ def train(folder: Path, kill: bool) -> list[float]:
     return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
 
 
+def meet() -> None:
+    """As ``init_process_group("gloo")``, but no start reads what an earlier one has left in torchrun's store (docs/faults.md)."""
+    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     (folder / "pids" / str(os.getpid())).touch()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    meet()
     weights = train(folder, kill=True)
     torch.save(weights, folder / f"weights-{dist.get_rank()}.pt")
     dist.destroy_process_group()

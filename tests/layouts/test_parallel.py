@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.layouts.common import full
 
 ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL = 20, 4
-ARGUMENTS = ["--data", str(ROOT / "hdet"), "--steps", str(STEPS), "--sync-interval", str(INTERVAL), "--max-lr", "3e-3"]
+ARGUMENTS = ["--steps", str(STEPS), "--sync-interval", str(INTERVAL), "--max-lr", "3e-3"]
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 """Measured: 1.3e-15 in weights and 9e-16 in losses over all steps, a few roundings. A gradient that is small against its own rounding
@@ -63,13 +64,22 @@ def collect(arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def eight() -> list[dict[str, Any]]:
-    return run_ranks(train, 8, ARGUMENTS, timeout=120.0)
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Something to predict."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("".join(draw.choices(["one ", "two ", "three ", "\n"], [4, 3, 2, 1], k=5000)))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_ranks(train, 2, [*ARGUMENTS, "--tp", "1", "--pp", "1"])
+def eight(text: Path) -> list[dict[str, Any]]:
+    return run_ranks(train, 8, [*ARGUMENTS, "--data", str(text)], timeout=120.0)
+
+
+@pytest.fixture(scope="module")
+def two(text: Path) -> list[dict[str, Any]]:
+    return run_ranks(train, 2, [*ARGUMENTS, "--data", str(text), "--tp", "1", "--pp", "1"])
 
 
 REPLICAS = [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -128,11 +138,11 @@ def test_peers_part_and_meet_and_shards_stay_apart(eight: list[dict[str, Any]]) 
                 )
 
 
-def test_runs_as_a_user_starts_it() -> None:
+def test_runs_as_a_user_starts_it(text: Path) -> None:
     """Four processes, two stages: eight are in the tests above, and starting them costs most of the time."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *("examples/parallel.py", "--tp", "1", "--pp", "2", "--steps", "4", "--sync-interval", "2", "--data", "hdet"),
+        *("examples/parallel.py", "--tp", "1", "--pp", "2", "--steps", "4", "--sync-interval", "2", "--data", str(text)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)

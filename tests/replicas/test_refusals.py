@@ -162,7 +162,8 @@ def test_plain_optimizers_pass_wherever_they_come_from(optimizer: Any) -> None:
 @pytest.mark.parametrize(("strategy", "refused"), [("optim", True), ("no_shard", False)])
 def test_megatron_fsdp(strategy: str, refused: bool) -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    parameter._megatron_fsdp_model = SimpleNamespace(ddp_config=SimpleNamespace(outer_dp_sharding_strategy=strategy))  # type: ignore[attr-defined]
+    config = SimpleNamespace(outer_dp_sharding_strategy=strategy)
+    parameter._megatron_fsdp_model = SimpleNamespace(ddp_config=config)  # type: ignore[attr-defined]
     said = refusal(torch.optim.SGD([parameter], lr=0.1), hdet.Replicas(0, 2))
     assert ("outer_dp_sharding_strategy='no_shard'" in said) is refused
 

@@ -1,0 +1,94 @@
+"""What tests of the ways of averaging share: tasks, random tensors, and an account of what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hdet.converge import Task, groups
+from hdet.kernels import rounding
+from hdet.replicas import Replicas
+
+Held = tuple[list[torch.Tensor], list[torch.Tensor | None]]
+KINDS = ("float32", "float64", "bfloat16", "float16", "bfloat16 with fp32 master", "bfloat16 split", "float32 transposed")
+
+
+def held(values: Sequence[torch.Tensor], kinds: Sequence[str]) -> Held:
+    """float64 values as tensors of these kinds, and their masters."""
+    tensors, masters = [], []
+    for value, kind in zip(values, kinds, strict=True):
+        master = None
+        if kind == "bfloat16 with fp32 master":
+            master = value.float()
+            tensor = master.bfloat16()
+        elif kind == "bfloat16 split":
+            tensor, master = rounding.split(value.float())
+        elif kind == "float32 transposed":
+            tensor = value.float().t().contiguous().t() if value.dim() == 2 else value.float()
+        else:
+            tensor = value.to(getattr(torch, kind))
+        tensors.append(tensor)
+        masters.append(master)
+    return tensors, masters
+
+
+def exact(tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The float64 values that `held` tensors stand for."""
+    values = []
+    for tensor, master in zip(tensors, masters, strict=True):
+        if master is None:
+            values.append(tensor.double())
+        else:
+            values.append((rounding.join(tensor, master) if master.dtype == torch.int16 else master).double())
+    return values
+
+
+def written(tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """All there is to compare bitwise."""
+    return [t.clone() for t in (*tensors, *masters) if t is not None]
+
+
+def rounding_of(kind: str) -> float:
+    """Half the spacing of a kind's exact values at 1, and a little for fp32 sums of four."""
+    return {"float64": 1e-15, "bfloat16": 2.0**-8, "float16": 2.0**-11}.get(kind, 2.0**-22)
+
+
+def task(tensors: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None] | None = None, **changes: Any) -> Task:
+    """A task in the world's ranks; changes: fields of Task."""
+    replicas = changes.pop("replicas", None) or Replicas.from_group()
+    optimizer = changes.pop("optimizer", None) or torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    settings = {"sync_interval": 4, "bucket_bytes": 1 << 14, **changes}
+    return Task(tensors, replicas, optimizer, lambda: masters or [None] * len(tensors), **settings)
+
+
+@contextmanager
+def account() -> Iterator[list[tuple[str, float]]]:
+    """Every collective inside: its name and the bytes that this rank has to send in it, at the least (a ring's)."""
+    sent: list[tuple[str, float]] = []
+
+    def watch(name: str, real: Any, payload: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            size = dist.get_world_size(kwargs.get("group"))
+            sent.append((name, payload(args, size)))
+            return real(*args, **kwargs)
+
+        return call
+
+    places = [
+        (dist, "all_reduce", lambda args, n: 2 * (n - 1) / n * args[0].nbytes),
+        (dist, "all_to_all_single", lambda args, n: (n - 1) / n * args[1].nbytes),
+        (groups, "_all_gather", lambda args, n: (n - 1) * args[1].nbytes),
+        (groups, "_reduce_scatter", lambda args, n: (n - 1) / n * args[1].nbytes),
+    ]
+    real = [getattr(module, name) for module, name, _ in places]
+    try:
+        for (module, name, payload), call in zip(places, real, strict=True):
+            setattr(module, name, watch(name.lstrip("_"), call, payload))
+        yield sent
+    finally:
+        for (module, name, _), call in zip(places, real, strict=True):
+            setattr(module, name, call)

@@ -1,0 +1,270 @@
+"""Every way of averaging, on tensors alone: right against float64, bitwise equal on all replicas, and deaf to a replica of weight 0."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hdet.converge import Compressed, Converge, Hierarchical, Overlapped, Plain, Streaming, Task, average
+from hdet.replicas import Replicas
+
+from ..distributed import run_ranks
+from .helpers import KINDS, account, exact, held, rounding_of, task, written
+
+WAYS: list[Converge] = [
+    Plain(), Hierarchical(2), Compressed("bf16"), Compressed("int8", 32), Streaming(3), Overlapped(2),
+]  # fmt: skip
+
+
+def random_case(seed: int, world: int) -> tuple[list[list[torch.Tensor]], list[str], list[float]]:
+    """[replica][tensor] float64 values, the tensors' kinds, weights. The same on every rank."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kinds = [draw.choice(KINDS) for _ in range(draw.randint(1, 6))]
+    shapes = [draw.choice([(0,), (), (1,), (7,), (3, 5), (64, 33), (1000,), (4097,)]) for _ in kinds]
+    values = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(world)]
+    weights = [draw.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(world)]
+    if draw.random() < 0.4 or not any(weights):
+        weights = [1.0] * world
+    return values, kinds, [w / sum(weights) for w in weights]
+
+
+def average_cases(rank: int, world: int, seeds: range, way: Converge, method: str) -> Any:
+    reports = []
+    for seed in seeds:
+        values, kinds, weights = random_case(seed, world)
+        tensors, masters = held(values[rank], kinds)
+        if weights[rank] == 0:
+            for tensor in tensors:
+                tensor.fill_(torch.nan if seed % 2 else torch.inf)
+        made = way.build(task(tensors, masters, bucket_bytes=random.Random(seed).choice([1024, 1 << 14, 1 << 20])))
+        if method == "end_cycle":
+            made.end_cycle(weights)
+            if isinstance(way, Overlapped):
+                made.after_step(1)
+                made.after_step(2)
+        else:
+            made.complete(weights)
+            assert made.settled
+        reports.append((written(tensors, masters), exact(tensors, masters)))
+    return reports
+
+
+# The first average of Compressed is exact, Streaming's after no step is of all fragments; Overlapped's leaves last bits different.
+@pytest.mark.parametrize(("way", "method"), [(way, "end_cycle") for way in WAYS] + [(way, "complete") for way in WAYS[1:]], ids=repr)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_average_is_right_and_the_same_everywhere(world: int, way: Converge, method: str) -> None:
+    if isinstance(way, Hierarchical) and world == 2:
+        pytest.skip("one node")
+    seeds = range(12)
+    ranks = run_ranks(average_cases, world, seeds, way, method)
+    for case, seed in enumerate(seeds):
+        values, kinds, weights = random_case(seed, world)
+        inputs = [exact(*held(values[r], kinds)) for r in range(world)]
+        for bits, got in (ranks[r][case] for r in range(world)):
+            if not (isinstance(way, Overlapped) and method == "end_cycle"):
+                assert all(torch.equal(a, b) for a, b in zip(bits, ranks[0][case][0], strict=True)), (seed, "replicas differ")
+            for i, (kind, value) in enumerate(zip(kinds, got, strict=True)):
+                expected = sum(weights[r] * inputs[r][i] for r in range(world))
+                size = max((float(inputs[r][i].abs().max()) if value.numel() else 0.0) for r in range(world))
+                assert torch.allclose(value, expected, rtol=0, atol=rounding_of(kind) * max(size, 1e-3) * 2), (seed, kind)
+
+
+# -- hierarchical --------------------------------------------------------------------------------------------------------
+
+
+def hierarchical_account(rank: int, world: int, n: int) -> Any:
+    tensors = [torch.full((1024,), float(rank)), torch.full((512,), 1.0)]
+    made = Hierarchical(n).build(task(tensors))
+    with account() as sent:
+        made.end_cycle([1 / world] * world)
+    return sent, float(tensors[0][0])
+
+
+def test_hierarchical_sends_one_nth_across_nodes() -> None:
+    size = 4 * 1536
+    for sent, value in run_ranks(hierarchical_account, 4, 2):
+        assert value == 1.5
+        assert sent == [("reduce_scatter", size / 2), ("all_reduce", 2 * (1 / 2) * size / 2), ("all_gather", size / 2)]
+
+
+# -- streaming -----------------------------------------------------------------------------------------------------------
+
+
+def streaming_account(rank: int, world: int, fragments: int, interval: int, broken: bool) -> Any:
+    tensors = [torch.full((700,), float(rank)), torch.full((50, 10), float(rank)), torch.full((300,), float(rank), dtype=torch.float64)]
+    made = Streaming(fragments).build(task(tensors, sync_interval=interval))
+    if broken and rank == 1:
+        tensors[0][:5] = torch.nan
+    travelled, notes = [], []
+    for position in range(1, interval):
+        with account() as sent:
+            notes += made.after_step(position)
+        travelled.append(sum(b for _, b in sent))
+    assert not made.settled
+    with account() as sent:
+        notes += made.end_cycle([1 / world] * world)
+    travelled.append(sum(b for _, b in sent))
+    made.complete([1 / world] * world)
+    assert made.settled
+    return travelled, notes, [t.clone() for t in tensors]
+
+
+@pytest.mark.parametrize(("fragments", "interval"), [(2, 7), (3, 7), (7, 7), (4, 10)])
+def test_fragments_travel_at_their_positions_and_weigh_the_same(fragments: int, interval: int) -> None:
+    (travelled, notes, tensors), *others = run_ranks(streaming_account, 2, fragments, interval, False)
+    assert all(other[0] == travelled for other in others) and notes == []
+    due = {-(-(f + 1) * interval // fragments) for f in range(fragments)}
+    asked = 2 * 8  # the health of a fragment: a number a replica, summed; not for the last, whose weights the Ensemble knows
+    for position, sent in enumerate(travelled, 1):
+        if position not in due:
+            assert sent == 0
+        else:
+            assert abs(sent - (asked if position < interval else 0) - 7200 / fragments) <= 16, "of equal bytes, but for an element"
+    assert all(bool((t == 0.5).all()) for t in tensors)
+
+
+def test_a_broken_replica_is_left_out_of_its_fragment_with_a_note() -> None:
+    for _, notes, tensors in run_ranks(streaming_account, 2, 2, 4, True):
+        assert notes == ["replica 1 left out of the average of fragment 1 of 2: not finite"]
+        assert bool(tensors[0].eq(0).all()), "the first fragment is of replica 0 alone"
+
+
+def streaming_cut_short(rank: int, world: int) -> Any:
+    tensors = [torch.full((400,), float(rank))]
+    made = Streaming(4).build(task(tensors, sync_interval=8))
+    for position in (1, 2, 3):
+        made.after_step(position)
+    tensors[0].add_(1)
+    tensors[0][:100].fill_(9.0 + rank)  # fragment 1 has had its turn after step 2
+    made.end_cycle([0.5, 0.5])
+    before = tensors[0].clone()
+    made.end_cycle([1.0, 0.0])
+    return before, tensors[0], made.settled
+
+
+def test_what_a_short_cycle_has_not_averaged_it_averages_at_its_end() -> None:
+    results = run_ranks(streaming_cut_short, 2)
+    for rank, (before, after, settled) in enumerate(results):
+        assert bool((before[:100] == 9.0 + rank).all()) and bool((before[100:] == 1.5).all())
+        assert torch.equal(after, results[0][0]) and settled, "a replica that is left out takes all fragments"
+
+
+# -- overlapped ----------------------------------------------------------------------------------------------------------
+
+
+def overlapped_run(rank: int, world: int, weights: list[float], masters: bool) -> Any:
+    start = [torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))]
+    tensors, kept = held(start, ["bfloat16 with fp32 master" if masters else "float32"])
+    made = Overlapped(2).build(task(tensors, kept))
+    value = kept[0] if kept[0] is not None else tensors[0]
+    snapshot = value.clone()
+    if weights[rank] == 0:
+        value[7] = tensors[0][7] = torch.nan
+    made.end_cycle(weights)
+    moved = []
+    for position in (1, 2, 3):
+        step = torch.full_like(value, 0.125 * (position + rank))
+        value += step
+        tensors[0].copy_(value)
+        moved.append(step)
+        if position == 1:
+            assert not made.settled and torch.equal(value.isnan(), snapshot.isnan() | value.isnan())
+        made.after_step(position)
+    return snapshot, moved, value, tensors[0].float(), made.settled
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.25, 0.75], [1.0, 0.0]], ids=str)
+@pytest.mark.parametrize("masters", [False, True])
+def test_overlapped_is_the_delta_rule(weights: list[float], masters: bool) -> None:
+    results = run_ranks(overlapped_run, 2, weights, masters)
+    mean = sum(w * snapshot.double() for w, (snapshot, *_) in zip(weights, results, strict=True))
+    for weight, (snapshot, moved, value, rounded, settled) in zip(weights, results, strict=True):
+        own = sum(m.double() for m in moved)
+        # A replica that is left out has no displacement to keep; what it does after step tau counts.
+        expected = mean + (own if weight else moved[2].double())
+        assert torch.allclose(value.double(), expected, rtol=0, atol=4e-6)  # a handful of fp32 roundings of numbers below 8
+        assert torch.equal(rounded, value.bfloat16().float() if masters else value) and not settled
+        assert snapshot.isfinite().all()
+
+
+def overlapped_early(rank: int, world: int) -> Any:
+    tensors = [torch.full((10,), float(rank))]
+    made = Overlapped(3).build(task(tensors))
+    made.end_cycle([0.5, 0.5])
+    tensors[0] += 1 + rank
+    made.end_cycle([0.5, 0.5])  # the run's end cuts the cycle short: 0.5 + (1 or 2), and on with the next average
+    first = float(tensors[0][0])
+    made.complete([0.5, 0.5])
+    return first, float(tensors[0][0]), made.settled
+
+
+def test_overlapped_averages_are_applied_before_others_begin() -> None:
+    assert run_ranks(overlapped_early, 2) == [(1.5, 2.0, True), (2.5, 2.0, True)]
+
+
+# -- NCCL's sum with factors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_nccl_multiplies_on_the_way_but_not_by_zero(monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
+    """With a stand-in: what is handed to the collective is told from what it was asked to do with it."""
+    calls: list[tuple[list[float], Any]] = []
+    monkeypatch.setattr(average, "_multiplies", lambda tensor, group: multiplies)
+    monkeypatch.setattr(average.dist, "_make_nccl_premul_sum", lambda factor: f"times {factor}", raising=False)
+    monkeypatch.setattr(average.dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((tensor.tolist(), op)))
+    for weight in (0.25, 0.0):
+        average.start_weighted_sum(torch.tensor([4.0, torch.nan if weight == 0 else 8.0]), weight, None)  # type: ignore[arg-type]
+    plain = average.dist.ReduceOp.SUM
+    assert calls == [([4.0, 8.0], "times 0.25") if multiplies else ([1.0, 2.0], plain), ([0.0, 0.0], plain)]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "config", "expected"),
+    [(True, "cpu:gloo,cuda:nccl", True), (True, "cuda:nccl", True), (True, "cpu:gloo,cuda:gloo", False), (False, "cuda:nccl", False)],
+)
+def test_which_sums_multiply(monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, expected: bool) -> None:
+    monkeypatch.setattr(average.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(average.dist, "_make_nccl_premul_sum", lambda factor: None, raising=False)
+    stand_in: Any = type("T", (), {"is_cuda": cuda})()
+    assert average._multiplies(stand_in, None) is expected  # type: ignore[arg-type]
+    monkeypatch.delattr(average.dist, "_make_nccl_premul_sum")
+    assert average._multiplies(stand_in, None) is False  # type: ignore[arg-type]
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def given(count: int, **changes: Any) -> Task:
+    return task([torch.zeros(4)], replicas=Replicas(0, count), **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Hierarchical(1), "ranks_per_node must be a whole number >= 2, got 1.*Plain"),
+        (lambda: Hierarchical(3).build(given(4)), "ranks_per_node=3 does not divide the 4 replicas"),
+        (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
+        (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
+        (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
+        (lambda: Streaming(1), "fragments must be a whole number >= 2, got 1.*Plain"),
+        (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
+        (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),
+        (lambda: Overlapped(4).build(given(2)), "steps=4 must be less than sync_interval=4"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=repr)
+def test_ways_are_values_and_do_nothing_for_one_replica(way: Converge) -> None:
+    assert isinstance(way, Converge) and way == eval(repr(way)) and hash(way) == hash(eval(repr(way)))
+    tensor = torch.tensor([0.1, torch.nan])
+    made = way.build(task([tensor], replicas=Replicas.single()))
+    assert made.end_cycle([1.0]) == [] and made.after_step(1) == [] and made.settled and made.mean() is None
+    made.complete([1.0])
+    assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
