@@ -200,8 +200,8 @@ class _Destinations:
     def plain(self) -> dict[str, Any]:
         tree: dict[str, Any] = {"ensemble": b""}
         own = self._own("").rstrip("/") or "all"
-        about = self.state.about_key()
-        if f"optimizer.about.{about}" not in self.sizes:
+        about = next((key for key in self.state.about_keys(self._replica()) if f"optimizer.about.{key}" in self.sizes), None)
+        if about is None:
             raise ValueError(
                 f"it was saved with replicas of {self.members} ranks, this run's have {self.keys.members}, "
                 "and tensors that are not DTensors are not cut anew: use the saved layout"
@@ -217,6 +217,10 @@ class _Destinations:
 
     def tensors(self) -> dict[str, Any]:
         return {"model": self._model(), "optimizer": {"state": self._optimizer()}}
+
+    def _replica(self) -> int:
+        """Whose optimizer state is taken, where each replica has one. Shared gradients need the same everywhere."""
+        return self.keys.replicas.index % self.replicas if self.state.ensemble.gradients == "local" else 0
 
     def _own(self, name: str) -> str:
         """This rank's own in the saved run, counted round."""
@@ -249,8 +253,7 @@ class _Destinations:
         state = self.state
         for name, param in zip(state.parameter_names(), listed(state.optimizer), strict=True):
             shared = self.keys.shared(param) + name
-            replica = self.keys.replicas.index % self.replicas if state.ensemble.gradients == "local" else 0
-            for key in (shared, f"replica{replica}/{shared}"):
+            for key in (shared, f"replica{self._replica()}/{shared}"):
                 for flat, path in self.below.get(("optimizer.state", key), {}).items():
                     _set(tree.setdefault(key, {}), path, self._blank(flat, param))
         return tree

@@ -134,12 +134,16 @@ class RunState:
         settings = [{**group, "params": [next(names) for _ in group["params"]]} for group in saved["param_groups"]]
         rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
         about = {"groups": settings, "unstarted": unstarted, "rest": rest}
-        return {"state": state, "about": {self.about_key(): pack(about, "the optimizer's settings")}}
+        replicas = self.ensemble.replicas
+        key = self.about_keys(replicas.index)[0 if self.ensemble.gradients == "local" and replicas.count > 1 else 1]
+        return {"state": state, "about": {key: pack(about, "the optimizer's settings")}}
 
-    def about_key(self) -> str:
-        """Parameter groups are everyone's unless some member has parameters of its own."""
+    def about_keys(self, replica: int) -> list[str]:
+        """Where the settings of the parameter groups are: that replica's under local gradients (which parameters have had a gradient may
+        differ), else everyone's; of a member, if some member has parameters of its own. The last one is that of shared gradients."""
         prefixes = {self.keys.shared(p) for p in listed(self.optimizer)}
-        return "all" if prefixes <= {""} else f"member{self.ensemble.replicas.member}"
+        of_all = "all" if prefixes <= {""} else f"member{self.ensemble.replicas.member}"
+        return [f"replica{replica}/{of_all}", of_all]
 
     def check_groups(self, about: Mapping[str, Any]) -> None:
         """Raises ValueError if the saved parameter groups have other parameters than these."""
@@ -241,8 +245,8 @@ def _check_outside_use(ensemble: Ensemble) -> None:
 
 
 def _under_way(ensemble: Ensemble) -> bool:
-    """Has a step of a cycle been done? Before the first one there is nothing to converge, and a load may find the replicas as they are."""
-    return bool(ensemble.engine.position or ensemble._fan_out.stepped)
+    """Has the run parted the replicas? Before its first step there is nothing to converge, and a load may find them as they are."""
+    return bool(ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.settled)
 
 
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet import checkpoint
+from hdet import checkpoint, converge
 from hdet.replicas import Replicas
 
 TOTAL, INTERVAL = 40, 5
@@ -121,47 +121,19 @@ def fused_split(params: Any) -> torch.optim.Optimizer:
     return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, master_weights="split", moment_dtype=torch.bfloat16)
 
 
+def fused_base(params: Any) -> torch.optim.Optimizer:
+    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, decay_at="base")
+
+
+def fused_base_fp32(params: Any) -> torch.optim.Optimizer:
+    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, decay_at="base", master_weights="fp32")
+
+
 def fused_fp32(params: Any) -> torch.optim.Optimizer:
     return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, master_weights="fp32")
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------------
-
-
-from dataclasses import dataclass  # noqa: E402  TEMPORARY until Plain averages shards
-
-from hdet.shards import local  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Direct:
-    def build(self, task: Any) -> Any:
-        return _D(task)
-
-
-class _D:
-    settled = True
-    companions = 0
-
-    def __init__(self, task: Any) -> None:
-        self.task = task
-
-    def after_step(self, position: int) -> list[str]:
-        return []
-
-    @torch.no_grad()
-    def complete(self, weights: Any) -> None:
-        for t in self.task.tensors:
-            own = local(t)
-            own.mul_(weights[self.task.replicas.index])
-            dist.all_reduce(own, group=self.task.replicas.peer_group)
-
-    def end_cycle(self, weights: Any) -> list[str]:
-        self.complete(weights)
-        return []
-
-    def mean(self) -> None:
-        return None
 
 
 def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16: bool = False, shard: int = 2, **settings: Any) -> Run:
@@ -171,7 +143,7 @@ def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in (net[0], net[2], net):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return Run(net, Replicas.from_mesh(mesh), make, rank, converge=Direct(), **settings)
+    return Run(net, Replicas.from_mesh(mesh), make, rank, **settings)
 
 
 def hsdp_bf16(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
@@ -183,7 +155,7 @@ def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     net = mlp()
     fully_shard(net, mesh=mesh["dp_shard"])
-    return Run(net, Replicas.from_mesh(mesh), make, rank, converge=Direct(), gradients="local", **{"moments": "keep", **settings})
+    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", **{"moments": "keep", **settings})
 
 
 def local_keep(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
@@ -211,11 +183,26 @@ def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, 
     return Run(mlp() if net is None else net, None, make, 0, **{"controller": None, **settings})
 
 
+def streaming(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
+    return ddp(rank, world, make, converge=converge.Streaming(2))
+
+
+def overlapped(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
+    return ddp(rank, world, make, converge=converge.Overlapped(2))
+
+
+def compressed(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
+    return ddp(rank, world, make, converge=converge.Compressed("int8"))
+
+
+def exact_local(rank: int, world: int, make: Callable[..., Any]) -> Run:
+    return ddp(rank, world, make, converge=converge.ExactLocal())
+
+
 def ddp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    net = mlp(torch.bfloat16 if make in (fused_split, fused_fp32) else torch.float32)
-    if make in (fused_split, fused_fp32):
-        return BfloatRun(DistributedDataParallel(net), None, make, rank, **settings)
-    return Run(DistributedDataParallel(net), None, make, rank, **settings)
+    small = make in (fused_split, fused_fp32, fused_base_fp32)
+    net = DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32))
+    return (BfloatRun if small else Run)(net, None, make, rank, **settings)
 
 
 class BfloatRun(Run):

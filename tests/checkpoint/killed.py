@@ -47,7 +47,12 @@ def die_in(world: World, where: str) -> None:
 
         json.dump = dump
     else:
-        os.rename = lambda *_: world.die()  # type: ignore[assignment]
+        rename = os.rename
+
+        def last(source: Any, target: Any) -> None:
+            world.die() if Path(target).name.startswith("step-") else rename(source, target)
+
+        os.rename = last  # type: ignore[assignment]
 
 
 def _said(function: Any) -> str:

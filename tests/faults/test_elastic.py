@@ -31,7 +31,9 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert (interrupted / "killed").exists()
-    wait_until_gone(interrupted / "pids", expected=4)  # two workers, started twice
+    started = len(list((interrupted / "pids").iterdir()))
+    assert started in (4, 6), "two workers, started twice; once more if they failed to connect, as gloo does on a crowded machine"
+    wait_until_gone(interrupted / "pids", started)
 
     reference = run_ranks(uninterrupted, 2, str(whole))
     last = KILL_AT // SAVE_EVERY * SAVE_EVERY

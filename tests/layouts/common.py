@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,11 +113,3 @@ class ByHand:
                 for value in state.values():
                     value.zero_()
         self.means.append(flat(self.nets[0].parameters()))
-
-
-@contextmanager
-def no_warnings() -> Any:
-    """A run as it should be says nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield

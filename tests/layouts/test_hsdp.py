@@ -11,15 +11,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import CLOSE, DECAY, INTERVAL, RATE, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
 
 STEPS = 6
-WAYS = ["float64", "bf16", "offload", "probe", "evaluated"]
+WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "fused"]
 PROBES = [batch(1000 + i, 0) for i in range(4)]
 
 
 def sharded(mesh: DeviceMesh, way: str) -> Any:
-    net = model().float() if way == "bf16" else model()
+    net = model().float() if way in ("bf16", "fused") else model()
     settings: dict[str, Any] = {"mesh": mesh}
     if way == "bf16":
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -38,7 +38,8 @@ def train(rank: int, world: int, way: str) -> dict[str, Any]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return net(x.to(dtype)).double()
 
-    optimizer = adamw(parameters)
+    make = hdet.FusedAdamW if way == "fused" else torch.optim.AdamW
+    optimizer = make(parameters, lr=RATE, weight_decay=DECAY)
     records: list[dict[str, Any]] = []
     # This rule looks and never decides: t is cut at 1000.
     rule = hdet.ProbeRule(dead=1e4)
@@ -92,6 +93,16 @@ def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> No
             torch.testing.assert_close(before, hand.weights[i][rank // 2], **CLOSE)
             if i % INTERVAL == INTERVAL - 1:
                 torch.testing.assert_close(after, hand.means[i // INTERVAL], **CLOSE)
+
+
+def test_the_fused_optimizer_steps_and_averages_shards(runs: list[dict[str, Any]]) -> None:
+    """In float32: the gradients' last bits, and Adam's quotient of two of them, against float64."""
+    hand = by_hand(runs[0]["fused"])
+    for rank, run in enumerate(runs):
+        for i, (_, before, after) in enumerate(run["fused"]["steps"]):
+            torch.testing.assert_close(before.double(), hand.weights[i][rank // 2], rtol=1e-4, atol=1e-5)
+            if i % INTERVAL == INTERVAL - 1:
+                torch.testing.assert_close(after.double(), hand.means[i // INTERVAL], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,0 +1,145 @@
+"""Compressed averages: as exact as their rounding allows, bitwise equal on all replicas, and nothing is lost in the long run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hdet.converge import Compressed
+from hdet.converge.codecs import BFloat16, Codec, Int8
+
+from ..distributed import run_ranks
+from .helpers import KINDS, account, exact, held, rounding_of, task, written
+
+CODINGS = [Compressed("bf16"), Compressed("int8", 64)]
+
+
+def displacement(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return 0.01 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def averages(rank: int, world: int, way: Compressed, weights: list[float], shapes: list[tuple[int, ...]], bucket: int) -> Any:
+    """Three averages; of the last two, whose displacements are known, what was asked for and what came."""
+    start = [torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    tensors, masters = held(start, KINDS)
+    made = way.build(task(tensors, masters, bucket_bytes=bucket))
+    made.end_cycle([1 / world] * world)  # sets the anchor
+    assert made.settled
+    report = []
+    for step in (1, 2):
+        for i, value in enumerate(exact(tensors, masters)):
+            own = value + displacement(rank, step, shapes[i])
+            if weights[rank] == 0:
+                own.fill_(torch.nan if step == 1 else torch.inf)
+            new, kept = held([own], [KINDS[i]])
+            tensors[i].copy_(new[0])
+            if kept[0] is not None:
+                masters[i].copy_(kept[0])
+        before = exact(tensors, masters)
+        made.end_cycle(weights)
+        assert not made.settled
+        report.append((before, exact(tensors, masters), written(tensors, masters)))
+    return report
+
+
+SHAPES = [(300,), (40, 7), (5000,), (), (33, 31), (2049,), (30, 20)]
+
+
+@pytest.mark.parametrize("way", CODINGS, ids=repr)
+@pytest.mark.parametrize(("weights", "bucket"), [([0.5, 0.5], 1 << 13), ([0.25] * 4, 1 << 20), ([0.5, 0.0, 0.25, 0.25], 1 << 15)], ids=str)
+def test_an_average_is_within_its_rounding_and_the_same_everywhere(way: Compressed, weights: list[float], bucket: int) -> None:
+    ranks = run_ranks(averages, len(weights), way, weights, SHAPES, bucket)
+    half_step = 2.0**-9 if way.dtype == "bf16" else 0.5 / 127
+    for step in (0, 1):
+        before = [ranks[r][step][0] for r in range(len(weights))]
+        _, after, bits = ranks[0][step]
+        assert all(torch.equal(a, b) for r in range(1, len(weights)) for a, b in zip(ranks[r][step][2], bits, strict=True))
+        for i, kind in enumerate(KINDS):
+            expected = sum(w * b[i] for w, b in zip(weights, before, strict=True) if w)
+            # Each displacement, below 0.05 with what was kept back, is rounded once, and their sum once more; the second average
+            # gives back what the first has kept: up to as much again.
+            allowed = 2 * 2 * half_step * 0.05 + 2 * rounding_of(kind) * float(expected.abs().max())
+            assert float((after[i] - expected).abs().max()) <= allowed, (step, kind)
+
+
+def long_run(rank: int, world: int, way: Compressed, feedback: bool) -> Any:
+    """Beside one large displacement, which swings to and fro, a constant one far below its rounding."""
+    tensor = torch.zeros(64)
+    made: Any = way.build(task([tensor]))
+    made.end_cycle([1 / world] * world)
+    for step in range(200):
+        tensor[0] += 1.0 if step % 2 == 0 else -1.0
+        tensor[1:] += 1e-4 * (1 + rank)
+        made.end_cycle([1 / world] * world)
+        if not feedback:
+            for kept in made._kept:
+                kept.error.zero_()
+                kept.chunk_error.zero_()
+    arrived = tensor[1:].mean().item()
+    made.complete([1 / world] * world)
+    return arrived, made.settled, tensor.clone()
+
+
+def test_what_rounding_takes_away_arrives_later() -> None:
+    """A step of 1e-4 beside one of 1 is below int8's half step, 0.5 / 127: alone it would never arrive."""
+    results = run_ranks(long_run, 2, Compressed("int8", 64), True)
+    for arrived, settled, tensor in results:
+        assert abs(arrived - 200 * 1.5e-4) <= 2 / 127, "all of it but the two errors that are kept back, each of half a step or less"
+        assert settled and torch.equal(tensor, results[0][2])
+    assert {arrived for arrived, *_ in run_ranks(long_run, 2, Compressed("int8", 64), False)} == {0.0}
+
+
+def forgets(rank: int, world: int) -> Any:
+    tensor = torch.zeros(64)
+    made: Any = Compressed("int8", 64).build(task([tensor]))
+    made.end_cycle([0.5, 0.5])
+    tensor[0], tensor[1:] = 1.0, 1e-3
+    made.end_cycle([0.5, 0.5])
+    kept = float(made._kept[0].error.abs().max())
+    tensor.fill_(torch.nan if rank == 1 else 0.0)
+    made.end_cycle([1.0, 0.0])
+    return kept, float(made._kept[0].error.abs().max()), tensor.isfinite().all().item(), bool(made._kept[0].chunk_error.isfinite().all())
+
+
+def test_a_replica_of_weight_zero_forgets_its_error() -> None:
+    (kept_0, after_0, *fine_0), (kept_1, after_1, *fine_1) = run_ranks(forgets, 2)
+    assert kept_0 > 0 and kept_1 > 0 and after_0 > 0 and after_1 == 0.0 and fine_0 == fine_1 == [True, True]
+
+
+def bytes_sent(rank: int, world: int, way: Compressed, elements: int) -> Any:
+    tensor = torch.randn(elements)
+    made = way.build(task([tensor], bucket_bytes=1 << 18))
+    with account() as first:
+        made.end_cycle([1 / world] * world)
+    with account() as second:
+        made.end_cycle([1 / world] * world)
+    with account() as plain:
+        made.complete([1 / world] * world)
+    with account() as anew:
+        made.end_cycle([1 / world] * world)
+    return *(sum(b for _, b in sent) for sent in (first, second, plain, anew)), {name for name, _ in second}
+
+
+@pytest.mark.parametrize(("way", "each"), [(Compressed("bf16"), 2.0), (Compressed("int8", 256), 1 + 4 / 256)], ids=repr)
+def test_the_bytes_on_the_wire(way: Compressed, each: float) -> None:
+    elements = 1 << 17  # a multiple of everything, so that no padding travels
+    for first, second, plain, anew, names in run_ranks(bytes_sent, 4, way, elements):
+        ring = 2 * 3 / 4 * elements
+        assert first == plain == anew == 4 * ring, "exact averages are plain ones"
+        assert second == pytest.approx(each * ring, rel=1e-12) and names == {"all_to_all_single", "all_gather"}
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Int8(16)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_codec_rounds_to_nearest_and_keeps_what_it_can_express(codec: Codec, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 64, generator=generator, dtype=dtype) * torch.logspace(-30, 30, 3, dtype=dtype).unsqueeze(1)
+    rows[0, :16] = 0.0
+    rows[0, 16:32] = 1e-44  # its scale would be 0 in fp32
+    decoded = codec.decode(codec.encode(rows), torch.empty_like(rows))
+    bound = rows.abs() * 2.0**-8 if isinstance(codec, BFloat16) else rows.view(3, -1, 16).abs().amax(-1).repeat_interleave(16, 1) / 253.9
+    assert bool(((decoded - rows).abs() <= bound.clamp(min=2e-44)).all()) and decoded.isfinite().all()
+    again = codec.decode(codec.encode(decoded), torch.empty_like(rows))
+    assert torch.allclose(again, decoded, rtol=1e-6, atol=0)

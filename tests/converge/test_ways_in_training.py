@@ -1,0 +1,181 @@
+"""The ways of averaging under an Ensemble: how a run ends, that it resumes to the bit, and that sharded parameters are averaged by shards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hdet
+from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, hierarchical
+from hdet.replicas import Replicas
+from hdet.shards import part_of
+from tests.ensemble.helpers import Run, batch, loss_of, model
+
+from ..distributed import run_ranks
+from .helpers import account, task
+
+WAYS: dict[str, Converge] = {
+    "plain": Plain(),
+    "bf16": Compressed("bf16"),
+    "int8": Compressed("int8", 16),
+    "streaming": Streaming(3),
+    "overlapped": Overlapped(2),
+    "exact local": ExactLocal(check_every=3),
+}
+
+
+def run_of(rank: int, way: Converge) -> Run:
+    return Run(rank, optimizer=hdet.FusedAdamW, lr=1e-2, total=45, interval=5, converge=way)
+
+
+def trained(rank: int, world: int) -> dict[str, Any]:
+    report = {}
+    for name, way in WAYS.items():
+        run = run_of(rank, way).steps(45)
+        before, converged = run.weights(), run.ensemble.converged
+        run.ensemble.converge()
+        loss = sum(float(loss_of(run.net, batch(5000 + i))) for i in range(8)) / 8
+        report[name] = (run.weights(), before, converged, run.ensemble.converged, loss, run.ensemble.mean() is not None)
+    return report
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(trained, 2)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: str) -> None:
+    weights, before, converged, after, loss, known = runs[0][name]
+    assert torch.equal(weights, runs[1][name][0]) and after and known
+    assert converged == (name in ("plain", "exact local")) == torch.equal(before, weights)
+    plain, _, _, _, reference, _ = runs[0]["plain"]
+    # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45 steps of Adam; bf16's and int8's rounding
+    # of displacements; and for the others gradients that are taken elsewhere, which is the method's own noise.
+    allowed = {"plain": 0.0, "exact local": 1e-4, "bf16": 1e-3, "int8": 1e-2}.get(name, 0.05)
+    assert reference < 1.0
+    assert abs(loss - reference) <= allowed * reference
+    assert float((weights - plain).norm() / plain.norm()) <= allowed
+
+
+def resumed(rank: int, world: int, name: str) -> Any:
+    run = run_of(rank, WAYS[name]).steps(12)
+    run.ensemble.converge()
+    saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict(), run.ensemble.state_dict()))
+    fresh = run_of(rank, WAYS[name])
+    fresh.net.load_state_dict(saved[0])
+    fresh.optimizer.load_state_dict(saved[1])
+    fresh.ensemble.load_state_dict(saved[2])
+    fresh.index = run.index
+    return run.steps(14).weights(), fresh.steps(14).weights(), run.ensemble.multipliers == fresh.ensemble.multipliers
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_after_converge_nothing_is_kept_that_a_checkpoint_lacks(name: str) -> None:
+    for one, other, alike in run_ranks(resumed, 2, name):
+        assert alike and torch.equal(one, other)
+
+
+def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
+    run = run_of(rank, WAYS[name]).steps(10)
+    run.ensemble.converge()
+    saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict(), run.ensemble.state_dict()))
+    index = run.index
+    first = run.steps(11).weights()
+    for own, state in zip((run.net, run.optimizer, run.ensemble), saved, strict=True):
+        own.load_state_dict(state)
+    run.index = index
+    return first, run.steps(11).weights()
+
+
+@pytest.mark.parametrize("name", ["int8", "overlapped", "exact local"])
+def test_a_state_may_be_loaded_while_something_is_kept_or_under_way(name: str) -> None:
+    for one, other in run_ranks(loaded_into_a_live_run, 2, name):
+        assert torch.equal(one, other)
+
+
+def nothing_sent(rank: int, world: int) -> Any:
+    run = run_of(rank, ExactLocal(check_every=100))
+    run.steps(5)  # the first cycle compares
+    sizes = []
+    for _ in range(3):
+        run.steps(4)
+        with account() as sent:
+            run.step()
+        sizes.append([b for name, b in sent if name == "all_reduce"])
+    return sizes, run.weights(), run.optimizer.multipliers
+
+
+def test_exact_local_sends_the_slots_and_ddps_gradients_only() -> None:
+    (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
+    slots = 2 * (1 / 2) * 2 * 2 * 8
+    assert sizes == [[slots]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"
+    assert torch.equal(weights, other[1]) and multipliers[1] == [1.0] and multipliers[0] != [1.0]
+
+
+# -- layouts -------------------------------------------------------------------------------------------------------------
+
+
+def sharded(rank: int, world: int, way: Converge) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = fully_shard(model(), mesh=mesh)
+    replicas = Replicas.from_mesh(mesh, replicate="dp_replicate")
+    made = way.build(task(list(net.parameters()), replicas=replicas))
+    found = []
+    for cycle in range(2):
+        with torch.no_grad():
+            for i, p in enumerate(net.parameters()):
+                local = p.to_local()  # type: ignore[attr-defined]
+                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * cycle + i))
+                local.add_(0.01 * (1 + replicas.index) * part_of(noise, p))
+        made.end_cycle([0.25, 0.75])
+        if cycle == 0:
+            made.complete([0.5, 0.5])
+            made.end_cycle([0.5, 0.5])
+        found.append(torch.cat([p.full_tensor().flatten() for p in net.parameters()]).detach())  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("way", [Plain(), Compressed("bf16"), Compressed("int8", 16), Streaming(2)], ids=repr)
+def test_shards_are_averaged_over_the_replicas(way: Converge) -> None:
+    ranks = run_ranks(sharded, 4, way)
+    start = [p.detach() for p in model().parameters()]
+    noise = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * c + i)) for i, p in enumerate(start)] for c in range(2)]
+    for cycle in range(2):
+        assert all(torch.equal(ranks[r][cycle], ranks[0][cycle]) for r in range(4))
+        moved = [0.01 * 1.75 * (n0 + (n1 if cycle else 0 * n1)) for n0, n1 in zip(*noise, strict=True)]
+        expected = torch.cat([(p + m).flatten() for p, m in zip(start, moved, strict=True)])
+        # int8: two roundings of displacements below 0.1; the rest is fp32's.
+        exact = not isinstance(way, Compressed) or cycle == 0
+        assert float((ranks[0][cycle] - expected).abs().max()) <= (1e-6 if exact else 0.1 / 127 if way.dtype == "int8" else 0.1 / 256)
+
+
+def test_each_member_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[Any] = []
+    monkeypatch.setattr(hierarchical, "make_group", lambda table, replicas: tables.append(table))
+    replicas = Replicas(0, 4, ranks=[[0, 1], [2, 3], [4, 5], [6, 7]])
+    Hierarchical(2).build(task([torch.zeros(4)], replicas=replicas))
+    inside, across = tables
+    assert inside == [[0, 2], [4, 6], [1, 3], [5, 7]] and across == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def some_ranks_only(rank: int, world: int) -> Any:
+    """Ranks of the world that train something else do not come to build."""
+    pair = dist.new_group([2, 0], sort_ranks=False)
+    if rank % 2:
+        return None
+    tensor = torch.full((3,), float(rank))
+    made = Overlapped(1).build(task([tensor], replicas=Replicas.from_group(pair)))
+    made.end_cycle([0.5, 0.5])
+    made.after_step(1)
+    return tensor.tolist()
+
+
+def test_ranks_outside_of_the_replicas_need_not_take_part() -> None:
+    assert run_ranks(some_ranks_only, 3) == [[1.0] * 3, None, [1.0] * 3]
