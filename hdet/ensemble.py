@@ -79,7 +79,8 @@ class Ensemble:
         tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
             the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
         refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever keeps a model beside the parameters
-            that the optimizer has (Megatron's float32 masters) copies them there.
+            that the optimizer has (Megatron's float32 masters) copies them there. FSDP2 modules given as ``buffers`` or to a
+            `ProbeController` are resharded without it.
 
     Guarantees: at rest param_groups hold base values, the same on all ranks. Only the end of a cycle communicates (one
     collective of a few numbers per replica, then the average) and waits for the device. Replicas that cannot differ
@@ -142,6 +143,7 @@ class Ensemble:
             tied=tied,
             refresh=refresh,
             divergence=divergence,
+            modules=[x for x in (buffers, getattr(controller, "model", None)) if isinstance(x, nn.Module)],
         )
         self._settings = {
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,

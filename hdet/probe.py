@@ -21,6 +21,7 @@ from .kernels import PairPlan
 from .kernels.checks import FLOATS
 from .optim.finish import values_to
 from .ranges import ranged
+from .shards import reshard
 
 __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 
@@ -218,12 +219,12 @@ class ProbeController:
         with undisturbed(self.model):
             chosen = self._choose(cycle)
             average.exchange()
-            _reshard(self.model)
+            reshard(self.model)
             try:
                 losses = [self.loss_fn(self.model, batch) for batch in chosen]
             finally:
                 average.exchange()
-                _reshard(self.model)
+                reshard(self.model)
         marks = digest(list(_tensors_in(chosen)))[1:]
         if all(loss is None for loss in losses):
             return torch.cat(
@@ -268,13 +269,6 @@ class ProbeController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rule.load_state_dict(state)
-
-
-def _reshard(model: nn.Module) -> None:
-    """FSDP2 may keep gathered parameters after a forward pass without a backward: they are not those of the shards any more."""
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]
 
 
 def _scalar(loss: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "FullSums",
@@ -24,6 +24,7 @@ __all__ = [
     "local_state",
     "locals_of",
     "part_of",
+    "reshard",
     "sharding_dims",
     "state_like",
 ]
@@ -63,6 +64,14 @@ def like(shard: Tensor, tensor: Tensor) -> Tensor:
     made = torch.empty_like(given, dtype=shard.dtype)  # offloaded: from_local would move it to the mesh's device
     local(made).copy_(shard)
     return made
+
+
+def reshard(model: nn.Module) -> None:
+    """Shards were written: FSDP2 may hold gathered parameters after a forward pass without a backward, and would go on with those."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            given: Any = module
+            given.reshard()
 
 
 def is_partial(tensor: object) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from .anchor import Anchor
@@ -15,6 +16,7 @@ from .converge import Average, Converge, Task, local_parts
 from .core.divergence import Divergence
 from .moments import Moments
 from .replicas import ReplicaDisagreement, Replicas
+from .shards import reshard
 from .slots import LocalReplica, Slot, local_replicas
 
 __all__ = ["ReplicaWeights", "Tied"]
@@ -30,6 +32,7 @@ class ReplicaWeights:
         tensors: parameters, then buffers; DTensors stand for their shards.
         converge: the way of averaging; unused if one process holds all replicas, whose optimizer averages them.
         tied, refresh, moments, divergence: see `Ensemble`.
+        modules: what is known to hold these parameters.
     """
 
     def __init__(
@@ -46,13 +49,14 @@ class ReplicaWeights:
         tied: Sequence[Tied],
         refresh: Callable[[], object] | None,
         divergence: Divergence,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.tensors, self.optimizer, self.replicas = list(tensors), optimizer, replicas
         self.members: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
         task = Task(self.tensors, replicas, optimizer, self.members[0].masters, sync_interval, bucket_bytes, gradients)
         self._average: Average = converge.build(task) if len(self.members) == 1 else _Coresident(optimizer)
         self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
-        self._tied, self._refresh = list(tied), refresh
+        self._tied, self._refresh, self._modules = list(tied), refresh, list(modules)
         self._anchor = Anchor(self.tensors, optimizer, divergence.rollback) if divergence.rollback is not None else None
 
     # -- what is known ---------------------------------------------------------------------------------------------------
@@ -129,6 +133,8 @@ class ReplicaWeights:
         for tensor, group in self._tied:
             for part in self._with_master(tensor):
                 dist.broadcast(part, group_src=0, group=group)
+        for module in self._modules:
+            reshard(module)
         if self._refresh is not None:
             self._refresh()
 

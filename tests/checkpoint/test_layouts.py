@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch.distributed import checkpoint as dcp
 import hdet
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
+from hdet.checkpoint.keys import Keys
+from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
 from .helpers import Run, alone, bits, ddp, groups, hsdp, mlp, shards
@@ -92,6 +95,39 @@ def test_hand_made_shards_are_stored_by_member(tmp_path: Path) -> None:
     }
     assert len(set(run_ranks(refused, 2, str(tmp_path), ddp))) == 1
     assert "saved with replicas of 2 ranks, this run's have 1" in run_ranks(refused, 2, str(tmp_path), ddp)[0]
+
+
+class Laid(torch.Tensor):
+    """A tensor that says it lies on a mesh of these ranks."""
+
+    def to_local(self) -> torch.Tensor:
+        return self
+
+    @classmethod
+    def over(cls, *ranks: int) -> Laid:
+        tensor = torch.Tensor._make_subclass(cls, torch.zeros(2))
+        tensor.device_mesh = SimpleNamespace(mesh=torch.tensor(ranks))  # type: ignore[attr-defined]
+        return tensor
+
+
+def test_a_tensor_that_part_of_a_replica_holds_is_named_after_its_first_member() -> None:
+    """tp 2 x pp 2 x dp 2: a name on both stages means two tensors, whether they are DTensors over tp or plain."""
+    ranks = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    tp = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    found = {}
+    for rank in range(8):
+        index, member = next((r, row.index(rank)) for r, row in enumerate(ranks) if rank in row)
+        keys = Keys(nn.Module(), Replicas(index, 2, ranks=ranks, member=member))
+        over_tp = Laid.over(*next(group for group in tp if rank in group))
+        found[rank] = (
+            keys.shared(over_tp),
+            keys.shared(torch.zeros(2)),
+            keys.shared(Laid.over(*ranks[index])),
+            keys.shared(Laid.over(*range(8))),
+        )
+    stages = {0: "member0/", 1: "member0/", 4: "member2/", 5: "member2/", 2: "member0/", 3: "member0/", 6: "member2/", 7: "member2/"}
+    plain = {rank: f"member{m}/" for row in ranks for m, rank in enumerate(row)}
+    assert found == {rank: (stages[rank], plain[rank], "", "") for rank in range(8)}
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ WAYS: dict[str, Converge] = {
 
 
 def run_of(rank: int, way: Converge) -> Run:
-    return Run(rank, optimizer=hdet.FusedAdamW, lr=1e-2, total=45, interval=5, converge=way)
+    return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, interval=5, converge=way)
 
 
 def trained(rank: int, world: int) -> dict[str, Any]:
@@ -54,7 +54,8 @@ def runs() -> list[dict[str, Any]]:
 def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: str) -> None:
     weights, before, converged, after, loss, known = runs[0][name]
     assert torch.equal(weights, runs[1][name][0]) and after and known
-    assert converged == (name in ("plain", "exact local")) == torch.equal(before, weights)
+    assert converged == (name in ("plain", "exact local"))
+    assert torch.equal(before, weights) == (name not in ("streaming", "overlapped"))
     plain, _, _, _, reference, _ = runs[0]["plain"]
     # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45 steps of Adam; bf16's and int8's rounding
     # of displacements; and for the others gradients that are taken elsewhere, which is the method's own noise.

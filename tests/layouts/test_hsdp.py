@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.layouts.common import CLOSE, DECAY, INTERVAL, RATE, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
 
 STEPS = 6
-WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "fused"]
+WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "evaluated, module known", "fused"]
 PROBES = [batch(1000 + i, 0) for i in range(4)]
 
 
@@ -49,6 +49,7 @@ def train(rank: int, world: int, way: str) -> dict[str, Any]:
         controller=hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, rule=rule, average_every=1) if way == "probe" else None,
         total_steps=STEPS,
         refresh=(lambda: [module.reshard() for module in (net[0], net)]) if way == "evaluated" else None,
+        buffers=net if way == "evaluated, module known" else (),
         log=lambda record, step: records.append(record),
     )
     steps = []
@@ -59,7 +60,7 @@ def train(rank: int, world: int, way: str) -> dict[str, Any]:
         gradient = flat(p.grad for p in parameters)
         optimizer.step()
         before = flat(parameters)
-        if way in ("probe", "evaluated"):
+        if "evaluated" in way or way == "probe":
             with torch.no_grad():
                 forward(batch(i, 0)[0])  # gathers the root's parameters as they are now, and leaves them so
         ensemble.step(loss)
@@ -81,7 +82,7 @@ def by_hand(run: dict[str, Any]) -> ByHand:
     return ByHand([record["multipliers"]["lr"] for record in run["records"]], shards=2).run(STEPS)
 
 
-@pytest.mark.parametrize("way", ["float64", "offload", "probe", "evaluated"])
+@pytest.mark.parametrize("way", ["float64", "offload", "probe", "evaluated", "evaluated, module known"])
 def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
     """Which DDP on two ranks equals too (test_ddp.py), with both ranks' batches on each."""
     hand = by_hand(runs[0][way])
