@@ -219,6 +219,7 @@ class Ensemble:
         self._check_outside_use("converge", "it is of all replicas, call it after")
         self._check_whole()
         if self.replicas.count == 1:
+            self._forget_window()
             return
         with self._during("slots"):
             slots = gather_slots(self.replicas, self.weights.members, None, compare=True, mark=self.weights.mark())

@@ -23,12 +23,15 @@ import torch
 import torch.distributed as dist
 
 from .replicas import Replicas
+from .replicas.layout import brief
 
 __all__ = ["PATIENCE_S", "ReplicaLost", "during", "guarded", "is_communication_error"]
 
 PATIENCE_S = 3.0
 """seconds for which a rank waits for the others in a roll call; it is over at most one second later, whatever the store does"""
 
+_MOST = 8
+"""ranks and replicas named one by one"""
 _WHILE = {
     "agreement": "while the ranks' settings were compared",
     "average": "while averaging",
@@ -70,7 +73,7 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]],
 
     Args:
         phase: what is done inside, for the message.
-        replicas: who takes part; with one replica and no group nothing is caught.
+        replicas: who takes part. Where torch.distributed is not initialised nothing is caught.
         where: gives (cycle, step), asked when something has failed.
         patience: seconds for the roll call, >= 0; default `PATIENCE_S`.
 
@@ -81,7 +84,7 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]],
     try:
         yield
     except RuntimeError as error:
-        if not (is_communication_error(error) and _distributed()):
+        if not (_distributed() and is_communication_error(error)):
             raise
         raise _lost(phase, replicas, where, PATIENCE_S if patience is None else patience) from error
 
@@ -170,7 +173,7 @@ def _call_roll(replicas: Replicas, cycle: int, patience: float) -> _Found:
 def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason: str) -> str:
     if not absent:
         return ""
-    pids = ", ".join(str(one.pid) for one in absent)
+    pids = ", ".join(str(one.pid) for one in absent[:_MOST])
     named = _named([one.rank for one in absent], replicas)
     return f"{named} {'are' if ' and ' in named else 'is'} {state} ({reason.format(pids)})"
 
@@ -187,15 +190,16 @@ def _without_store(store: Any, replicas: Replicas, how: str) -> _Found:
 
 
 def _named(ranks: Iterable[int], replicas: Replicas) -> str:
-    """``replica 1 (ranks 4, 5) and replica 3 (rank 12)``"""
+    """``replica 1 (ranks 4-5) and replica 3 (rank 12)``; of many the first."""
+    owner = {rank: r for r, members in enumerate(replicas.ranks) for rank in members}
     found: dict[int | None, list[int]] = {}
     for rank in sorted(ranks):
-        found.setdefault(next((r for r, members in enumerate(replicas.ranks) if rank in members), None), []).append(rank)
+        found.setdefault(owner.get(rank), []).append(rank)
     names = []
-    for replica, members in found.items():
-        listed = f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
+    for replica, members in list(found.items())[:_MOST]:
+        listed = f"rank{'s' * (len(members) > 1)} {brief(members)}"
         names.append(listed if replica is None else f"replica {replica} ({listed})")
-    return " and ".join(names)
+    return " and ".join(names) + (f" and {len(found) - _MOST} more replicas" if len(found) > _MOST else "")
 
 
 # -- the roll call -----------------------------------------------------------------------------------------------------
@@ -225,7 +229,8 @@ class _RollCall:
         self.absent: list[_Absent] = []
         self.tardy: list[int] = []
         self.behind = 0.0
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
+        self._last_question = 0.0
 
     def run(self) -> None:
         try:
@@ -236,14 +241,14 @@ class _RollCall:
     def _run(self) -> None:
         others = [rank for rank in self.ranks if rank != self.rank]
         if others and self.store.check([self._key(rank) for rank in others]):
-            self.behind = time.time() - max(float(self.store.get(self._key(rank))) for rank in others[:8])
+            self.behind = time.time() - max(float(self.store.get(self._key(rank))) for rank in others[:_MOST])
         # Survivors may be a cycle apart: one has completed the collective in which the other failed.
         for cycle in (self.cycle - 1, self.cycle, self.cycle + 1):
             self.store.set(self._key(self.rank, cycle), repr(time.time()))
         slow = self._wait(others, self.patience / 2)
         missing = self._wait(slow, self.patience / 2)
         self.tardy = [rank for rank in slow if rank not in missing]
-        self.absent = [_fate(self.store, rank) for rank in missing[:8]] + [_Absent(rank) for rank in missing[8:]]
+        self.absent = [_fate(self.store, rank) for rank in missing[:_MOST]] + [_Absent(rank) for rank in missing[_MOST:]]
 
     def _key(self, rank: int, cycle: int | None = None) -> str:
         """A restart of the workers may find the same store, so its number is part of the key."""
@@ -252,6 +257,7 @@ class _RollCall:
     def _wait(self, ranks: list[int], seconds: float) -> list[int]:
         """Those of ``ranks`` that have not answered after at most so long."""
         end, pause = time.monotonic() + seconds, 0.01
+        self._last_question = end + 0.25
         while ranks and not self.store.check([self._key(rank) for rank in ranks]):  # one message, however many they are
             if time.monotonic() >= end:
                 return self._missing(ranks)
@@ -260,7 +266,9 @@ class _RollCall:
         return []
 
     def _missing(self, ranks: list[int]) -> list[int]:
-        """By halves: with m of n missing about m log n messages."""
+        """By halves: with m of n missing about m log n messages; where that takes too long, whoever has not been asked for."""
+        if time.monotonic() > self._last_question:
+            return ranks
         if self.store.check([self._key(rank) for rank in ranks]):
             return []
         if len(ranks) == 1:

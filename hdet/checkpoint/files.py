@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -269,10 +269,19 @@ class _Destinations:
         return torch.empty(size, dtype=dtype)
 
 
-def _set(entries: MutableMapping[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    from torch.distributed.checkpoint._traverse import set_element
-
-    set_element(entries, path, value)  # type: ignore[arg-type]
+def _set(entries: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Put a value where torch's flat name came from: strings are keys of dicts, whole numbers places in lists."""
+    at: Any = entries
+    for place, following in zip(path, [*path[1:], None], strict=True):
+        inner: Any = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(at, list):
+            at += [None] * (place + 1 - len(at))
+            at[place] = inner if following is None or at[place] is None else at[place]
+        elif following is None:
+            at[place] = inner
+        else:
+            at.setdefault(place, inner)
+        at = at[place]
 
 
 def _few(names: list[str]) -> str:

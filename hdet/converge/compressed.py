@@ -88,7 +88,7 @@ class _Compressed(PlainAverage):
                 self._kept.append(_Kept(anchor, torch.zeros_like(anchor), torch.zeros_like(anchor[: len(anchor) // len(weights)])))
             return []
         for filling, kept in zip(fillings, self._kept, strict=True):
-            flat = filling.gather(float(weights[self._replicas.index] != 0))
+            flat = filling.gather()
             self._average(flat, kept, weights)
             flat.copy_(kept.anchor)
             filling.expect()
@@ -100,11 +100,9 @@ class _Compressed(PlainAverage):
         """Moves the anchor by the average displacement. ``flat``: this replica's values; used up."""
         codec, group, count = self._codec, self._replicas.peer_group, len(weights)
         assert group is not None
-        if weights[self._replicas.index] == 0:
-            delta = flat.zero_()
-            kept.error.zero_()
-        else:
-            delta = flat.sub_(kept.anchor).add_(kept.error)
+        # Of a replica that is left out: nothing, so that nothing is kept back either.
+        left_out = weights[self._replicas.index] == 0
+        delta = flat.zero_() if left_out else flat.sub_(kept.anchor).add_(kept.error)
         mine = codec.encode(delta.view(count, -1))
         codec.decode(mine, kept.error.view(count, -1))
         torch.sub(delta, kept.error, out=kept.error)
@@ -114,8 +112,7 @@ class _Compressed(PlainAverage):
         chunks = codec.decode(theirs, delta.view(count, -1))
         total = kept.chunk_error
         for chunk, weight in zip(chunks, weights, strict=True):
-            if weight != 0:
-                total.add_(chunk, alpha=weight)
+            total.add_(chunk, alpha=weight)
         result = codec.encode(total.view(1, -1))
         total.sub_(codec.decode(result, torch.empty_like(total).view(1, -1)).view(-1))
 

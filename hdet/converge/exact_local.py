@@ -53,7 +53,9 @@ class ExactLocal:
                 f"ExactLocal needs one of hdet's fused optimizers, which step the mean with the replica; got {type(optimizer).__name__}: "
                 "use hdet.FusedAdamW, FusedAdam, FusedSGD or FusedLion, or Plain()"
             )
-        if optimizer.num_replicas != 1:
+        if getattr(optimizer, "_hdet_fan_out", None) is not None:
+            raise ValueError("this optimizer is already driven by an Ensemble: close() the other first")
+        if optimizer.num_replicas != 1 and getattr(optimizer, "_hdet_mean_track", None) is None:
             raise ValueError(f"the optimizer steps {optimizer.num_replicas} replicas already: use Plain()")
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for i, tensor in enumerate(task.tensors):
@@ -91,12 +93,16 @@ class _ExactLocal(PlainAverage):
         self._task, self._optimizer, self._check_every = task, optimizer, check_every
         self._unchecked = True  # ranks may have begun with different parameters
         self._cycles = 0  # since the last check
+        for handle in getattr(optimizer, "_hdet_mean_track", ()):  # of an Ensemble that was closed
+            handle.remove()
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
         # Until a step the mean track is the model: weights may still be loaded, initialised or broadcast.
         self._follows = True
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._loaded)
+        optimizer._hdet_mean_track = (  # type: ignore[attr-defined]
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        )
 
     def _before_step(self, *_: Any) -> None:
         if self._follows:

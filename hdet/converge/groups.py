@@ -35,16 +35,16 @@ def make_group(table: Sequence[Sequence[int]], replicas: Replicas) -> dist.Proce
     return own
 
 
-# torch 2.13 renames them; each name is used where it exists, so that neither warns.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
     """output = the ``own`` of all ranks, one after the other."""
-    _all_gather(output, own, group=group)
+    _existing("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
 
 
 def reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     """own = this rank's part of the sum of all ``whole``."""
-    _reduce_scatter(own, whole, group=group)
+    _existing("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group)
+
+
+def _existing(name: str, former: str) -> Any:
+    """torch 2.13 renames these, and the former names warn."""
+    return getattr(dist, name, None) or getattr(dist, former)

@@ -67,11 +67,14 @@ class _Overlapped(PlainAverage):
         self._works, self.settled = [], True
 
     def after_step(self, position: int) -> list[str]:
-        return self._apply() if position >= self._steps else []
+        self.wrote = position >= self._steps and bool(self._works)
+        if self.wrote:
+            self._apply()
+        return []
 
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        notes = self._apply()  # of a cycle that the run's end cuts short
+        self._apply()  # of a cycle that the run's end cuts short
         weight = float(weights[self._index])
         fillings = self._snapshots.plan()
         if not self._sums:
@@ -81,21 +84,17 @@ class _Overlapped(PlainAverage):
             torch.mul(filling.gather(float(weight != 0)), weight, out=total)
             self._works.append(dist.all_reduce(total, group=self._group, async_op=True))
         self._outright, self.settled = weight == 0, False
-        return [
-            *notes,
-            *(f"replica {r} takes the mean outright after step {self._steps}: left out" for r, w in enumerate(weights) if w == 0),
-        ]
+        return [f"replica {r} takes the mean outright after step {self._steps}: left out" for r, w in enumerate(weights) if w == 0]
 
     @torch.no_grad()
-    def _apply(self) -> list[str]:
+    def _apply(self) -> None:
         """Wait for what is under way and apply the delta rule. On CUDA the wait orders streams, and the host goes on."""
         works, self._works = self._works, []
         if not works:
-            return []
+            return
         for filling, mean, work in zip(self._snapshots.plan(), self._sums, works, strict=True):
             work.wait()
             _apply(filling, mean, outright=self._outright)
-        return []
 
     def complete(self, weights: Sequence[float]) -> None:
         self._apply()

@@ -30,6 +30,7 @@ class PlainAverage:
 
     settled = True
     companions = 0
+    wrote = False
 
     def __init__(self, task: Task) -> None:
         self._plain = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)

@@ -47,6 +47,10 @@ class Average(Protocol):
     def after_step(self, position: int) -> list[str]:
         """After step ``position`` (1 .. T - 1) of a cycle. May communicate. Returns notes for the record."""
 
+    @property
+    def wrote(self) -> bool:
+        """Has the last `after_step` written to the tensors? Then copies of them are to follow. The same on all ranks."""
+
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """After the last step of a cycle. Returns notes for the record."""
 

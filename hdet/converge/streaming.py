@@ -56,7 +56,7 @@ class _Streaming(PlainAverage):
         ]
 
     def after_step(self, position: int) -> list[str]:
-        self._position = position
+        self._position, self.wrote = position, False
         return [note for f, due in enumerate(self.due[:-1]) if due == position for note in self._average_alone(f)]
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class _Streaming(PlainAverage):
         where = f"fragment {f + 1} of {len(self.due)}"
         if not healthy:
             return [f"{where} not averaged: finite on no replica"]
-        self.settled = False
+        self.settled, self.wrote = False, True
         self._averages[f]([1 / len(healthy) if bad == 0 else 0.0 for bad in rows])
         return [f"replica {r} left out of the average of {where}: not finite" for r, bad in enumerate(rows) if bad != 0]
 

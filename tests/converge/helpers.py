@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdet.converge import Task, groups
+from hdet.converge import Task
 from hdet.kernels import rounding
 from hdet.replicas import Replicas
 
@@ -72,23 +72,30 @@ def account() -> Iterator[list[tuple[str, float]]]:
 
     def watch(name: str, real: Any, payload: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            size = dist.get_world_size(kwargs.get("group"))
-            sent.append((name, payload(args, size)))
+            sent.append((name, payload(args, dist.get_world_size(kwargs.get("group")))))
             return real(*args, **kwargs)
 
         return call
 
-    places = [
-        (dist, "all_reduce", lambda args, n: 2 * (n - 1) / n * args[0].nbytes),
-        (dist, "all_to_all_single", lambda args, n: (n - 1) / n * args[1].nbytes),
-        (groups, "_all_gather", lambda args, n: (n - 1) * args[1].nbytes),
-        (groups, "_reduce_scatter", lambda args, n: (n - 1) / n * args[1].nbytes),
+    # torch 2.13 has new names for two of them
+    names = [
+        ("all_reduce",),
+        ("all_to_all_single",),
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
     ]
-    real = [getattr(module, name) for module, name, _ in places]
+    payloads = [
+        lambda args, n: 2 * (n - 1) / n * args[0].nbytes,
+        lambda args, n: (n - 1) / n * args[1].nbytes,
+        lambda args, n: (n - 1) * args[1].nbytes,
+        lambda args, n: (n - 1) / n * args[1].nbytes,
+    ]
+    chosen = [next(name for name in either if hasattr(dist, name)) for either in names]
+    real = [getattr(dist, name) for name in chosen]
     try:
-        for (module, name, payload), call in zip(places, real, strict=True):
-            setattr(module, name, watch(name.lstrip("_"), call, payload))
+        for name, call, payload in zip(chosen, real, payloads, strict=True):
+            setattr(dist, name, watch(name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor"), call, payload))
         yield sent
     finally:
-        for (module, name, _), call in zip(places, real, strict=True):
-            setattr(module, name, call)
+        for name, call in zip(chosen, real, strict=True):
+            setattr(dist, name, call)

@@ -128,7 +128,7 @@ def test_the_bytes_on_the_wire(way: Compressed, each: float) -> None:
     for first, second, plain, anew, names in run_ranks(bytes_sent, 4, way, elements):
         ring = 2 * 3 / 4 * elements
         assert first == plain == anew == 4 * ring, "exact averages are plain ones"
-        assert second == pytest.approx(each * ring, rel=1e-12) and names == {"all_to_all_single", "all_gather"}
+        assert second == pytest.approx(each * ring, rel=1e-12) and names == {"all_to_all", "all_gather"}
 
 
 @pytest.mark.parametrize("codec", [BFloat16(), Int8(16)], ids=repr)

@@ -179,8 +179,22 @@ def test_what_has_no_mean_of_its_own_is_refused() -> None:
         build(hdet.FusedSGD([parameter], lr=0.1), [parameter, torch.zeros(3)])
     with pytest.raises(ValueError, match="check_every must be a whole number of cycles >= 1, got 0"):
         ExactLocal(0)
-    assert not hasattr(hdet.FusedSGD([parameter], lr=0.1), "_refused"), "nothing is left on a refused optimizer"
     optimizer = hdet.FusedAdamW([parameter], lr=0.1)
     with pytest.raises(ValueError):
         build(optimizer)
-    assert optimizer.num_replicas == 1
+    assert optimizer.num_replicas == 1, "nothing is left on a refused optimizer"
+    optimizer.set_replicas(3, lambda p: [p, p.detach().clone(), p.detach().clone()])
+    optimizer.decay_at = "base"
+    with pytest.raises(ValueError, match="steps 3 replicas already"):
+        build(optimizer)
+
+
+def test_a_closed_ensemble_leaves_the_optimizer_to_another() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hdet.FusedSGD([parameter], lr=0.1)
+    for _ in range(2):
+        made = ExactLocal().build(task([parameter], optimizer=optimizer, replicas=Replicas(0, 2)))
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert torch.equal(made.mean()[0], parameter) and optimizer.num_replicas == 2  # type: ignore[index]
+    assert len(optimizer._optimizer_step_pre_hooks) == 1

@@ -103,6 +103,7 @@ def streaming_account(rank: int, world: int, fragments: int, interval: int, brok
         with account() as sent:
             notes += made.after_step(position)
         travelled.append(sum(b for _, b in sent))
+        assert made.wrote == bool(sent)
     assert not made.settled
     with account() as sent:
         notes += made.end_cycle([1 / world] * world)
@@ -173,6 +174,7 @@ def overlapped_run(rank: int, world: int, weights: list[float], masters: bool) -
         if position == 1:
             assert not made.settled and torch.equal(value.isnan(), snapshot.isnan() | value.isnan())
         made.after_step(position)
+        assert made.wrote == (position == 2)
     return snapshot, moved, value, tensors[0].float(), made.settled
 
 

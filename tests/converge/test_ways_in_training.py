@@ -40,7 +40,7 @@ def trained(rank: int, world: int) -> dict[str, Any]:
         run = run_of(rank, way).steps(45)
         before, converged = run.weights(), run.ensemble.converged
         run.ensemble.converge()
-        loss = sum(float(loss_of(run.net, batch(5000 + i))) for i in range(8)) / 8
+        loss = sum(loss_of(run.net, batch(5000 + i)).item() for i in range(8)) / 8
         report[name] = (run.weights(), before, converged, run.ensemble.converged, loss, run.ensemble.mean() is not None)
     return report
 
@@ -59,7 +59,7 @@ def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: s
     plain, _, _, _, reference, _ = runs[0]["plain"]
     # Of a loss that training takes from 7 to below 1. In weights: plain's last bits through 45 steps of Adam; bf16's and int8's rounding
     # of displacements; and for the others gradients that are taken elsewhere, which is the method's own noise.
-    allowed = {"plain": 0.0, "exact local": 1e-4, "bf16": 1e-3, "int8": 1e-2}.get(name, 0.05)
+    allowed = {"plain": 0.0, "exact local": 2e-6, "bf16": 2e-3, "int8": 5e-3}.get(name, 0.05)
     assert reference < 1.0
     assert abs(loss - reference) <= allowed * reference
     assert float((weights - plain).norm() / plain.norm()) <= allowed

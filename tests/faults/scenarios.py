@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+import hdet.converge
 
 from .harness import World
 
@@ -114,6 +115,17 @@ def killed_at_the_start(world: World, *, victim: int = 1) -> None:
     if world.rank == victim:
         _die_in(world, 1)
     training.step()
+
+
+def killed_in_a_fragment(world: World, *, victim: int = 1) -> list[float]:
+    """Streaming averages a part in the middle of a cycle."""
+    training = Training(world.rank, local=True, converge=hdet.converge.Streaming(2))
+    world.afterwards = training.refuses
+    training.cycle()
+    if world.rank == victim:
+        _die_in(world, 1)
+    training.cycle()
+    return training.numbers()
 
 
 def _die_in(world: World, nth: int) -> None:

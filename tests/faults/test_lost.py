@@ -48,6 +48,11 @@ def test_killed_inside_a_converge(nth: int, phase: str, tmp_path: Path) -> None:
     check_survivors(outcomes, 1, phase=phase, cycle=1, step=8)
 
 
+def test_killed_inside_a_fragment_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
+    outcomes = run_faulty(scenarios.killed_in_a_fragment, 2, tmp_path)
+    check_survivors(outcomes, 1, phase="average", cycle=1, step=6)
+
+
 def test_killed_in_the_first_of_all_collectives(tmp_path: Path) -> None:
     outcomes = run_faulty(scenarios.killed_at_the_start, 2, tmp_path)
     check_survivors(outcomes, 1, phase="agreement", cycle=0, step=0)

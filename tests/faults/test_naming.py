@@ -116,7 +116,7 @@ def test_says_who_when_and_where(store: Any) -> None:
     error = lost(replicas([0, 1], [2, 3], [4, 5]))
     assert (error.phase, error.cycle, error.step, error.lost, error.late) == ("average", 3, 17, (2, 3), ())
     begin = (
-        "cycle 3 (step 17), while averaging: replica 1 (ranks 2, 3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
+        "cycle 3 (step 17), while averaging: replica 1 (ranks 2-3) is gone or late (no answer within 0.2 s); this is replica 0 (rank 0). "
     )
     assert str(error).startswith(begin)
     assert "start all ranks again from the last checkpoint" in str(error)
@@ -126,7 +126,7 @@ def test_several_replicas_and_ranks_of_none(store: Any) -> None:
     answer(store, 2)
     assert "in a training step: replica 1 (rank 1) is gone or late" in str(lost(replicas([0], [1], [2]), "training step"))
     text = str(lost(replicas([0], [7], [8, 9]), "slots"))
-    assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8, 9) are gone or late" in text
+    assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8-9) are gone or late" in text
 
 
 def test_answers_of_another_cycle_and_of_another_start_do_not_count(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +289,26 @@ def test_many_ranks_cost_few_messages(store: Any) -> None:
     call.run()
     assert call.error is None and [one.rank for one in call.absent] == [77, 3000]
     assert len(asked) < 100
+
+
+def test_many_missing_are_counted_not_listed(store: Any) -> None:
+    """And who is slow to ask after gives up in time."""
+    error = lost(replicas(*([2 * r, 2 * r + 1] for r in range(1000))))
+    assert len(error.lost) == 1999 and len(str(error)) < 800
+    assert "replica 7 (ranks 14-15) and 992 more replicas are gone or late" in str(error)
+
+    class Slow:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(0.02)
+            return False
+
+        def set(self, key: str, value: str) -> None:
+            pass
+
+    call = faults._RollCall(Slow(), 0, range(512), 3, 0.2)
+    began = time.monotonic()
+    call.run()
+    assert call.error is None and len(call.absent) == 511 and time.monotonic() - began < 1.2
 
 
 def test_it_pickles() -> None:
