@@ -1,22 +1,41 @@
 """The converge beside its floor: one flat all_reduce of the same bytes, which no average of K replicas can beat.
 
     python benchmarks/converge.py [--processes 4] [--repeats 15] [--json FILE]
+    python benchmarks/converge.py --way all [--processes 4] [--repeats 15] [--json FILE]
 
 Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (BucketedAverage), torch's
 PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it.
+
+With --way: the ways of hdet.converge (or one of them) beside Plain(), a cycle's worth of calls between optimizer steps, in turn. Bytes are
+what a rank has to send at the least (a ring's), counted in torch's collectives; they do not depend on the machine. Over gloo on one machine
+a network costs as much as memory does, so times show each way's own work rather than what it saves.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import alternate, emit, spawn, summary
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
+import hdet
 from hdet import Replicas
-from hdet.converge import BucketedAverage
+from hdet.converge import (
+    BucketedAverage,
+    Compressed,
+    Converge,
+    ExactLocal,
+    Hierarchical,
+    Overlapped,
+    Plain,
+    Streaming,
+    Task,
+)
 
 CASES = {"24 x 2^20": [1 << 20] * 24, "3000 x 1000": [1000] * 3000}
 
@@ -52,12 +71,103 @@ def measure(rank: int, world_size: int, sizes: list[int], repeats: int) -> dict[
     return result
 
 
+# -- the ways ----------------------------------------------------------------------------------------------------------------
+
+INTERVAL = 8
+WAYS: dict[str, Callable[[int], Converge]] = {
+    "plain": lambda n: Plain(),
+    "hierarchical": lambda n: Hierarchical(n // 2),
+    "bf16": lambda n: Compressed("bf16"),
+    "int8": lambda n: Compressed("int8"),
+    "streaming": lambda n: Streaming(4),
+    "overlapped": lambda n: Overlapped(4),
+    "exact-local": lambda n: ExactLocal(check_every=10),
+}
+RING: dict[str, Callable[[tuple[Any, ...], int], float]] = {
+    "all_reduce": lambda given, n: 2 * (n - 1) / n * given[0].nbytes,
+    "all_to_all_single": lambda given, n: (n - 1) / n * given[1].nbytes,
+    "all_gather_single": lambda given, n: (n - 1) * given[1].nbytes,
+    "all_gather_into_tensor": lambda given, n: (n - 1) * given[1].nbytes,
+    "reduce_scatter_single": lambda given, n: (n - 1) / n * given[1].nbytes,
+    "reduce_scatter_tensor": lambda given, n: (n - 1) / n * given[1].nbytes,
+}
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[int, float]]]:
+    """(ranks, bytes) of every collective inside."""
+    sent: list[tuple[int, float]] = []
+    real = {name: getattr(dist, name) for name in RING if hasattr(dist, name)}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            size = dist.get_world_size(named.get("group"))
+            sent.append((size, RING[name](given, size)))
+            return real[name](*given, **named)
+
+        return call
+
+    try:
+        for name in real:
+            setattr(dist, name, watch(name))
+        yield sent
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def cycle_of(way: Converge, sizes: list[int]) -> Callable[[], None]:
+    """All that a way does in a cycle, apart from the optimizer's steps."""
+    replicas, parameters = Replicas.from_group(), [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    optimizer = hdet.FusedAdamW(parameters, lr=1e-3, weight_decay=0.0)
+    average = way.build(Task(parameters, replicas, optimizer, lambda: [None] * len(parameters), INTERVAL, 32 << 20))
+
+    def cycle() -> None:
+        for position in range(1, INTERVAL):
+            average.after_step(position)
+        average.end_cycle([1 / replicas.count] * replicas.count)
+
+    cycle()  # the first average is exact, or compares
+    return cycle
+
+
+def measure_ways(rank: int, world_size: int, sizes: list[int], repeats: int, names: list[str]) -> dict[str, dict[str, float]]:
+    cycles = {name: cycle_of(WAYS[name](world_size), sizes) for name in names}
+    volume = {}
+    for name, cycle in cycles.items():
+        cycle()
+        with counted() as sent:
+            cycle()
+        volume[name] = {"bytes": sum(size for _, size in sent), "collectives": len(sent)}
+    rows = summary(alternate(dict(cycles), repeats, barrier=True), "plain")
+    return {name: {**row, **volume[name]} for name, row in rows.items()}
+
+
+def report_ways(options: argparse.Namespace) -> None:
+    names = list(dict.fromkeys(["plain", *(WAYS if options.way == "all" else [options.way])]))
+    if options.processes < 4 or options.processes % 2:
+        names = [name for name in names if name != "hierarchical"]
+    for case, sizes in CASES.items():
+        rows = spawn(measure_ways, options.processes, sizes, options.repeats, names)
+        print(f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each; a rank and cycle")
+        for name, row in rows.items():
+            print(
+                f"  {name:14} {row['bytes'] / 1e6:9.3f} MB sent ({row['bytes'] / rows['plain']['bytes']:6.4f} x plain) in "
+                f"{row['collectives']:4.0f} collectives {row['median_ms']:9.1f} ms {row['ratio']:8.2f} x plain"
+            )
+        emit({"benchmark": "converge_ways", "case": case, "processes": options.processes, "rows": rows}, options.json)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
+    parser.add_argument("--way", choices=["all", *WAYS], help="ways of averaging beside the plain one")
     options = parser.parse_args()
+    if options.way is not None:
+        report_ways(options)
+        return
     for case, sizes in CASES.items():
         rows = spawn(measure, options.processes, sizes, options.repeats)
         print(f"\n{case} fp32, {options.processes} processes, {4 * sum(sizes) / 1e6:.0f} MB each")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .converge import local_parts
 
-__all__ = ["Anchor", "state_tensors"]
+__all__ = ["Anchor", "Anchors", "state_tensors"]
 
 _Key = tuple[int, str, int]  # number of the parameter, key of its state ("" for itself), place in a list
 
@@ -52,6 +52,10 @@ class Anchor:
             yield (*place, count[place]), local_parts([tensor])[0], begins_as
             count[place] += 1
 
+    @property
+    def taken(self) -> bool:
+        return bool(self._taken)
+
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
@@ -78,3 +82,33 @@ class Anchor:
                 tensor.copy_(begins_as)
             else:
                 tensor.zero_()
+
+
+class Anchors:
+    """The beginnings of the running cycle and of the accepted one before it.
+
+    A cycle may be accepted although its last steps have ruined it, because its mean loss is still good. Then no rate helps from where
+    the next one begins, and going back has to go further.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str) -> None:
+        self._now, self._before = (Anchor(tensors, optimizer, place) for _ in range(2))
+        self._went_back = False
+
+    def advance(self) -> None:
+        """A cycle begins. After a rollback it begins where it is known to."""
+        if not self._went_back:
+            self._now, self._before = self._before, self._now
+            self._now.take()
+        self._went_back = False
+
+    def forget(self) -> None:
+        """Other parameters have been loaded: the next cycle begins with them."""
+        self._went_back = False
+
+    def go_back(self, attempt: int) -> None:
+        """To the beginning of the cycle; from the third attempt in a row on, to that of the cycle before. ``attempt`` counts from 0."""
+        if attempt >= 2 and self._before.taken:
+            self._now = self._before
+        self._now.restore()
+        self._went_back = True

@@ -302,7 +302,8 @@ class Ensemble:
     def _check_whole(self) -> None:
         if self._broken is not None:
             raise RuntimeError(
-                f"this Ensemble has lost a replica ({self._broken}); its parameters may be half averaged: resume from a checkpoint"
+                f"this Ensemble has lost a replica in cycle {self._broken.cycle} (step {self._broken.step}); its parameters may be half averaged: "
+                "start all ranks again from the last checkpoint"
             ) from self._broken
 
     def _agree(self) -> None:
@@ -390,7 +391,7 @@ class Ensemble:
                     raise self._all_diverged(
                         f"{self.engine.rollbacks_in_row} cycles in a row were taken back, and the next one diverged too"
                     )
-                self.weights.roll_back()
+                self.weights.roll_back(self.engine.rollbacks_in_row)
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
             elif not (equal and self.weights.settled):
@@ -469,6 +470,7 @@ class Ensemble:
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._fan_out.unsettled()
+        self.weights.loaded()
         self._begin_cycle()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .anchor import Anchor
+from .anchor import Anchors
 from .checks import digest_of
 from .converge import Average, Converge, Task, local_parts
 from .core.divergence import Divergence
@@ -54,10 +54,10 @@ class ReplicaWeights:
         self.tensors, self.optimizer, self.replicas = list(tensors), optimizer, replicas
         self.members: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
         task = Task(self.tensors, replicas, optimizer, self.members[0].masters, sync_interval, bucket_bytes, gradients)
-        self._average: Average = converge.build(task) if len(self.members) == 1 else _Coresident(optimizer)
+        self._average: Average = _Coresident(optimizer) if len(self.members) > 1 else converge.build(task)
         self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
         self._tied, self._refresh, self._modules = list(tied), refresh, list(modules)
-        self._anchor = Anchor(self.tensors, optimizer, divergence.rollback) if divergence.rollback is not None else None
+        self._anchors = None if divergence.rollback is None else Anchors(self.tensors, optimizer, divergence.rollback)
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -96,12 +96,20 @@ class ReplicaWeights:
 
     def depart(self) -> None:
         """Before the first step of a cycle."""
-        if self._anchor is not None:
-            self._anchor.take()
+        if self._anchors is not None:
+            self._anchors.advance()
+
+    def loaded(self) -> None:
+        """Parameters may have been loaded: no earlier ones are of any use."""
+        if self._anchors is not None:
+            self._anchors.forget()
 
     def after_step(self, position: int) -> list[str]:
         """After a step that does not end the cycle. Returns notes for the record."""
-        return self._average.after_step(position)
+        notes = self._average.after_step(position)
+        if self._average.wrote:
+            self._publish()
+        return notes
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """Eq. 3, by the chosen way, at the end of a cycle. Returns notes for the record."""
@@ -117,13 +125,13 @@ class ReplicaWeights:
             self.moments.converge(weights)
         self._publish()
 
-    def roll_back(self) -> None:
-        """Parameters and the optimizer's state as they were before the cycle's first step, and equal on all replicas.
+    def roll_back(self, attempt: int) -> None:
+        """Parameters and the optimizer's state as they were before the cycle's first step (`Anchors.go_back`), and equal on all replicas.
 
         They need not have been: after a noisy start, or where a way of averaging never makes them so.
         """
-        assert self._anchor is not None, "rollback needs an anchor"
-        self._anchor.restore()
+        assert self._anchors is not None, "rollback needs an anchor"
+        self._anchors.go_back(attempt)
         self._average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
@@ -144,10 +152,11 @@ class ReplicaWeights:
         return local_parts([tensor] if master is None else [tensor, master])
 
 
-class _Coresident:
+class _Coresident(Average):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
     settled = True
+    wrote = False
     companions = 0
 
     def __init__(self, optimizer: Any) -> None:

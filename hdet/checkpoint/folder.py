@@ -18,6 +18,7 @@ __all__ = ["MANIFEST", "checksums", "latest", "prepare", "publish", "read_manife
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "hdet-checkpoint", 1
 _STEP = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.step-(\d{8,})\.replaced")
 _PIECE = 1 << 20
 
 
@@ -28,11 +29,14 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def steps(root: Path) -> list[Path]:
-    """Complete checkpoints in ``root``, by step. (One is complete once it has its final name.)"""
+    """Complete checkpoints in ``root``, by step. One is complete once it has its final name; and one that was put aside for another of
+    the same step is, until that has it (a save may be killed between the two renames)."""
     if not root.is_dir():
         return []
-    numbered = [(int(match[1]), entry) for entry in root.iterdir() if (match := _STEP.fullmatch(entry.name)) and entry.is_dir()]
-    return [entry for _, entry in sorted(numbered)]
+    entries = [entry for entry in root.iterdir() if entry.is_dir()]
+    final = {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
+    aside = {int(match[1]): entry for entry in entries if (match := _ASIDE.fullmatch(entry.name))}
+    return [entry for _, entry in sorted((aside | final).items())]
 
 
 def resolve(path: Path) -> Path:
@@ -116,7 +120,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _number(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    return int("".join(filter(str.isdigit, folder.name)))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------

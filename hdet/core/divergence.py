@@ -21,9 +21,10 @@ class Divergence:
             losses above 0, from the second cycle on; None: only losses and parameters that are not finite.
         rise_bound: a cycle has diverged as a whole if the median of the healthy replicas' losses exceeds ``rise_bound`` times that of
             the last cycle that has not. Only looked at with ``rollback``.
-        rollback: "device" or "host" keeps the parameters and the optimizer's state from the beginning of the cycle there, and a cycle
-            that diverged as a whole (by ``rise_bound``, or with no finite loss or parameter left) is taken back: they are restored and
-            the learning rate's base value is multiplied by ``lower``. None keeps nothing; without a finite parameter left the run ends.
+        rollback: "device" or "host" keeps the parameters and the optimizer's state there, from the beginnings of this cycle and of the
+            one before, and a cycle that diverged as a whole (by ``rise_bound``, or with no finite loss or parameter left) is taken back:
+            they are restored, from the third attempt in a row on those of the cycle before, and the learning rate's base value is
+            multiplied by ``lower``. None keeps nothing; without a finite parameter left the run ends.
         lower: factor of the base value after a rollback, in (0, 1).
         attempts: rollbacks in a row after which the run ends with an error.
     """

@@ -101,6 +101,25 @@ def test_attempts_are_bounded() -> None:
     assert run.ensemble.engine.rollbacks == 3
 
 
+def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
+    """The first cycle explodes in its last step only, too late for its mean loss: its end is no place to go back to."""
+    run = Run(0, interval=4, total=400, lr=1e-3, divergence=hdet.Divergence(rollback="device", lower=0.1))
+    run.steps(4)
+    before = run.weights()
+    run.steps(3)
+    with torch.no_grad():
+        for p in run.net.parameters():
+            p.mul_(1e4)
+    run.step(report=5.0)
+    assert run.ensemble.history is not None and not run.ensemble.history["rolled_back"]
+    run.steps(8)
+    assert run.ensemble.engine.rollbacks_in_row == 2 and run.weights().abs().max() > 100, "twice back to the ruins"
+    run.steps(4)
+    assert run.ensemble.engine.rollbacks_in_row == 3 and torch.equal(run.weights(), before)
+    run.steps(4)
+    assert run.ensemble.engine.rollbacks_in_row == 0
+
+
 def test_counts_and_level_are_part_of_the_state() -> None:
     run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
     run.steps(2)
