@@ -32,9 +32,13 @@ _HOMES = {
     "warm_noise_": "noise",
 }
 
-__all__ = [*_HOMES, "__version__", "kernels"]  # noqa: PLE0604 - the keys are the names
+_MODULES = ("checkpoint", "converge", "kernels")
+
+__all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 - the keys are the names
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
+    from . import converge as converge
     from . import kernels as kernels
     from .core.controllers import ProbeRule as ProbeRule
     from .core.controllers import SoftmaxController as SoftmaxController
@@ -56,8 +60,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "kernels":
-        return importlib.import_module(".kernels", __name__)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -173,7 +173,9 @@ def check_dense_gradients(optimizer: Optimizer) -> None:
                 )
 
 
-def agreement(engine: Engine, parameters: Sequence[torch.Tensor], **settings: object) -> tuple[dict[str, int], dict[str, int]]:
+def agreement(
+    engine: Engine, parameters: Sequence[torch.Tensor], knobs: Sequence[GroupKnob], **settings: object
+) -> tuple[dict[str, int], dict[str, int]]:
     """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
 
     ``settings``: further ones, by name; compared by their repr.
@@ -192,15 +194,19 @@ def agreement(engine: Engine, parameters: Sequence[torch.Tensor], **settings: ob
         "the state (digest)": digest_of(engine.state_dict()),
     }
     shapes = [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)]
-    return common, {"the parameters' shapes and dtypes (digest)": digest_of(shapes)}
+    values = [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs]
+    return common, {"the parameters' shapes and dtypes (digest)": digest_of(shapes), "the scheduled rates (digest)": digest_of(values)}
 
 
-def check_gradients(norms: Sequence[float], gradients: str) -> None:
-    """Are gradients what they were said to be? ``norms``: [replica] of the first step's; not finite or 0: unknown, nothing is said.
+def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
+    """Are gradients what they were said to be? ``norm``: of this rank's in the first step; None: it has left that out, and nothing is
+    said, nor of norms that are not finite or 0. One all_reduce.
 
     Raises:
         ValueError: they are to be shared, and differ. Warns if they are to be local, and are the same on all replicas.
     """
+    square = torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
+    norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
     if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
         return
     if gradients == "shared" and max(norms) > 1.001 * min(norms):

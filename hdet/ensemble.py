@@ -155,13 +155,13 @@ class Ensemble:
             sets = self.replicas.sets(trained)
             self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))])
 
-        self._agreed = False
+        self._agreed = self._compared = False  # ranks' settings; what kind of gradients they have
         self._broken: ReplicaLost | None = None
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
-        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self.weights.depart)
+        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self.weights.depart, skippable=gradients == "local")
         self.replicas.attach(optimizer)
         self._begin_cycle()
 
@@ -182,7 +182,8 @@ class Ensemble:
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule,
         as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The end of the
-        schedule ends the last cycle in either case.
+        schedule ends the last cycle in either case. With local gradients each call counts, also where a GradScaler has left out the
+        step of one replica: all must count alike.
 
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no anchor to go back to.
@@ -192,19 +193,20 @@ class Ensemble:
         self._check_whole()
         if loss is not None:
             self.observe(loss)
-        if not self._agreed:
-            self._agree()
+        self._agree()
+        stepped = self._fan_out.take_stepped()
+        if stepped and not self._compared:
+            self._compare_gradients()
         try:
             self.schedule.advance()
             ends = False
-            stepped = self._fan_out.take_stepped()
             if stepped:
                 ends = self.engine.tick()
                 if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
                     self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
             if ends or (self.schedule.is_over and self.engine.position > 0):
                 self._end_cycle()
-            elif stepped:
+            elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
                 with self._during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
@@ -218,6 +220,7 @@ class Ensemble:
         """
         self._check_outside_use("converge", "it is of all replicas, call it after")
         self._check_whole()
+        self._agree()
         if self.replicas.count == 1:
             self._forget_window()
             return
@@ -231,8 +234,7 @@ class Ensemble:
         if not (self.weights.settled and len({slot.digest for slot in slots}) == 1):
             with self._during("average"):
                 self.weights.complete(self._weights(finite, [slot.loss for slot in slots]))
-        self._fan_out.settled()
-        self._lockstep = not self._replicas_part
+        self._settle()
         for r, slot in enumerate(slots):
             if not slot.finite:
                 note = f"replica {r} left out of the average: parameters not finite"
@@ -284,6 +286,11 @@ class Ensemble:
         """Does the optimizer's state differ between replicas even when they are converged? (Local gradients that keep their moments.)"""
         return self.weights.moments.private and self.replicas.count > 1
 
+    def _settle(self) -> None:
+        """Replicas have been averaged. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
+        self._fan_out.settled()
+        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not self._has_buffers)
+
     @property
     def _replicas_part(self) -> bool:
         """Can replicas differ after steps of the running cycle?"""
@@ -308,14 +315,16 @@ class Ensemble:
 
     def _agree(self) -> None:
         """Once: ranks that are not in the same run would average nonsense."""
-        device = self.weights.device
+        if not self._agreed:
+            with self._during("agreement"):
+                settings = agreement(self.engine, self.parameters, self.knobs, **self._settings)
+                self.replicas.require_agreement(*settings, self.weights.device)
+            self._agreed = True
+
+    def _compare_gradients(self) -> None:
         with self._during("agreement"):
-            self.replicas.require_agreement(*agreement(self.engine, self.parameters, **self._settings), device)
-            if self.replicas.world_group is not None:
-                norm = self._fan_out.gradient_norm
-                row = torch.full((1,), math.nan, dtype=torch.float64, device=device) if norm is None else norm.reshape(1).to(device) ** 2
-                check_gradients([math.sqrt(x) for x in self.replicas.sum_rows(row).flatten().tolist()], self.gradients)
-        self._agreed = True
+            check_gradients(self.replicas, self._fan_out.gradient_norm, self.gradients, self.weights.device)
+        self._compared = True
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:
@@ -361,8 +370,7 @@ class Ensemble:
         self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
         outcome = self._control(verdict, losses, scores, slots)
-        self._fan_out.settled()
-        self._lockstep = self.weights.settled and not self._replicas_part  # equal now; do they part in the next cycle?
+        self._settle()
         self.history = cycle_record(
             self.engine, self.schedule, outcome, losses=losses, scores=scores, rolled_back=verdict.roll_back, notes=self._notes,
             probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed),

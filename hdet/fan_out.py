@@ -26,7 +26,8 @@ class FanOut:
 
     ``moved`` tells whether a step has been done since the last average.
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
-    phantom step of a checkpoint library or several calls per training step count once.
+    phantom step of a checkpoint library or several calls per training step count once. ``skippable``: replicas may leave out a step
+    each by itself, and count it nevertheless.
 
     A step in which every group's rate is 0 moves nothing and is passed through as if nobody had called: checkpoint libraries make
     an optimizer's state that way.
@@ -41,18 +42,19 @@ class FanOut:
         knobs: Sequence[GroupKnob],
         first_replica: int = 0,
         depart: Callable[[], object] = lambda: None,
+        skippable: bool = False,
     ) -> None:
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
             raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True
-        self._depart, self._departed = depart, False
+        self._depart, self._departed, self._skippable = depart, False, skippable
         self.active = True
         self.stepped = False
         self.moved = True  # since the last average; unknown at the beginning
         self.gradient_norm: torch.Tensor | None = None
-        """Of this rank's gradients in the first step: 0-d float64."""
+        """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
         if self.fused:
             optimizer.first_replica = first_replica  # type: ignore[attr-defined]
@@ -71,9 +73,7 @@ class FanOut:
                 self._unchecked = False
             if self.gradient_norm is None:
                 self.gradient_norm = _gradient_norm(self.optimizer)
-            if not self._departed:
-                self._depart()
-                self._departed = True
+            self._leave()
             with ExitStack() as stack:
                 self.moved = True
                 if not self.fused:
@@ -91,6 +91,11 @@ class FanOut:
         """Is every group's rate 0? A rate on a CUDA device is not looked at: it would wait for the device."""
         rates = (group.get("lr", 1.0) for group in self.optimizer.param_groups)
         return all(rate == 0 if not isinstance(rate, torch.Tensor) else not rate.is_cuda and not rate.any() for rate in rates)
+
+    def _leave(self) -> None:
+        if not self._departed:
+            self._depart()
+            self._departed = True
 
     def settled(self) -> None:
         """Replicas have been averaged: they are equal until the next step."""
@@ -115,8 +120,12 @@ class FanOut:
         return row
 
     def take_stepped(self) -> bool:
+        """Is there a step to count since the last call?"""
         stepped, self.stepped = self.stepped, False
-        return stepped
+        if stepped or not self._skippable or self._stands_still():
+            return stepped
+        self._leave()
+        return True
 
     def close(self) -> None:
         """Multipliers are 1 from now on; the wrapper stays in the call chain but does nothing."""
@@ -127,12 +136,12 @@ class FanOut:
 
 
 @torch.no_grad()
-def _gradient_norm(optimizer: Optimizer) -> torch.Tensor | None:
-    """Of all gradients there are; None without any. Does not wait for the device."""
+def _gradient_norm(optimizer: Optimizer) -> torch.Tensor:
+    """Of all gradients there are; 0 without any. Does not wait for the device."""
     gradients = local_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
     dense = [g for g in gradients if g.numel()]
     if not dense:
-        return None
+        return torch.zeros((), dtype=torch.float64)
     return torch.stack([norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]).norm()
 
 

@@ -104,11 +104,14 @@ class ReplicaWeights:
         if self._anchors is not None:
             self._anchors.forget()
 
+    def acts_after(self, position: int) -> bool:
+        """Has the way of averaging anything to do after this step, which does not end the cycle?"""
+        return self._average.acts_after(position)
+
     def after_step(self, position: int) -> list[str]:
-        """After a step that does not end the cycle. Returns notes for the record."""
+        """Let it. Returns notes for the record."""
         notes = self._average.after_step(position)
-        if self._average.wrote:
-            self._publish()
+        self._publish()
         return notes
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
@@ -156,11 +159,13 @@ class _Coresident(Average):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
     settled = True
-    wrote = False
     companions = 0
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+
+    def acts_after(self, position: int) -> bool:
+        return False
 
     def after_step(self, position: int) -> list[str]:
         return []

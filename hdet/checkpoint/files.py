@@ -34,8 +34,9 @@ def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int 
 
     Raises:
         ValueError: ``step`` is negative or ``keep`` below 1.
-        CheckpointError: on every rank alike: nothing can be written there; or ranks differ in what they should have in common
-            (an optimizer's state that is not private, a frozen parameter), which a checkpoint would mix.
+        CheckpointError: on every rank alike: nothing can be written there, or not all ranks see what has been; ``step`` or ``keep`` differ;
+            or ranks differ in what they should have in common (an optimizer's state that is not private, a frozen parameter), which a
+            checkpoint would mix.
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
@@ -83,7 +84,6 @@ def _read(path: Path, state: RunState) -> int:
     together = Together(group)
     folder, manifest = together.first(lambda: _opened(path))
     verify(folder, manifest["files"], together)
-    plans = _Destinations(state, manifest, dcp.FileSystemReader(folder).read_metadata())
 
     def read(tree: dict[str, Any]) -> dict[str, Any]:
         with _one_line("reading", folder):
@@ -96,6 +96,7 @@ def _read(path: Path, state: RunState) -> int:
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {str(folder)!r} does not fit this run: {error}") from error
 
+    plans: _Destinations = fits(lambda: _Destinations(state, manifest, dcp.FileSystemReader(folder).read_metadata()))
     plain = read(fits(plans.plain))
     tensors: dict[str, Any] = fits(plans.tensors)
     fits(lambda: state.load_plain(plain))
@@ -134,15 +135,27 @@ def _write(folder: Path, final: Path, state: RunState, step: int, keep: int, tog
 
     group = together.group
     partial = folder / f".{final.name}.partial"
+    asked = set(together.all(lambda: (step, keep)))
+    if len(asked) > 1:
+        raise CheckpointError(f"save was called with different (step, keep) on different ranks: {sorted(asked)}")
     together.first(lambda: prepare(folder, partial))
     tree = _equal_tree(state, together)
     with _one_line("writing", partial):
         dcp.save(tree, storage_writer=dcp.FileSystemWriter(partial), process_group=group, no_dist=group is None)
-    names = together.first(lambda: sorted(entry.name for entry in partial.iterdir()))
-    sums = checksums(partial, names, together)
+    sums = checksums(partial, together.first(lambda: _written(partial)), together)
+    if unseen := [name for name, facts in sums.items() if facts["bytes"] is None]:
+        raise CheckpointError(f"{str(folder)!r} is not one folder for all ranks: {unseen[0]!r} has been written there, and is not seen by all")
     facts: dict[str, Any] = {"hdet": __version__, "torch": str(torch.__version__), "step": step}
     facts |= {"replicas": state.ensemble.replicas.count, "members": state.keys.members}
     together.first(lambda: publish(partial, final, facts, sums, keep))
+
+
+def _written(partial: Path) -> list[str]:
+    """Names of all files that torch's index speaks of, whoever wrote them, and of the index."""
+    from torch.distributed import checkpoint as dcp
+
+    stored = dcp.FileSystemReader(partial).read_metadata().storage_data.values()
+    return sorted({".metadata"} | {entry.name for entry in partial.iterdir()} | {info.relative_path for info in stored})
 
 
 def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def publish(partial: Path, final: Path, facts: dict[str, Any], files: dict[str, 
     shutil.rmtree(aside, ignore_errors=True)
     older = [folder for folder in steps(final.parent) if _number(folder) <= _number(final)]
     for folder in older[:-keep]:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            gone = folder.rename(folder.with_name(f".{folder.name}.partial"))  # first: a process may be killed while it removes
+            shutil.rmtree(gone)
 
 
 def checksums(folder: Path, names: Sequence[str], together: Together) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""ExactLocal: the mean is computed on each rank beside its replica, and nothing is sent (docs/method.md, the geometry of shared gradients)."""
+"""ExactLocal: the mean is computed on each rank beside its replica, and nothing is sent (docs/method.md: what shared gradients imply)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class ExactLocal:
     ``average="softmax"``) make a cycle's average a plain one, with a note.
 
     Costs a second set of parameters (and masters) in memory and 8 bytes more traffic for each fp32 parameter and step.
-    `Ensemble.mean` gives the mean at every step.
+    `Ensemble.mean` gives the mean at every step. Weights that somebody writes in the middle of a cycle are not in it: load them together
+    with the optimizer's state, or call `Ensemble.converge` after.
     """
 
     check_every: int = 10
@@ -99,15 +100,20 @@ class _ExactLocal(PlainAverage):
         # Until a step the mean track is the model: weights may still be loaded, initialised or broadcast.
         self._follows = True
         optimizer._hdet_mean_track = (  # type: ignore[attr-defined]
-            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_pre_hook(self._settle),
+            optimizer.register_step_post_hook(self._part),
+            optimizer.register_state_dict_pre_hook(self._settle),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         )
 
-    def _before_step(self, *_: Any) -> None:
+    def _settle(self, *_: Any) -> None:
+        """Before a step, or a look at the state: the mean track becomes what it is to be."""
         if self._follows:
             self._optimizer.average_replicas([1.0, 0.0])
-            self._follows = False
+
+    def _part(self, *_: Any) -> None:
+        self._follows = False
 
     def _before_load(self, _: Any, state: dict[str, Any]) -> None:
         self._brings_mean = any("replica_params" in values for values in state["state"].values())
@@ -147,7 +153,6 @@ class _ExactLocal(PlainAverage):
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)
-        self._optimizer.average_replicas([1.0, 0.0])
         self._follows, self._unchecked, self._cycles = True, False, 0
 
     def mean(self) -> list[torch.Tensor] | None:

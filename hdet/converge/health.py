@@ -40,10 +40,28 @@ def digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not filled:
         return torch.zeros(2, dtype=torch.float64)
     device = filled[0].device
-    sums = [sum_ for tensor in filled for words in _words(tensor) for sum_ in _sums(words)]
+    sums = [sum_ for tensor in _together(filled) for words in _words(tensor) for sum_ in _sums(words)]
     places = torch.arange(len(sums), device=device)
     mixed = _mix(torch.stack([s if s.device == device else s.to(device) for s in sums]) + places * -0x61C8864680B583EB)
     return (mixed.view(-1, 2).sum(0) & ((1 << DIGEST_BITS) - 1)).double()
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Small tensors in a row as one: each alone would cost a handful of calls."""
+    row: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        small = tensor.nbytes < _SLICE
+        if row and (not small or size >= 8 * _SLICE or (tensor.dtype, tensor.device) != (row[0].dtype, row[0].device)):
+            yield torch.cat(row)
+            row, size = [], 0
+        if small:
+            row.append(tensor.reshape(-1))
+            size += tensor.nbytes
+        else:
+            yield tensor
+    if row:
+        yield torch.cat(row)
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -60,10 +60,10 @@ class _Hierarchical(PlainAverage):
 
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        weight, place = float(weights[self._replicas.index]), self._replicas.index % self._n
+        weight = float(weights[self._replicas.index])
         for filling in self._buckets.plan():
             flat = filling.gather(weight)
-            own = flat.view(self._n, -1)[place].clone()
+            own = torch.empty_like(flat[: len(flat) // self._n])
             reduce_scatter(own, flat, self._inside)
             work = dist.all_reduce(own, group=self._across, async_op=True)
             filling.expect()

@@ -66,10 +66,11 @@ class _Overlapped(PlainAverage):
             work.wait()
         self._works, self.settled = [], True
 
+    def acts_after(self, position: int) -> bool:
+        return position >= self._steps and bool(self._works)
+
     def after_step(self, position: int) -> list[str]:
-        self.wrote = position >= self._steps and bool(self._works)
-        if self.wrote:
-            self._apply()
+        self._apply()
         return []
 
     @torch.no_grad()

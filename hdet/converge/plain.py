@@ -30,10 +30,12 @@ class PlainAverage:
 
     settled = True
     companions = 0
-    wrote = False
 
     def __init__(self, task: Task) -> None:
         self._plain = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)
+
+    def acts_after(self, position: int) -> bool:
+        return False
 
     def after_step(self, position: int) -> list[str]:
         return []

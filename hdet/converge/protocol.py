@@ -44,12 +44,11 @@ class Average(Protocol):
     def settled(self) -> bool:
         """Nothing is under way and nothing is kept back: the tensors are all there is to know, and are equal on all replicas."""
 
-    def after_step(self, position: int) -> list[str]:
-        """After step ``position`` (1 .. T - 1) of a cycle. May communicate. Returns notes for the record."""
+    def acts_after(self, position: int) -> bool:
+        """Is there anything to do after step ``position`` (1 .. T - 1) of a cycle, before its end? The same on all ranks."""
 
-    @property
-    def wrote(self) -> bool:
-        """Has the last `after_step` written to the tensors? Then copies of them are to follow. The same on all ranks."""
+    def after_step(self, position: int) -> list[str]:
+        """Do it: may communicate and write to the tensors. Only where `acts_after` says so. Returns notes for the record."""
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         """After the last step of a cycle. Returns notes for the record."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,19 +52,22 @@ class _Streaming(PlainAverage):
         self.due = [-(-(f + 1) * task.sync_interval // count) for f in range(count)]
         """the step after which each fragment is averaged"""
         room = max(1024, task.bucket_bytes // count)
-        self._averages = [
-            BucketedAverage(task.tensors, task.replicas, room, task.masters, select=_fragment(f, count)) for f in range(count)
-        ]
+        self._fragments = [_Fragment(task, spans) for spans in _spans(local_parts(task.tensors), count)]
+        self._averages = [BucketedAverage(f.tensors, task.replicas, room, f.masters, f.cut) for f in self._fragments]
+
+    def acts_after(self, position: int) -> bool:
+        return position in self.due[:-1]
 
     def after_step(self, position: int) -> list[str]:
-        self._position, self.wrote = position, False
+        self._position = position
         return [note for f, due in enumerate(self.due[:-1]) if due == position for note in self._average_alone(f)]
 
     @torch.no_grad()
     def _average_alone(self, f: int) -> list[str]:
         """A fragment whose weights nobody has told."""
         replicas = self._task.replicas
-        values = [part.value for part in _fragment(f, len(self.due))(parts_of(self._task.tensors, self._task.masters))]
+        fragment = self._fragments[f]
+        values = [part.value for part in fragment.cut(parts_of(fragment.tensors, fragment.masters))]
         device = local_parts(self._task.tensors[:1])[0].device
         broken = (1.0 - all_finite(values)).reshape(1).to(device)
         rows: list[float] = replicas.sum_rows(broken).flatten().tolist()
@@ -71,7 +75,7 @@ class _Streaming(PlainAverage):
         where = f"fragment {f + 1} of {len(self.due)}"
         if not healthy:
             return [f"{where} not averaged: finite on no replica"]
-        self.settled, self.wrote = False, True
+        self.settled = False
         self._averages[f]([1 / len(healthy) if bad == 0 else 0.0 for bad in rows])
         return [f"replica {r} left out of the average of {where}: not finite" for r, bad in enumerate(rows) if bad != 0]
 
@@ -93,22 +97,45 @@ class _Streaming(PlainAverage):
         self.settled, self._position = True, 0
 
 
-def _fragment(f: int, count: int) -> Callable[[Sequence[Part]], list[Part]]:
-    """Cuts the parts of a model at f / count and (f + 1) / count of their bytes."""
+_Span = tuple[int, int, int]
+"""number of a tensor, first and last + 1 of its elements"""
 
-    def select(parts: Sequence[Part]) -> list[Part]:
-        total = sum(part.tensor.nbytes for part in parts)
-        low, high, begin, chosen = total * f // count, total * (f + 1) // count, 0, []
-        for part in parts:
-            size, width = part.tensor.nbytes, part.tensor.element_size()
-            if part.tensor.is_contiguous():
-                first, last = (min(max(-(-(cut - begin) // width), 0), part.tensor.numel()) for cut in (low, high))
-                if first < last:
-                    master = None if part.master is None else part.master.view(-1)[first:last]
-                    chosen.append(Part(part.tensor.view(-1)[first:last], master))
-            elif low <= begin < high:  # cannot be cut: goes where it begins
-                chosen.append(part)
-            begin += size
-        return chosen
 
-    return select
+class _Fragment:
+    """Some tensors of a task, the first and the last of them perhaps not whole."""
+
+    def __init__(self, task: Task, spans: Sequence[_Span]) -> None:
+        self._task, self._spans = task, spans
+        self.tensors = [task.tensors[i] for i, _, _ in spans]
+
+    def masters(self) -> list[torch.Tensor | None]:
+        all_ = self._task.masters()
+        return [all_[i] for i, _, _ in self._spans]
+
+    def cut(self, parts: Sequence[Part]) -> list[Part]:
+        """Of the tensors' parts what belongs to the fragment."""
+        return [_cut(part, first, last) for part, (_, first, last) in zip(parts, self._spans, strict=True)]
+
+
+def _cut(part: Part, first: int, last: int) -> Part:
+    if (first, last) == (0, part.tensor.numel()):
+        return part
+    return Part(part.tensor.view(-1)[first:last], None if part.master is None else part.master.view(-1)[first:last])
+
+
+def _spans(tensors: Sequence[torch.Tensor], count: int) -> list[list[_Span]]:
+    """Cuts the tensors, one after the other, at every count-th of their bytes; one that is not contiguous goes where it begins."""
+    total, begin = sum(tensor.nbytes for tensor in tensors), 0
+    cuts = [total * f // count for f in range(count + 1)]
+    spans: list[list[_Span]] = [[] for _ in range(count)]
+    for i, tensor in enumerate(tensors):
+        size, width = tensor.numel(), tensor.element_size()
+        if tensor.is_contiguous():
+            places = [min(max(-(-(cut - begin) // width), 0), size) for cut in cuts]
+        else:
+            places = [size if cut > begin else 0 for cut in cuts]
+        for f, (first, last) in enumerate(itertools.pairwise(places)):
+            if first < last:
+                spans[f].append((i, first, last))
+        begin += tensor.nbytes
+    return spans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def test_the_newest_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
     assert fresh.facts() == run.facts()
     assert checkpoint.load(root / "step-00000006", fresh.state) == 6
     assert fresh.facts() != run.facts()
+
+
+def test_killed_while_an_old_one_is_removed_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = saved(tmp_path, 3)
+
+    with monkeypatch.context() as patch:  # it gets no further than one file
+        patch.setattr("hdet.checkpoint.folder.shutil.rmtree", lambda folder, **_: (folder / ".metadata").unlink(missing_ok=True))
+        checkpoint.save(tmp_path, run.state, 4, keep=1)
+    assert checkpoint.folder.steps(tmp_path) == [tmp_path / "step-00000004"]
+    checkpoint.save(tmp_path, run.state, 5)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -243,6 +255,44 @@ def test_what_should_be_equal_and_is_not_is_never_written(tmp_path: Path, what: 
     assert one == two
     assert f"the {'optimizer' if what == 'moments' else 'parameters'}" in one and "differ between ranks 0 and 1" in one
     assert checkpoint.latest(tmp_path) is None
+
+
+def misused(rank: int, world: int, root: str, how: str) -> tuple[str, str]:
+    """What is said on this rank, and in a file of the root what is there at the end."""
+    run, place, step = ddp(rank, world).steps(5), Path(root), 5
+    checkpoint.save(place, run.state, 1)
+    if how == "folders of their own":
+        place = place / f"host {rank}"
+    if how == "steps of their own":
+        step += rank
+    reader: Any = torch.distributed.checkpoint.FileSystemReader
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "index unreadable on one" and rank == 1:
+            patch.setattr(reader, "read_metadata", lambda *_: [][0])
+        try:
+            if how == "index unreadable on one":
+                checkpoint.load(place, run.state)
+            else:
+                checkpoint.save(place, run.state, step, keep=1)
+        except CheckpointError as error:
+            return str(error), str(checkpoint.latest(place))
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("folders of their own", "is not one folder for all ranks: '__1_0.distcp' has been written there, and is not seen by all"),
+        ("steps of their own", r"different \(step, keep\) on different ranks: \[\(5, 1\), \(6, 1\)\]"),
+        ("index unreadable on one", r"does not fit this run: IndexError.*\(on rank 1 of 2\)"),
+    ],
+)
+def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(tmp_path: Path, how: str, says: str) -> None:
+    found = run_ranks(misused, 2, str(tmp_path), how, timeout=30)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("step-")] == ["step-00000001"]
+    assert all(re.search(says, text) for text, _ in found), found
+    assert found[0][0].replace("host 0", "") == found[1][0].replace("host 0", "").replace("host 1", "")
+    assert how != "folders of their own" or found[0][1] == found[1][1] == "None"
 
 
 def files_of(rank: int, world: int, root: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hdet.converge import BucketedAverage, all_finite, digest
+from hdet.converge.buckets import Buckets, Part
 from hdet.kernels import rounding
 from hdet.replicas import Replicas
 
@@ -143,16 +144,35 @@ def test_digest_tells_single_bits_and_exchanges(dtype: torch.dtype) -> None:
             assert bool((digest([flipped, b]) != same).any())
 
 
+def test_digest_sees_every_one_of_many_tensors() -> None:
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float64]
+    tensors = [torch.zeros(size, dtype=dtypes[i % 4]) for i, size in enumerate([1, 300, 20_000, 70_000, 5] * 12)]
+    seen = {tuple(digest(tensors).tolist())}
+    for tensor in tensors:
+        tensor[-1] = 1.0
+        seen.add(tuple(digest(tensors).tolist()))
+        tensor[-1] = 0.0
+    assert len(seen) == 1 + len(tensors)
+
+
 def test_digest_sees_any_number_of_flipped_signs_and_stays_below_its_bound() -> None:
     a = torch.zeros(1 << 12)
     largest, seen = 0.0, set()
-    for count in (0, 1, 2, 3, 4, 16, 1 << 12):
-        a[:count] = -0.0
+    for count in (0, 1, 2, 3, 4, 16, 1 << 11):
+        a[1::2][:count] = -0.0  # the highest bit of 64
         both = digest([a])
         largest, seen = max(largest, float(both.max())), seen | {tuple(both.tolist())}
     assert len(seen) == 7
     # 8192 members add theirs in a float64
     assert largest < 2**40 and 8192 * 2.0**40 <= 2.0**53
+
+
+def test_the_end_of_a_filling_is_zeros_whatever_was_in_the_bucket() -> None:
+    buckets = Buckets(lambda: [Part(torch.arange(5.0)), Part(torch.ones(6))], 32, multiple=8)
+    first, second = buckets.plan()
+    first.flat.fill_(torch.nan)
+    assert first.gather().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0]
+    assert second.gather(0.5).tolist() == [0.5] * 6 + [0.0] * 2 and buckets.extra_bytes == 32
 
 
 # -- masters -----------------------------------------------------------------------------------------------------------------

@@ -92,8 +92,9 @@ def falls_back(rank: int, world: int) -> Any:
         parameter.grad = torch.full((40,), 0.5)
         optimizer.step()
         notes = made.end_cycle(weights)
+        optimizer.state_dict()
         agree = torch.equal(parameter, made.mean()[0]) and torch.equal(parameter, optimizer.replica_parameters(1)[0])
-        report.append((notes, parameter.detach().clone(), agree or made._follows))
+        report.append((notes, parameter.detach().clone(), agree))
 
     with torch.no_grad():
         parameter += 0.5 * rank  # a noisy start: replicas are not equal before the first average
@@ -138,6 +139,7 @@ def writes_between(rank: int, world: int) -> Any:
     with torch.no_grad():
         parameter.fill_(3.0)  # a model loaded after the optimizer was made
     first = made.mean()[0].clone()  # type: ignore[index]
+    assert torch.equal(optimizer.state_dict()["state"][0]["replica_params"][0], parameter), "nor does a state have an old one"
     optimizer.multipliers[:] = [[SPREAD[world][rank]], [1.0]]
     parameter.grad = torch.ones(8)
     optimizer.step()
