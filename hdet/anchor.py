@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 
 from .converge import local_parts
 
-__all__ = ["Anchor", "Anchors", "state_tensors"]
+__all__ = ["Anchor", "Anchors", "begin_anew", "state_tensors"]
+
+# What an optimizer makes as something else than zeros, by the names of torch's: NAdam, Adagrad, Rprop, ASGD.
+_BEGINNINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "mu_product": lambda group: 1.0,
+    "sum": lambda group: group.get("initial_accumulator_value", 0.0),
+    "step_size": lambda group: group["lr"],
+    "eta": lambda group: group["lr"],
+    "mu": lambda group: 1.0,
+}
 
 _Key = tuple[int, str, int]  # number of the parameter, key of its state ("" for itself), place in a list
 
@@ -28,6 +37,28 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, tor
                         yield parameter, str(key), tensor
 
 
+def _numbers(optimizer: Optimizer) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number of the parameter, key, its state) of what is kept as a number of Python's, as some optimizers keep their counters."""
+    for n, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        yield from ((n, key, state) for key in list(state) if type(state[key]) in (int, float))
+
+
+@torch.no_grad()
+def begin_anew(optimizer: Optimizer, keep: Collection[str] = ()) -> None:
+    """The state as before the first step, in place: mostly zeros, also the counters. Entries named in ``keep`` stay."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter, key, tensor in state_tensors(optimizer):
+        if key not in keep:
+            _begin(local_parts([tensor])[0], key, groups[parameter])
+    for _, key, state in _numbers(optimizer):
+        state[key] *= 0
+
+
+def _begin(tensor: torch.Tensor, key: str, group: dict[str, Any]) -> None:
+    tensor.fill_(_BEGINNINGS[key](group) if key in _BEGINNINGS else 0.0)
+
+
 class Anchor:
     """Copies of some tensors and of an optimizer's whole state.
 
@@ -39,33 +70,38 @@ class Anchor:
         self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
         self._copies: dict[_Key, torch.Tensor] = {}
         self._taken: set[_Key] = set()
+        self._numbers: dict[tuple[int, str], float] = {}
 
-    def _contents(self) -> Iterator[tuple[_Key, torch.Tensor, torch.Tensor | None]]:
-        """(key, local part, what it was before it was made) of everything there is now; a key survives a state that is loaded anew."""
+    def _contents(self) -> Iterator[tuple[_Key, torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        """(key, local part, its parameter, its group) of everything there is now; a key survives a state that is loaded anew."""
         for i, tensor in enumerate(local_parts(self._tensors)):
-            yield (i, "", 0), tensor, tensor
+            yield (i, "", 0), tensor, tensor, {}
         count: Counter[tuple[int, str]] = Counter()
-        numbers = {id(p): n for n, p in enumerate(p for group in self._optimizer.param_groups for p in group["params"])}
+        homes = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+        places = {p: n for n, (p, _) in enumerate(homes)}
         for parameter, name, tensor in state_tensors(self._optimizer):
-            place = (numbers[id(parameter)], name)
-            begins_as = parameter if name == "replica_params" else None  # until the first step all replicas are the model
-            yield (*place, count[place]), local_parts([tensor])[0], begins_as
+            place = (places[parameter], name)
+            yield (*place, count[place]), local_parts([tensor])[0], parameter, homes[place[0]][1]
             count[place] += 1
 
     @property
     def taken(self) -> bool:
         return bool(self._taken)
 
+    def forget(self) -> None:
+        self._taken = set()
+
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
         self._taken = set()
-        for key, tensor, _ in self._contents():
+        for key, tensor, _, _ in self._contents():
             copy = self._copies.get(key)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = self._copies[key] = self._room_for(tensor)
             copy.copy_(tensor, non_blocking=True)
             self._taken.add(key)
+        self._numbers = {(n, key): state[key] for n, key, state in _numbers(self._optimizer)}
 
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._on_host or tensor.device.type == "cpu":
@@ -74,14 +110,16 @@ class Anchor:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back, in place. State that was made since (an optimizer makes it in its first step) becomes zero, as it began."""
-        for key, tensor, begins_as in self._contents():
+        """Put it back, in place. State that was made since (an optimizer makes it in its first step) becomes what it began as."""
+        for key, tensor, parameter, group in self._contents():
             if key in self._taken:
                 tensor.copy_(self._copies[key], non_blocking=True)
-            elif begins_as is not None:
-                tensor.copy_(begins_as)
+            elif key[1] == "replica_params":  # until the first step all replicas are the model
+                tensor.copy_(parameter)
             else:
-                tensor.zero_()
+                _begin(tensor, key[1], group)
+        for n, name, state in _numbers(self._optimizer):
+            state[name] = self._numbers.get((n, name), 0)
 
 
 class Anchors:
@@ -103,12 +141,15 @@ class Anchors:
         self._went_back = False
 
     def forget(self) -> None:
-        """Other parameters have been loaded: the next cycle begins with them."""
+        """Other parameters have been loaded: the next cycle begins with them, and there is none before it."""
         self._went_back = False
+        self._now.forget()
+        self._before.forget()
 
     def go_back(self, attempt: int) -> None:
         """To the beginning of the cycle; from the third attempt in a row on, to that of the cycle before. ``attempt`` counts from 0."""
         if attempt >= 2 and self._before.taken:
             self._now = self._before
+        assert self._now.taken, "nothing to go back to: no cycle has begun"
         self._now.restore()
         self._went_back = True

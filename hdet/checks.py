@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -51,6 +52,7 @@ def check_arguments(
     divergence: Any,
     seed: Any,
     log: Any,
+    refresh: Any,
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
@@ -96,7 +98,7 @@ def check_arguments(
         raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
     if average not in ("mean", "softmax"):
         raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
-    if not isinstance(converge, Converge):
+    if isinstance(converge, type) or not isinstance(converge, Converge):
         raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), got {converge!r}")
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
@@ -104,6 +106,8 @@ def check_arguments(
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     if log is not None and not callable(log):
         raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
+    if refresh is not None and not callable(refresh):
+        raise TypeError(f"refresh must be callable as refresh(), got {type(refresh).__name__}")
 
 
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> list[torch.Tensor]:
@@ -111,6 +115,7 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
 
     Raises:
         ValueError: nothing to average, or a tensor that cannot be.
+        TypeError: buffers of another kind.
     """
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     if not tensors:
@@ -118,7 +123,10 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
     if isinstance(buffers, nn.Module):
         check_buffers_stay(buffers)
         buffers = [buffer for buffer in buffers.buffers() if buffer.is_floating_point()]
-    buffers = list(buffers)
+    listed = isinstance(buffers, Iterable) and not isinstance(buffers, torch.Tensor)  # whose rows would be taken for buffers
+    buffers = list(buffers) if listed else [buffers]  # type: ignore[list-item]
+    if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in buffers):
+        raise TypeError(f"buffers must be a module or a list of tensors, got {buffers if listed else type(buffers[0]).__name__!r}")
     for name, group in (("parameter", tensors), ("buffer", buffers)):
         for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
@@ -136,8 +144,10 @@ def check_buffers_stay(model: nn.Module) -> None:
             )
 
 
-def check_tied(tied: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
+def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
     """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its group)."""
+    if not isinstance(tied, (list, tuple)):
+        raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
     for i, pair in enumerate(tied):
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)):
             raise TypeError(f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy")
@@ -145,6 +155,8 @@ def check_tied(tied: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself")
         if pair[1] is None:
             raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
+        if not isinstance(pair[1], dist.ProcessGroup):
+            raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
 
 
 def check_controller(controller: Controller | None, engine: Engine, floor: Sequence[float]) -> None:
@@ -200,11 +212,13 @@ def agreement(
 
 def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
     """Are gradients what they were said to be? ``norm``: of this rank's in the first step; None: it has left that out, and nothing is
-    said, nor of norms that are not finite or 0. One all_reduce.
+    said, nor of norms that are not finite or 0. One all_reduce, unless this process is alone.
 
     Raises:
         ValueError: they are to be shared, and differ. Warns if they are to be local, and are the same on all replicas.
     """
+    if replicas.world_group is None:
+        return
     square = torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
     norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
     if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from .converge import Converge, Plain
 from .converge.average import DEFAULT_BUCKET_BYTES
 from .core.clock import Clock
 from .core.controllers import Controller
-from .core.controllers.softmax import softmax_weights
 from .core.divergence import Divergence, Verdict, judge
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .fan_out import FanOut
@@ -38,7 +36,7 @@ from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
 from .slots import Slot, gather_slots, masters_of
-from .weights import ReplicaWeights, Tied
+from .weights import ReplicaWeights, Tied, average_weights
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -116,12 +114,13 @@ class Ensemble:
         converge = Plain() if converge is None else converge
         divergence = Divergence() if divergence is None else divergence
         check_arguments(
-            optimizer, scheduler, knobs, replicas, controller, gradients, moments, average, converge, divergence, seed, log
+            optimizer, scheduler, knobs, replicas, controller, gradients, moments, average, converge, divergence, seed, log, refresh
         )  # fmt: skip
         self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
         self.parameters = averaged_tensors(optimizer, buffers)
+        self._has_buffers = len(self.parameters) > sum(len(group["params"]) for group in optimizer.param_groups)
         check_tied(tied, self.parameters)
-        check_sharding(optimizer, self.parameters, replicas, gradients)
+        check_sharding(optimizer, self.parameters, replicas, gradients, rollback=divergence.rollback is not None)
         self.replicas = Replicas.default() if replicas is None else replicas
         self.knobs = [bound for knob in knobs for bound in knob.bind(optimizer)]
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
@@ -231,9 +230,9 @@ class Ensemble:
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if not (self.weights.settled and len({slot.digest for slot in slots}) == 1):
+        if not (self.weights.settled and self.weights.moments.policy != "average" and len({slot.digest for slot in slots}) == 1):
             with self._during("average"):
-                self.weights.complete(self._weights(finite, [slot.loss for slot in slots]))
+                self.weights.complete(average_weights(self.average, finite, [slot.loss for slot in slots]))
         self._settle()
         for r, slot in enumerate(slots):
             if not slot.finite:
@@ -404,18 +403,7 @@ class Ensemble:
                 raise self._all_diverged("no replica has finite parameters left")
             elif not (equal and self.weights.settled):
                 # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-                self._notes += self.weights.end_cycle(self._weights(verdict.healthy, losses))
-
-    def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
-        """w_r: uniform over the healthy replicas, or Eq. 4 (uniform again where a healthy one has no loss)."""
-        weights = [0.0] * self.replicas.count
-        for r in healthy:
-            weights[r] = 1 / len(healthy)
-        known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
-        if self.average == "softmax" and len(known) == len(healthy):
-            for r, w in zip(healthy, softmax_weights(known, 0.1), strict=True):
-                weights[r] = w
-        return weights
+                self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
 
     def _control(
         self, verdict: Verdict, losses: list[float | None], scores: list[list[float]] | None, slots: Sequence[Slot]
@@ -465,7 +453,7 @@ class Ensemble:
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run. Load parameters and optimizer too, in any order; N may differ from the saved run's.
+        """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order; N may differ from the saved run's.
 
         Raises:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.

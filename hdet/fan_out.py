@@ -71,7 +71,7 @@ class FanOut:
             if self._unchecked:
                 check_dense_gradients(self.optimizer)
                 self._unchecked = False
-            if self.gradient_norm is None:
+            if self.gradient_norm is None and not (args or kwargs):
                 self.gradient_norm = _gradient_norm(self.optimizer)
             self._leave()
             with ExitStack() as stack:
@@ -80,6 +80,8 @@ class FanOut:
                     for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
                         stack.enter_context(knob.fanned_out(multiplier))
                 result = inner(*args, **kwargs)
+            if self.gradient_norm is None:  # a closure has made them
+                self.gradient_norm = _gradient_norm(self.optimizer)
             self.stepped = True
             return result
 

@@ -131,7 +131,7 @@ def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]], 
     with suppress(Exception):  # whatever goes wrong here must not hide what has happened
         cycle, step = where()
     with suppress(Exception):
-        found = _call_roll(replicas, cycle, patience)
+        found = _call_roll(replicas, patience)
     doing = _WHILE.get(phase, f"in the phase {phase!r}")
     text = f"cycle {cycle} (step {step}), {doing}: {found.text}; this is {_named([dist.get_rank()], replicas)}. {_REMEDY}"
     return ReplicaLost(text, phase, cycle, step, found.lost, found.late)
@@ -146,9 +146,9 @@ class _Found:
     late: Sequence[int] = ()
 
 
-def _call_roll(replicas: Replicas, cycle: int, patience: float) -> _Found:
+def _call_roll(replicas: Replicas, patience: float) -> _Found:
     store = dist.distributed_c10d._get_default_store()
-    call = _RollCall(store, dist.get_rank(), _all_ranks(replicas), cycle, patience)
+    call = _RollCall(store, dist.get_rank(), _all_ranks(replicas), patience)
     thread = threading.Thread(target=call.run, daemon=True)  # a store whose host is frozen blocks for minutes: not us
     thread.start()
     thread.join(patience + 1.0)
@@ -224,8 +224,8 @@ class _RollCall:
         error: what the store raised, if anything.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int], cycle: int, patience: float) -> None:
-        self.store, self.rank, self.ranks, self.cycle, self.patience = store, rank, ranks, cycle, patience
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], patience: float) -> None:
+        self.store, self.rank, self.ranks, self.patience = store, rank, ranks, patience
         self.absent: list[_Absent] = []
         self.tardy: list[int] = []
         self.behind = 0.0
@@ -240,25 +240,19 @@ class _RollCall:
 
     def _run(self) -> None:
         others = [rank for rank in self.ranks if rank != self.rank]
-        if others and self.store.check([self._key(rank) for rank in others]):
-            self.behind = time.time() - max(float(self.store.get(self._key(rank))) for rank in others[:_MOST])
-        # Survivors may be a cycle apart: one has completed the collective in which the other failed.
-        for cycle in (self.cycle - 1, self.cycle, self.cycle + 1):
-            self.store.set(self._key(self.rank, cycle), repr(time.time()))
+        if others and self.store.check(list(map(_answer, others))):
+            self.behind = time.time() - max(float(self.store.get(_answer(rank))) for rank in others[:_MOST])
+        self.store.set(_answer(self.rank), repr(time.time()))
         slow = self._wait(others, self.patience / 2)
         missing = self._wait(slow, self.patience / 2)
         self.tardy = [rank for rank in slow if rank not in missing]
         self.absent = [_fate(self.store, rank) for rank in missing[:_MOST]] + [_Absent(rank) for rank in missing[_MOST:]]
 
-    def _key(self, rank: int, cycle: int | None = None) -> str:
-        """A restart of the workers may find the same store, so its number is part of the key."""
-        return f"hdet/roll/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.cycle if cycle is None else cycle}/{rank}"
-
     def _wait(self, ranks: list[int], seconds: float) -> list[int]:
         """Those of ``ranks`` that have not answered after at most so long."""
         end, pause = time.monotonic() + seconds, 0.01
         self._last_question = end + 0.25
-        while ranks and not self.store.check([self._key(rank) for rank in ranks]):  # one message, however many they are
+        while ranks and not self.store.check(list(map(_answer, ranks))):  # one message, however many they are
             if time.monotonic() >= end:
                 return self._missing(ranks)
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
@@ -269,7 +263,7 @@ class _RollCall:
         """By halves: with m of n missing about m log n messages; where that takes too long, whoever has not been asked for."""
         if time.monotonic() > self._last_question:
             return ranks
-        if self.store.check([self._key(rank) for rank in ranks]):
+        if self.store.check(list(map(_answer, ranks))):
             return []
         if len(ranks) == 1:
             return ranks
@@ -299,10 +293,17 @@ def _announce(replicas: Replicas) -> None:
         if store not in _announced:
             _announced.add(store)
             store.set(_here(dist.get_rank()), json.dumps([_host(), os.getpid(), _started(os.getpid())]))
+            store.delete_key(_answer(dist.get_rank()))  # a restart of the workers may find the same store
 
 
 def _here(rank: int) -> str:
-    return f"hdet/here/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+    return f"hdet/here/{rank}"
+
+
+def _answer(rank: int) -> str:
+    """Nothing else is in the key: survivors may be a cycle apart, or in different Ensembles, and torchrun's agents count restarts each
+    for themselves."""
+    return f"hdet/roll/{rank}"
 
 
 def _fate(store: Any, rank: int) -> _Absent:

@@ -5,7 +5,8 @@ Under shared gradients the moments are equal on all replicas and there is nothin
 - ``keep``: each replica goes on with its own. Nothing travels; the first steps after an average use directions that were learned
   elsewhere. The optimizer's state differs between replicas, so a checkpoint holds one for each.
 - ``average``: the mean of the moments, as of the parameters. Twice to three times the traffic of a cycle (Adam), equal state everywhere.
-- ``reset``: zeros, and step counters at 0, so that bias correction begins anew. Nothing travels; each cycle pays a warm-up.
+- ``reset``: as before the first step: zeros, and step counters at 0, so that bias correction begins anew. Nothing travels; each cycle
+  pays a warm-up.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from .anchor import state_tensors
+from .anchor import begin_anew, state_tensors
 from .converge import BucketedAverage, local_parts
 from .optim.state import MASTER_KEYS, REPLICA_KEYS
 from .replicas import Replicas
@@ -45,11 +46,11 @@ class Moments:
         return [(numbers[id(p)], key, tuple(tensor.shape)) for p, key, tensor in self._values()]
 
     def _values(self) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Moments, without counters, masters and other replicas' parameters."""
+        """Moments, without counters, masters and other replicas' parameters. Factored ones (Adafactor's) have shapes of their own."""
         return [
             (p, key, local_parts([tensor])[0])
             for p, key, tensor in state_tensors(self._optimizer)
-            if key not in (*MASTER_KEYS, *REPLICA_KEYS, "step") and tensor.is_floating_point() and tensor.shape == p.shape
+            if key not in (*MASTER_KEYS, *REPLICA_KEYS, "step") and tensor.is_floating_point() and (tensor.dim() or not p.dim())
         ]
 
     @torch.no_grad()
@@ -68,9 +69,11 @@ class Moments:
     @torch.no_grad()
     def reset(self) -> None:
         """As before the first step: zeros, also the counters. Masters stay."""
-        for _, key, tensor in state_tensors(self._optimizer):
-            if key not in (*MASTER_KEYS, *REPLICA_KEYS):
-                local_parts([tensor])[0].zero_()
+        begin_anew(self._optimizer, keep=(*MASTER_KEYS, *REPLICA_KEYS))
+
+    def of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """What the last average has written for this parameter."""
+        return [tensor for p, _, tensor in self._values() if p is parameter] if self.policy == "average" else []
 
 
 def _same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from .anchor import Anchors
 from .checks import digest_of
 from .converge import Average, Converge, Task, local_parts
+from .core.controllers.softmax import softmax_weights
 from .core.divergence import Divergence
 from .moments import Moments
 from .replicas import ReplicaDisagreement, Replicas
 from .shards import reshard
 from .slots import LocalReplica, Slot, local_replicas
 
-__all__ = ["ReplicaWeights", "Tied"]
+__all__ = ["ReplicaWeights", "Tied", "average_weights"]
 
 Tied = tuple[torch.Tensor, dist.ProcessGroup]
 """A tensor of which each rank of a group holds a copy, such as an embedding on the first and the last stage of a pipeline."""
@@ -142,8 +143,11 @@ class ReplicaWeights:
     def _publish(self) -> None:
         """Parameters were written: whoever holds copies follows."""
         for tensor, group in self._tied:
-            for part in self._with_master(tensor):
-                dist.broadcast(part, group_src=0, group=group)
+            for part in [*self._with_master(tensor), *self.moments.of(tensor)]:
+                sent = part.reshape(-1).view(torch.uint8)  # no backend's business what it is, and gloo knows no int16
+                dist.broadcast(sent, group_src=0, group=group)
+                if not part.is_contiguous():
+                    part.copy_(sent.view(part.dtype).view(part.shape))
         for module in self._modules:
             reshard(module)
         if self._refresh is not None:
@@ -153,6 +157,18 @@ class ReplicaWeights:
         place = next(i for i, own in enumerate(self.tensors) if own is tensor)
         master: Any = self.members[0].masters()[place]
         return local_parts([tensor] if master is None else [tensor, master])
+
+
+def average_weights(kind: str, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
+    """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again where a healthy one has no loss)."""
+    weights = [0.0] * len(losses)
+    for r in healthy:
+        weights[r] = 1 / len(healthy)
+    known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
+    if kind == "softmax" and len(known) == len(healthy):
+        for r, w in zip(healthy, softmax_weights(known, 0.1), strict=True):
+            weights[r] = w
+    return weights
 
 
 class _Coresident(Average):

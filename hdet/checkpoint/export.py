@@ -14,6 +14,7 @@ from torch import nn
 from ..ensemble import Ensemble
 from ..shards import is_sharded
 from .errors import Together
+from .files import check_equal, digests
 from .keys import Inventory
 from .run_state import RunState
 
@@ -34,7 +35,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
     Raises:
         ValueError: the replicas have parted and ``ensemble.mean()`` does not know their mean: call ``ensemble.converge()`` before.
         ImportError: safetensors is not installed.
-        CheckpointError: on every rank alike: a file cannot be written.
+        CheckpointError: on every rank alike: a file cannot be written; or replicas differ that should not, as after a noisy start.
     """
     target = Path(path)
     if target.suffix != ".safetensors":
@@ -47,6 +48,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
     state = RunState(model, ensemble)
     together = Together(ensemble.replicas.world_group)
     keyed = state.model_tensors(state.mean())  # before anything communicates: refused on all ranks alike
+    check_equal(lambda: {"the parameters": digests(keyed.items())}, ensemble.replicas.member, together)
     writes, parts = _parts(state, keyed, together)
     own: dict[str, torch.Tensor] = {}
     for key, tensor in keyed.items():

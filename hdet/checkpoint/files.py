@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .keys import bare
 from .optimizer_state import listed
 from .run_state import RunState
 
-__all__ = ["load", "save"]
+__all__ = ["check_equal", "digests", "load", "save"]
 
 
 def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int = 2) -> Path:
@@ -144,7 +144,9 @@ def _write(folder: Path, final: Path, state: RunState, step: int, keep: int, tog
         dcp.save(tree, storage_writer=dcp.FileSystemWriter(partial), process_group=group, no_dist=group is None)
     sums = checksums(partial, together.first(lambda: _written(partial)), together)
     if unseen := [name for name, facts in sums.items() if facts["bytes"] is None]:
-        raise CheckpointError(f"{str(folder)!r} is not one folder for all ranks: {unseen[0]!r} has been written there, and is not seen by all")
+        raise CheckpointError(
+            f"{str(folder)!r} is not one folder for all ranks: {unseen[0]!r} has been written there, and is not seen by all"
+        )
     facts: dict[str, Any] = {"hdet": __version__, "torch": str(torch.__version__), "step": step}
     facts |= {"replicas": state.ensemble.replicas.count, "members": state.keys.members}
     together.first(lambda: publish(partial, final, facts, sums, keep))
@@ -162,35 +164,37 @@ def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
     """The state, after a look at whether what is stored once is equal wherever it is."""
     trees = []
 
-    def describe() -> dict[Any, Any]:
-        trees.append(state.state_dict())
-        return {"member": state.keys.replicas.member} | _digests(trees[0])
+    def described() -> dict[str, Any]:
+        tree = state.state_dict()
+        trees.append(tree)
+        entries = [(key, value) for key, values in tree["optimizer"]["state"].items() for value in values.values()]
+        return {"the parameters": digests(tree["model"].items()), "the optimizer's state": digests(entries)}
 
-    rows = together.all(describe)
-    for what in ("the parameters", "the optimizer's state"):
-        for scope in ("of all", "of a member"):
+    check_equal(described, state.keys.replicas.member, together)
+    return trees[0]
+
+
+def check_equal(describe: Callable[[], Mapping[str, Any]], member: int, together: Together) -> None:
+    """Raises CheckpointError, on all ranks alike, where `digests` that should be equal are not. One small collective."""
+    rows = together.all(lambda: (member, describe()))
+    for what in rows[0][1]:
+        for scope in range(2):
             seen: dict[Any, tuple[int, Any]] = {}
-            for rank, row in enumerate(rows):
-                holder = row["member"] if scope == "of a member" else None
-                first, mark = seen.setdefault(holder, (rank, row[what, scope]))
-                if row[what, scope] != mark:
+            for rank, (place, row) in enumerate(rows):
+                first, mark = seen.setdefault(place if scope else None, (rank, row[what][scope]))
+                if row[what][scope] != mark:
                     raise CheckpointError(
                         f"{what} differ between ranks {first} and {rank}, which should hold the same after a converge: a checkpoint would mix "
                         "them. Gradients must be reduced over all replicas, or the Ensemble made with gradients='local'"
                     )
-    return trees[0]
 
 
-def _digests(tree: Mapping[str, Any]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    entries = [(key, value) for key, values in tree["optimizer"]["state"].items() for value in values.values()]
-    for what, pairs in (("the parameters", list(tree["model"].items())), ("the optimizer's state", entries)):
-        shared = [(key, t) for key, t in pairs if isinstance(t, torch.Tensor) and not key.startswith("replica") and not t.is_complex()]
-        # Whole DTensors are equal shard by shard, on the same member; plain tensors without a prefix on every rank.
-        everywhere = [t for key, t in shared if not key.startswith("member") and not is_sharded(t)]
-        found[what, "of all"] = tuple(digest(everywhere).tolist())
-        found[what, "of a member"] = tuple(digest([local(t) for _, t in shared]).tolist())
-    return found
+def digests(named: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+    """Of tensors by key: one of what all ranks have alike, and one of what the same member of each replica has."""
+    shared = [(key, t) for key, t in named if isinstance(t, torch.Tensor) and not key.startswith("replica") and not t.is_complex()]
+    # Whole DTensors are equal shard by shard, on the same member; plain tensors without a prefix on every rank.
+    everywhere = [t for key, t in shared if not key.startswith("member") and not is_sharded(t)]
+    return tuple(digest(everywhere).tolist()), tuple(digest([local(t) for _, t in shared]).tolist())
 
 
 # -- where it is read to -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .buckets import Buckets, parts_of
 from .codecs import BFloat16, Codec, Int8
 from .groups import all_gather
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task
+from .protocol import Average, Task, when_loaded
 
 __all__ = ["Compressed"]
 
@@ -71,9 +71,7 @@ class _Compressed(PlainAverage):
         multiple = task.replicas.count * codec.granule
         self._buckets = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, multiple=multiple)
         self._kept: list[_Kept] = []
-        register = getattr(task.optimizer, "register_load_state_dict_post_hook", None)
-        if register is not None:  # a fresh process that loads this state has no anchor either, and both are to go on alike
-            register(lambda _: self._forget())
+        when_loaded(task.optimizer, self._forget)
 
     def _forget(self) -> None:
         self._kept, self.settled = [], True

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .buckets import Buckets, Filling, parts_of
+from .buckets import Buckets, parts_of
 from .groups import make_group, peers
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task
+from .protocol import Average, Task, when_loaded
 
 __all__ = ["Overlapped"]
 
@@ -26,7 +26,7 @@ class Overlapped:
         theta_r <- theta_r(tau) + sum_q w_q theta_q(0) - theta_r(0),
 
     the mean and what this replica has done since. So replicas are never all equal (`Ensemble.converge` makes them so): they keep the
-    displacements of tau steps. A replica of weight 0 has no displacement to keep: it takes the mean outright.
+    displacements of tau steps. A cycle in which a replica is left out ends with the plain average, so that it trains on with the mean.
 
     Sends as many bytes as `Plain`, on a communicator of its own. Extra memory: twice the parameters in fp32.
     """
@@ -55,10 +55,7 @@ class _Overlapped(PlainAverage):
         self._snapshots = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, keep=True)
         self._sums: list[torch.Tensor] = []
         self._works: list[Any] = []
-        self._outright = False
-        register = getattr(task.optimizer, "register_load_state_dict_post_hook", None)
-        if register is not None:
-            register(lambda _: self._drop())
+        when_loaded(task.optimizer, self._drop)
 
     def _drop(self) -> None:
         """Parameters were loaded: what is under way is of others."""
@@ -76,16 +73,18 @@ class _Overlapped(PlainAverage):
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         self._apply()  # of a cycle that the run's end cuts short
-        weight = float(weights[self._index])
+        absent = [r for r, weight in enumerate(weights) if weight == 0]
+        if absent:  # steps on what it has would spoil its moments too, and an anchor taken before the mean arrives
+            self.complete(weights)
+            return [f"averaged at once: replica {', '.join(map(str, absent))} is left out"]
         fillings = self._snapshots.plan()
         if not self._sums:
             self._sums = [torch.empty_like(filling.flat) for filling in fillings]
         for filling, total in zip(fillings, self._sums, strict=True):
-            # Of a replica that is left out nothing is kept: not its snapshot either, which need not be finite.
-            torch.mul(filling.gather(float(weight != 0)), weight, out=total)
+            torch.mul(filling.gather(), float(weights[self._index]), out=total)
             self._works.append(dist.all_reduce(total, group=self._group, async_op=True))
-        self._outright, self.settled = weight == 0, False
-        return [f"replica {r} takes the mean outright after step {self._steps}: left out" for r, w in enumerate(weights) if w == 0]
+        self.settled = False
+        return []
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -95,20 +94,12 @@ class _Overlapped(PlainAverage):
             return
         for filling, mean, work in zip(self._snapshots.plan(), self._sums, works, strict=True):
             work.wait()
-            _apply(filling, mean, outright=self._outright)
+            mean.sub_(filling.flat)  # which has been the snapshot until here
+            filling.gather().add_(mean)
+            filling.expect()
+            filling.scatter()
 
     def complete(self, weights: Sequence[float]) -> None:
         self._apply()
         super().complete(weights)
         self.settled = True
-
-
-def _apply(filling: Filling, mean: torch.Tensor, *, outright: bool) -> None:
-    """values += mean - snapshot, which stands in ``filling.flat``; or values = mean."""
-    if outright:
-        filling.flat.copy_(mean)
-    else:
-        mean.sub_(filling.flat)
-        filling.gather().add_(mean)
-    filling.expect()
-    filling.scatter()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..replicas import Replicas
 
-__all__ = ["Average", "Converge", "Masters", "Task", "local_parts"]
+__all__ = ["Average", "Converge", "Masters", "Task", "local_parts", "when_loaded"]
 
 Masters = Callable[[], Sequence[torch.Tensor | None]]
 """Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
@@ -76,3 +76,10 @@ class Converge(Protocol):
 def local_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors; of a DTensor its shard on this rank, which shares its memory. Asked anew whenever it is needed: a shard may move."""
     return [t.to_local() if hasattr(t, "to_local") else t.detach() for t in tensors]
+
+
+def when_loaded(optimizer: Optimizer, forget: Callable[[], object]) -> None:
+    """Call it whenever a state was loaded: what is kept is of other parameters, and a fresh process that loads the same has nothing."""
+    register = getattr(optimizer, "register_load_state_dict_post_hook", None)
+    if register is not None:
+        register(lambda _: forget())

@@ -12,7 +12,7 @@ from .average import BucketedAverage
 from .buckets import Part, parts_of
 from .health import all_finite
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task, local_parts
+from .protocol import Average, Task, local_parts, when_loaded
 
 __all__ = ["Streaming"]
 
@@ -54,6 +54,7 @@ class _Streaming(PlainAverage):
         room = max(1024, task.bucket_bytes // count)
         self._fragments = [_Fragment(task, spans) for spans in _spans(local_parts(task.tensors), count)]
         self._averages = [BucketedAverage(f.tensors, task.replicas, room, f.masters, f.cut) for f in self._fragments]
+        when_loaded(task.optimizer, self._forget)
 
     def acts_after(self, position: int) -> bool:
         return position in self.due[:-1]
@@ -94,6 +95,9 @@ class _Streaming(PlainAverage):
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)
+        self._forget()
+
+    def _forget(self) -> None:
         self.settled, self._position = True, 0
 
 

@@ -16,8 +16,8 @@ __all__ = [
     "fit", "gradients", "hierarchical", "predict", "reduce_scatter", "ring_all_reduce", "slots", "tree_all_reduce", "ways",
 ]  # fmt: skip
 
-INT8_BYTES = 1 + 4 / 1024
-"""On the wire for a parameter: the byte itself, and its part of one float32 scale for 1 024 of them."""
+INT8_BYTES = 1 + 4 / 256
+"""On the wire for a parameter: the byte itself, and its part of one float32 scale for 256 of them."""
 HBM_BYTES = 8
 """The mean track of the exact local converge: one further fp32 set of parameters, read and written in each step."""
 
@@ -211,10 +211,14 @@ def ways(job: Job) -> list[Way]:
         """All-reduces of `own` values in ``parts`` pieces, each in buckets."""
         return _in_buckets(own * bytes_each / parts, job, lambda bucket: all_reduce(bucket, job.replicas, link)) * parts
 
+    def exchanged(bytes_each: float) -> Traffic:
+        """Of each bucket, with so many bytes for a value: an all-to-all of chunks, and an all-gather of their averages."""
+        small = bytes_each / job.value_bytes
+        return _in_buckets(size, job, lambda bucket: all_to_all(bucket * small, job.replicas) + all_gather(bucket * small, job.replicas))
+
     plain = flat(job.value_bytes)
     bucket = min(size, job.bucket_bytes)
-    kept_back = 2 * own * job.value_bytes  # the anchor, and the error that is fed back
-    int8 = _in_buckets(own * INT8_BYTES, job, lambda b: all_to_all(b, job.replicas) + all_gather(b, job.replicas))
+    kept_back = own * (8 + 4 / job.replicas)  # the anchor, the error that is fed back, and that of a rank's chunk
     rows = [way("plain", Traffic(), plain, bucket)]
     nodes, rest = divmod(job.replicas, job.peers_per_node)
     if job.peers_per_node > 1 and nodes > 1 and rest == 0:
@@ -222,8 +226,8 @@ def ways(job: Job) -> list[Way]:
         inside, across = hierarchical(size / count, job.peers_per_node, nodes, job.across)
         rows.append(way("hierarchical", inside * count, across * count, bucket))
     rows += [
-        way("compressed bf16", Traffic(), flat(2), kept_back + bucket),
-        way("compressed int8", Traffic(), int8, kept_back + bucket),
+        way("compressed bf16", Traffic(), exchanged(2), kept_back + bucket),
+        way("compressed int8", Traffic(), exchanged(INT8_BYTES), kept_back + bucket),
         way(f"streaming, {job.fragments} fragments", Traffic(), flat(job.value_bytes, job.fragments), bucket, pauses=job.fragments),
         way(_overlapped(job), Traffic(), plain, 2 * size, hidden=job.overlap_steps * job.step_seconds),
         _exact_local(job),

@@ -24,13 +24,16 @@ _HSDP = (
 )
 
 
-def check_sharding(optimizer: Any, parameters: Sequence[torch.Tensor], replicas: Replicas | None, gradients: str) -> None:
+def check_sharding(
+    optimizer: Any, parameters: Sequence[torch.Tensor], replicas: Replicas | None, gradients: str, *, rollback: bool = False
+) -> None:
     """Do these replicas each have all of these parameters, and an optimizer of their own? Communicates nothing, changes nothing.
 
     Args:
         parameters: the optimizer's; further tensors may follow.
         replicas: None: nobody has said who is a replica, it would be the world.
         gradients: "shared" or "local".
+        rollback: may a replica's loss take its parameters back?
 
     Raises:
         ValueError: they do not; names the parameter or the optimizer, and the way out.
@@ -48,7 +51,7 @@ def check_sharding(optimizer: Any, parameters: Sequence[torch.Tensor], replicas:
                 "for all replicas: set outer_dp_sharding_strategy='no_shard'"
             )
         if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
-            _check_dtensor(parameter, name, replicas, gradients)
+            _check_dtensor(parameter, name, replicas, gradients, rollback)
 
 
 def check_wrapper(optimizer: Any) -> None:
@@ -85,7 +88,7 @@ def _names(optimizer: Any) -> list[str]:
     return names
 
 
-def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradients: str) -> None:
+def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradients: str, rollback: bool) -> None:
     mesh = parameter.device_mesh
     if replicas is None:
         if dist.get_world_size() > 1:
@@ -94,6 +97,11 @@ def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradien
                 f"replicas=Replicas.from_mesh(mesh). Under FSDP2: {_HSDP}"
             )
         return
+    if replicas.count == 1 and rollback and mesh.size() > 1:
+        raise ValueError(
+            f"{name} is a DTensor over a mesh {_dims(mesh)}, but replicas is this process alone: each would take its shards back by its own "
+            f"loss. Leave divergence's rollback out, or use FSDP2: {_HSDP}"
+        )
     if replicas.count == 1 or not replicas.ranks:
         return
     own = set(replicas.ranks[replicas.index])

@@ -268,7 +268,7 @@ def misused(rank: int, world: int, root: str, how: str) -> tuple[str, str]:
     reader: Any = torch.distributed.checkpoint.FileSystemReader
     with pytest.MonkeyPatch.context() as patch:
         if how == "index unreadable on one" and rank == 1:
-            patch.setattr(reader, "read_metadata", lambda *_: [][0])
+            patch.setattr(reader, "read_metadata", lambda *_: Path(root, "nothing").read_bytes())
         try:
             if how == "index unreadable on one":
                 checkpoint.load(place, run.state)
@@ -284,7 +284,7 @@ def misused(rank: int, world: int, root: str, how: str) -> tuple[str, str]:
     [
         ("folders of their own", "is not one folder for all ranks: '__1_0.distcp' has been written there, and is not seen by all"),
         ("steps of their own", r"different \(step, keep\) on different ranks: \[\(5, 1\), \(6, 1\)\]"),
-        ("index unreadable on one", r"does not fit this run: IndexError.*\(on rank 1 of 2\)"),
+        ("index unreadable on one", r"does not fit this run: FileNotFoundError.*\(on rank 1 of 2\)"),
     ],
 )
 def test_what_ranks_do_not_do_alike_is_said_by_all_and_nothing_is_published(tmp_path: Path, how: str, says: str) -> None:

@@ -163,6 +163,21 @@ def test_the_averaged_model_as_safetensors(tmp_path: Path, build: Callable[..., 
     assert {name: bits(tensor) for name, tensor in net.state_dict().items()} == model
 
 
+def exported_at_the_start(rank: int, world: int, path: str) -> Any:
+    run = ddp(rank, world)
+    with torch.no_grad():
+        run.net.module[0].bias.add_(0.1 * rank)  # a noisy start: replicas differ before the first step
+    with pytest.raises(CheckpointError, match="the parameters differ between ranks 0 and 1, which should hold the same after a converge"):
+        checkpoint.export_safetensors(path, run.net, run.ensemble)
+    run.ensemble.converge()
+    return checkpoint.export_safetensors(path, run.net, run.ensemble)
+
+
+def test_before_the_first_step_replicas_that_differ_are_not_exported(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    assert run_ranks(exported_at_the_start, 2, str(path)) == [[path], [path]]
+
+
 def test_members_write_parts_and_an_index(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     results = run_ranks(exported, 4, str(path), shards)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hdet
 from hdet.core import cost
 from hdet.core import engine as engine_module
 from hdet.core.clock import Clock
@@ -136,6 +137,11 @@ def test_bytes_of_compressed_ways_and_of_shards() -> None:
     ways = by_name(Job(64, 10**9, shards=8, across=still))
     assert ways["compressed bf16"].sent == pytest.approx(ways["plain"].sent / 2)
     assert ways["compressed int8"].sent == pytest.approx(ways["plain"].sent / 4 * cost.INT8_BYTES)
+    assert hdet.converge.Compressed("int8").block == 256  # which INT8_BYTES assumes
+    # Buckets are filled before they are compressed, so there are as many; and each is exchanged in N - 1 messages, twice.
+    slow = by_name(Job(64, 10**9, shards=8, across=Link(1e30, 1e-5)))
+    assert slow["compressed bf16"].seconds == slow["compressed int8"].seconds == pytest.approx(15 * 2 * 63 * 1e-5)
+    assert slow["compressed int8"].memory == pytest.approx((8 + 4 / 64) * 10**9 / 8 + 32 * 2**20)
     assert ways["streaming"].sent == pytest.approx(ways["plain"].sent)
     assert by_name(Job(64, 10**9, shards=16, across=still))["plain"].sent == pytest.approx(ways["plain"].sent / 2)
 
@@ -162,13 +168,15 @@ def test_the_converge_is_a_part_of_the_gradients_traffic() -> None:
 
 
 def test_thresholds_named_in_docs_scaling() -> None:
-    """int8 pays below 1 + 4 ceil(log2 N) + 3 bucket / (alpha B) replicas, the exact local converge below b B_memory / (4 B) - 1 steps."""
+    """Compressed pays below 1 + ceil(log2 N) + (1 - c / b) bucket / (alpha B) replicas, c bytes on the wire, the exact local converge below
+    b B_memory / (4 B) - 1 steps."""
     bucket, across = 32 * 2**20, Link(45e9, 1e-5)
-    limit = 1 + 4 * 8 + 3 * bucket / (across.latency * across.bandwidth)
-    assert 200 < limit < 300
-    for replicas, pays in ((int(0.85 * limit), True), (int(1.15 * limit), False)):
-        ways = by_name(Job(replicas, 10**11, shards=8))
-        assert (ways["compressed int8"].seconds < ways["plain"].seconds) == pays
+    for way, each, about in (("compressed bf16", 2, 44), ("compressed int8", 1 + 4 / 256, 63)):
+        limit = 1 + 6 + (1 - each / 4) * bucket / (across.latency * across.bandwidth)
+        assert round(limit) == about  # as the page says
+        for replicas, pays in ((int(0.85 * limit), True), (int(1.15 * limit), False)):
+            ways = by_name(Job(replicas, 10**11, shards=8))
+            assert (ways[way].seconds < ways["plain"].seconds) == pays
     limit = 4 * 3e12 / (4 * 45e9) - 1
     for interval, pays in ((int(0.9 * limit), True), (int(1.1 * limit), False)):
         ways = by_name(Job(1000, 10**11, interval, shards=8, across=Link(45e9, 0.0)))

@@ -120,6 +120,19 @@ def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
     assert run.ensemble.engine.rollbacks_in_row == 0
 
 
+def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
+    run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    run.steps(6)
+    state = run.ensemble.state_dict()
+    with torch.no_grad():
+        for p in run.net.parameters():
+            p.fill_(0.5)
+    run.ensemble.load_state_dict(state)
+    for _ in range(6):
+        run.step(report=math.nan)
+    assert run.ensemble.engine.rollbacks_in_row == 3 and run.weights().unique().tolist() == [0.5]
+
+
 def test_counts_and_level_are_part_of_the_state() -> None:
     run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
     run.steps(2)
@@ -185,6 +198,79 @@ def test_moments_begin_anew_after_a_reset() -> None:
     assert torch.equal(state["master_param"], master)
 
 
+STOCK = ["AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Rprop", "RMSprop", "ASGD", "Adafactor", "SGD"]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps its counter as a number, as many optimizers from elsewhere do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            p.data.add_(p.grad, alpha=-0.01 / self.state[p]["step"])
+
+
+def trained(net: torch.nn.Module, optimizer: torch.optim.Optimizer, keys: Any) -> torch.Tensor:
+    for key in keys:
+        optimizer.zero_grad()
+        loss_of(net, batch(key)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("name", [*STOCK, "Counting"])
+def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
+    make = Counting if name == "Counting" else getattr(torch.optim, name)
+    net, other = model(), model()
+    optimizer = make(net.parameters(), lr=1e-2)
+    anchors = [Anchor(list(net.parameters()), optimizer, "device") for _ in range(2)]
+    anchors[0].take()
+    expected = trained(net, optimizer, range(3))
+    anchors[1].take()
+    later = trained(net, optimizer, range(3, 6))
+    anchors[1].restore()
+    assert torch.equal(trained(net, optimizer, range(3, 6)), later)
+    anchors[0].restore()
+    assert torch.equal(trained(net, optimizer, range(3)), expected), "to where there was no state yet"
+    Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20).reset()
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(trained(net, optimizer, range(3)), trained(other, make(other.parameters(), lr=1e-2), range(3)))
+
+
+def factored(rank: int, world: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.Adafactor(net.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(optimizer, sync_interval=2, gradients="local", moments="average")
+    for i in range(2):
+        loss = net(batch(10 * i + rank)[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss)
+    return [tensor for state in optimizer.state.values() for key, tensor in sorted(state.items()) if key != "step"]
+
+
+def test_factored_moments_are_averaged_too() -> None:
+    one, two = run_ranks(factored, 2)
+    assert len(one) == 3 and all(torch.equal(a, b) and a.any() for a, b in zip(one, two, strict=True))
+
+
+def after_a_step_of_rate_zero(rank: int, world: int) -> torch.Tensor:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
+    ensemble = hdet.Ensemble(optimizer, gradients="local", moments="average")
+    loss_of(net, batch(rank)).backward()
+    optimizer.step()
+    ensemble.converge()
+    return optimizer.state[net[0].weight]["exp_avg"]
+
+
+def test_moments_are_averaged_where_parameters_are_equal() -> None:
+    one, two = run_ranks(after_a_step_of_rate_zero, 2)
+    assert torch.equal(one, two)
+
+
 def moments_of_different_shape(rank: int, world: int) -> None:
     """One replica's first layer never has a gradient."""
     net = model()
@@ -216,6 +302,12 @@ def test_moments_that_not_all_replicas_have_cannot_be_averaged() -> None:
         ({"divergence": 2.0}, "hdet.Divergence"),
         ({"tied": [torch.zeros(1)]}, r"tied\[0\]"),
         ({"tied": [(torch.zeros(1), None)]}, "none of the optimizer's parameters"),
+        ({"tied": 5}, "tied must be a list"),
+        ({"converge": hdet.converge.Plain}, "way of averaging"),
+        ({"refresh": 3}, r"refresh\(\)"),
+        ({"buffers": 5}, "buffers must be a module or a list of tensors, got 'int'"),
+        ({"buffers": torch.zeros(2, 2)}, "got 'Tensor'"),
+        ({"buffers": [1]}, r"got \[1\]"),
     ],
 )
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
@@ -234,6 +326,32 @@ def undeclared(rank: int, world: int, gradients: str) -> list[str]:
         warnings.simplefilter("always")
         run.step()
     return [str(w.message) for w in caught]
+
+
+def by_closure(rank: int, world: int) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    ensemble = hdet.Ensemble(optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(rank))
+        loss.backward()
+        return loss
+
+    ensemble.step(optimizer.step(closure))
+
+
+def test_gradients_that_a_closure_makes_are_looked_at_too() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(by_closure, 2)
+    assert str(error.value).count("differ between replicas (norms") == 2
+
+
+def test_a_tied_group_must_be_one() -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"tied\[0\] must be a process group that this rank is in, got -100"):
+        hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1), tied=[(net[0].weight, -100)])  # type: ignore[list-item]
 
 
 def test_gradients_that_differ_are_not_shared() -> None:
@@ -301,3 +419,32 @@ def test_tied_copies_are_made_equal_and_only_the_last_stage_needs_a_loss() -> No
         assert losses == [2.0, 3.0] and written == 1
         assert torch.equal(own, ranks[0][0]) or torch.equal(own, ranks[1][0])
     assert torch.allclose(ranks[0][0], torch.full((3,), -0.2)) and torch.allclose(ranks[1][0], torch.full((3,), 0.8))
+
+
+def tied_state(rank: int, world: int, masters: str | None, moments: str | None) -> list[torch.Tensor]:
+    """Copies that lie at different places of a bucket, so that gloo adds them up in another order: 3 replicas of 2 stages."""
+    replica, stage = divmod(rank, 2)
+    peers = [dist.new_group([0, 2, 4]), dist.new_group([1, 3, 5])][stage]
+    copies = [dist.new_group([2 * r, 2 * r + 1]) for r in range(3)][replica]
+    generator = torch.Generator().manual_seed(replica if moments else 0)
+    dtype = torch.bfloat16 if masters else torch.float32
+    matrix = torch.ones(25, 40, dtype=dtype) if masters else torch.ones(40, 25).t()
+    own, shared = torch.nn.Parameter(torch.ones(3 + 400 * stage, dtype=dtype)), torch.nn.Parameter(matrix)
+    optimizer = hdet.FusedAdamW([own, shared], lr=0.1, master_weights=masters) if masters else torch.optim.AdamW([own, shared], lr=0.1)
+    replicas = hdet.Replicas(replica, 3, peers, ranks=[[0, 1], [2, 3], [4, 5]], member=stage, world_group=dist.group.WORLD)
+    ensemble = hdet.Ensemble(
+        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync_interval=2, tied=[(shared, copies)],
+        gradients="local" if moments else "shared", moments=moments,
+    )  # fmt: skip
+    for _ in range(4):
+        own.grad, shared.grad = torch.ones_like(own), torch.randn(25, 40, generator=generator).to(dtype)
+        optimizer.step()
+        ensemble.step(None if stage == 0 else 2.0)
+    return [shared.detach(), *(value for value in optimizer.state[shared].values() if isinstance(value, torch.Tensor))]
+
+
+@pytest.mark.parametrize(("masters", "moments"), [(None, "average"), ("split", None)])
+def test_tied_copies_are_equal_with_their_masters_and_averaged_moments(masters: str | None, moments: str | None) -> None:
+    ranks = run_ranks(tied_state, 6, masters, moments)
+    for rank in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(rank, ranks[0], strict=True))

@@ -211,6 +211,7 @@ def started_apart(rank: int, world: int, case: str) -> str:
         "controller": {"controller": hdet.SoftmaxController(1.0 + rank, decay=None)},
         "average": {"average": ["mean", "softmax"][rank]},
         "bucket_bytes": {"bucket_bytes": 4096 * (1 + rank)},
+        "scheduled rates": {"lr": 1e-3 * (1 + rank)},
     }[case]
     try:
         Run(rank, **settings).step()
@@ -219,10 +220,27 @@ def started_apart(rank: int, world: int, case: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("case", ["total_steps", "warmup_steps", "controller", "average", "bucket_bytes"])
+@pytest.mark.parametrize("case", ["total_steps", "warmup_steps", "controller", "average", "bucket_bytes", "scheduled rates"])
 def test_every_setting_that_matters_is_compared(case: str) -> None:
     messages = run_ranks(started_apart, 2, case)
     assert len(set(messages)) == 1 and case in messages[0]
+
+
+def converge_first(rank: int, world: int, outputs: int) -> Any:
+    net = torch.nn.Linear(3, 2 + rank * outputs, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(rank)
+    ensemble = hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1))
+    try:
+        ensemble.converge()
+    except hdet.ReplicaDisagreement as error:
+        return str(error)
+    return net.weight.unique().tolist(), ensemble.converged
+
+
+def test_a_converge_before_the_first_step_compares_too() -> None:
+    assert all("shapes and dtypes" in message for message in run_ranks(converge_first, 2, 1))
+    assert run_ranks(converge_first, 2, 0) == [([0.5], True)] * 2
 
 
 # -- damaged states ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def check_survivors(outcomes: list[Outcome], victim: int, *, phase: str, cycle: 
         assert f"this is replica {one.rank} (rank {one.rank})" in one.text
         assert one.seconds < within, one.seconds
         for said in one.afterwards.split(" | "):
-            assert "has lost a replica" in said and "resume from a checkpoint" in said
+            assert "has lost a replica" in said and "from the last checkpoint" in said
     return survivors
 
 

@@ -106,9 +106,9 @@ def lost(who: hdet.Replicas, phase: str = "average") -> ReplicaLost:
     return raised.value
 
 
-def answer(store: Any, *ranks: int, cycle: int = 3, at: float | None = None) -> None:
+def answer(store: Any, *ranks: int, at: float | None = None) -> None:
     for rank in ranks:
-        store.set(f"hdet/roll/0/{cycle}/{rank}", repr(time.time() if at is None else at))
+        store.set(f"hdet/roll/{rank}", repr(time.time() if at is None else at))
 
 
 def test_says_who_when_and_where(store: Any) -> None:
@@ -129,24 +129,27 @@ def test_several_replicas_and_ranks_of_none(store: Any) -> None:
     assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8-9) are gone or late" in text
 
 
-def test_answers_of_another_cycle_and_of_another_start_do_not_count(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(store, 1, cycle=2)
-    assert lost(replicas([0], [1])).lost == (1,)
+def test_an_answer_of_an_earlier_start_is_taken_back(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(store, 1)
-    assert lost(replicas([0], [1])).lost == ()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert lost(replicas([0], [1])).lost == (1,)
+    assert lost(replicas([0], [1])).late == ()
+    with monkeypatch.context() as patch:  # rank 1 starts anew, finds the same store, and does not answer this time
+        again = dist.PrefixStore("test", store.underlying_store)
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: again)
+        patch.setattr(dist, "get_rank", lambda: 1)
+        with during("average", replicas([0], [1]), lambda: (0, 0)):
+            pass
+    assert lost(replicas([0], [1])).late == (1,)
 
 
-def test_survivors_a_cycle_apart_find_each_other(store: Any) -> None:
-    """One has completed the last collective of a cycle, the other has failed in it."""
-    calls = [faults._RollCall(store, rank, [0, 1, 2], cycle, 0.4) for rank, cycle in ((0, 4), (1, 5))]
-    threads = [threading.Thread(target=call.run) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [[one.rank for one in call.absent] for call in calls] == [[2], [2]]
+def test_survivors_find_each_other_whatever_they_were_doing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In different cycles, phases and Ensembles; and torchrun's agents count restarts each for themselves."""
+    who = replicas([0], [1], [2])
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda: 1)
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        with pytest.raises(ReplicaLost), during("slots", who, lambda: (400, 401)):
+            raise RuntimeError(CLOSED)
+    assert lost(who).lost == (2,)
 
 
 def test_a_process_of_this_host_is_looked_at(store: Any) -> None:
@@ -155,8 +158,8 @@ def test_a_process_of_this_host_is_looked_at(store: Any) -> None:
     running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         for rank, pid, began in ((1, ended.pid, 5), (2, running.pid, faults._started(running.pid)), (3, running.pid, 5)):
-            store.set(f"hdet/here/0/{rank}", json.dumps([faults._host(), pid, began]))
-        store.set("hdet/here/0/4", json.dumps([["another host", "another space"], ended.pid, 5]))
+            store.set(f"hdet/here/{rank}", json.dumps([faults._host(), pid, began]))
+        store.set("hdet/here/4", json.dumps([["another host", "another space"], ended.pid, 5]))
         error = lost(replicas([0], [1], [2], [3], [4]))
         assert error.lost == (1, 3, 4) and error.late == (2,)  # the number of 3 belongs to a younger process by now
         assert f"replica 1 (rank 1) and replica 3 (rank 3) are gone (ended: pid {ended.pid}, {running.pid})" in str(error)
@@ -265,12 +268,12 @@ def test_ranks_announce_themselves_once(store: Any) -> None:
     for _ in range(2):
         with during("average", replicas([0], [1]), lambda: (0, 0)):
             pass
-    host, pid, began = json.loads(store.get("hdet/here/0/0"))
+    host, pid, began = json.loads(store.get("hdet/here/0"))
     assert host == faults._host() and began == faults._started(pid)
-    store.delete_key("hdet/here/0/0")
+    store.delete_key("hdet/here/0")
     with during("average", replicas([0], [1]), lambda: (0, 0)):
         pass
-    assert not store.check(["hdet/here/0/0"])
+    assert not store.check(["hdet/here/0"])
 
 
 def test_many_ranks_cost_few_messages(store: Any) -> None:
@@ -285,7 +288,7 @@ def test_many_ranks_cost_few_messages(store: Any) -> None:
         set, get = store.set, store.get
 
     answer(store, *(rank for rank in range(4096) if rank not in (77, 3000)))
-    call = faults._RollCall(Counting(), 0, range(4096), 3, 0.2)
+    call = faults._RollCall(Counting(), 0, range(4096), 0.2)
     call.run()
     assert call.error is None and [one.rank for one in call.absent] == [77, 3000]
     assert len(asked) < 100
@@ -305,7 +308,7 @@ def test_many_missing_are_counted_not_listed(store: Any) -> None:
         def set(self, key: str, value: str) -> None:
             pass
 
-    call = faults._RollCall(Slow(), 0, range(512), 3, 0.2)
+    call = faults._RollCall(Slow(), 0, range(512), 0.2)
     began = time.monotonic()
     call.run()
     assert call.error is None and len(call.absent) == 511 and time.monotonic() - began < 1.2

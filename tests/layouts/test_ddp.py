@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import hdet
 from tests.distributed import run_ranks
 from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
 
@@ -174,6 +175,26 @@ def with_batch_norm(rank: int, world: int) -> Any:
         ensemble.close()
         ensemble_of(optimizer, buffers=DDP(net))
     return steps, [str(warning.message) for warning in caught]
+
+
+def buffers_without_spread(rank: int, world: int) -> list[bool]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+    ddp, optimizer = unsynchronised(net), adamw(net.parameters())
+    ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(0.0)])
+    converged = []
+    for i in range(INTERVAL + 1):
+        loss = loss_of(ddp, batch(i, rank))
+        loss.backward()
+        optimizer.step()
+        ensemble.step(loss)
+        converged.append(ensemble.converged)
+    ensemble.converge()
+    return [*converged, ensemble.converged]
+
+
+def test_buffers_part_without_a_spread_too() -> None:
+    assert run_ranks(buffers_without_spread, 2) == [[False, False, True, False, True]] * 2
 
 
 def unsynchronised(net: nn.Module) -> DDP:

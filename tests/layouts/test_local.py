@@ -175,3 +175,39 @@ def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], sh
     # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the single row and number stay on one rank.
     volumes = [rank["volumes"][-1] - rank["volumes"][-2] - 2 * 2 * 8 for rank in shards]
     assert sum(volumes[:2]) == sum(volumes[2:]) == gradients // INTERVAL
+
+
+# -- steps that one replica leaves out -------------------------------------------------------------------------------------
+
+
+def skipping(rank: int, world: int, steps: int) -> Any:
+    """A GradScaler steps no optimizer where it finds an infinite gradient: in one replica's second step, and in its whole third cycle."""
+    net = model()
+    optimizer = adamw(net.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, steps, cycle_momentum=False)
+    ensemble = ensemble_of(
+        optimizer, scheduler=scheduler, gradients="local", moments="keep", divergence=hdet.Divergence(rollback="device"),
+        controller=hdet.SoftmaxController(decay=None),
+    )  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    cycles, weights = [], []
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(i, rank))
+        scaler.scale(loss * (torch.inf if rank == 1 and i in (1, 6, 7, 8) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ensemble.step(1e9 if i in (6, 7, 8) else loss)
+        cycles.append(ensemble.cycle)
+        weights.append(flat(net.parameters()))
+    assert ensemble.history is not None
+    return cycles, ensemble.engine.rollbacks, ensemble.corrections, ensemble.history["scheduled"], weights
+
+
+def test_a_step_that_one_replica_leaves_out_counts_for_all() -> None:
+    """Else cycles would end at different steps, the schedule's values that the controller sees differ, and the last average hang."""
+    one, two = run_ranks(skipping, 2, 4 * INTERVAL + 1, timeout=20)
+    assert one[:4] == two[:4] and one[0][-1] == 5 and one[1] == 1
+    for last in (2, 5, 8, 11, 12):
+        assert torch.equal(one[4][last], two[4][last])
+    assert torch.equal(one[4][8], one[4][5]), "taken back, also where no step was done that could have begun the cycle"

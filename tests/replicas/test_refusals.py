@@ -38,16 +38,22 @@ def sharded(mesh: Any) -> torch.optim.Optimizer:
 
 def one_dimension(rank: int, world: int) -> list[str]:
     optimizer = sharded(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    return [refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()), refusal(optimizer, hdet.Replicas.single())]
+    replicas = hdet.Replicas.single()
+    try:
+        hdet.Ensemble(optimizer, replicas=replicas, divergence=hdet.Divergence(rollback="device"))
+        rolled = ""
+    except ValueError as error:
+        rolled = str(error)
+    return [refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()), refusal(optimizer, replicas), rolled]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_dimensional_fsdp_has_no_replicas(world: int) -> None:
-    for unsaid, said, single in run_ranks(one_dimension, world):
+    for unsaid, said, single, rolled in run_ranks(one_dimension, world):
         assert unsaid.startswith("parameter 0 of group 0 (0.weight) is a DTensor over a mesh (dp=") and "Replicas.from_mesh(mesh)" in unsaid
         assert f"(0.weight) is sharded (S(0)) over ranks 0-{world - 1} by 'dp' of the mesh (dp={world})" in said
         assert "dp_replicate" in said and "fully_shard" in said and "from_mesh" in said
-        assert single == ""
+        assert single == "" and "take its shards back by its own loss" in rolled
 
 
 def two_dimensions(rank: int, world: int) -> dict[str, str]:
