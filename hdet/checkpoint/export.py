@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
         ValueError: the replicas have parted and ``ensemble.mean()`` does not know their mean: call ``ensemble.converge()`` before.
         ImportError: safetensors is not installed.
         CheckpointError: on every rank alike: a file cannot be written; or replicas differ that should not, as after a noisy start.
+        ReplicaLost: a rank is gone.
     """
     target = Path(path)
     if target.suffix != ".safetensors":
@@ -46,8 +47,14 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
         raise ImportError("export_safetensors needs safetensors: pip install safetensors") from error
 
     state = RunState(model, ensemble)
-    together = Together(ensemble.replicas.world_group)
     keyed = state.model_tensors(state.mean())  # before anything communicates: refused on all ranks alike
+    with ensemble._during("checkpoint"):
+        return _export(target, state, keyed, save_file)
+
+
+def _export(target: Path, state: RunState, keyed: Mapping[str, torch.Tensor], save_file: Callable[..., object]) -> list[Path]:
+    ensemble = state.ensemble
+    together = Together(ensemble.replicas.world_group)
     check_equal(lambda: {"the parameters": digests(keyed.items())}, ensemble.replicas.member, together)
     writes, parts = _parts(state, keyed, together)
     own: dict[str, torch.Tensor] = {}

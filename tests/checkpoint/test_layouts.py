@@ -178,6 +178,22 @@ def test_before_the_first_step_replicas_that_differ_are_not_exported(tmp_path: P
     assert run_ranks(exported_at_the_start, 2, str(path)) == [[path], [path]]
 
 
+def lost_in_an_export(rank: int, world: int, path: str) -> Any:
+    run = ddp(rank, world).steps(5)
+
+    def closed(*_: Any) -> None:
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(hdet.ReplicaLost) as caught:
+        patch.setattr("hdet.checkpoint.export._parts", closed)
+        checkpoint.export_safetensors(path, run.net, run.ensemble)
+    return caught.value.phase, caught.value.step
+
+
+def test_a_rank_that_is_lost_in_an_export_is_named(tmp_path: Path) -> None:
+    assert run_ranks(lost_in_an_export, 2, str(tmp_path / "model.safetensors")) == [("checkpoint", 5)] * 2
+
+
 def test_members_write_parts_and_an_index(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     results = run_ranks(exported, 4, str(path), shards)
