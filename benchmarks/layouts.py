@@ -37,8 +37,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet import Replicas
-from hdet.converge import BucketedAverage, local_parts
+from hdet.converge import BucketedAverage
 from hdet.core.cost import Point, fit, predict, ring_all_reduce
+from hdet.shards import local_parts
 
 LAYERS = 4
 WIDTHS = (128, 256, 512)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .converge import local_parts
+from .shards import local_parts
 
 __all__ = ["Anchor", "Anchors", "begin_anew", "state_tensors"]
 

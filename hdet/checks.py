@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import __version__ as version
-from .converge import Converge, local_parts
+from .converge import Converge
 from .converge.average import check_averageable
 from .core.controllers import Controller
 from .core.controllers.protocol import require_keys
@@ -25,6 +25,7 @@ from .knobs import GroupKnob
 from .moments import POLICIES
 from .replicas import Replicas
 from .replicas.refusals import check_wrapper
+from .shards import local_parts
 
 __all__ = [
     "agreement",

@@ -206,7 +206,7 @@ class Ensemble:
             if ends or (self.schedule.is_over and self.engine.position > 0):
                 self._end_cycle()
             elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
-                with self._during("average"):
+                with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
             self.schedule.write(self.engine)
@@ -221,9 +221,9 @@ class Ensemble:
         self._check_whole()
         self._agree()
         if self.replicas.count == 1:
-            self._forget_window()
+            self.forget_window()
             return
-        with self._during("slots"):
+        with self.during("slots"):
             slots = gather_slots(self.replicas, self.weights.members, None, compare=True, mark=self.weights.mark())
         finite = [r for r, slot in enumerate(slots) if slot.finite]
         self.weights.check_marks(slots)
@@ -231,7 +231,7 @@ class Ensemble:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
         if not (self.weights.settled and self.weights.moments.policy != "average" and len({slot.digest for slot in slots}) == 1):
-            with self._during("average"):
+            with self.during("average"):
                 self.weights.complete(average_weights(self.average, finite, [slot.loss for slot in slots]))
         self._settle()
         for r, slot in enumerate(slots):
@@ -239,7 +239,7 @@ class Ensemble:
                 note = f"replica {r} left out of the average: parameters not finite"
                 warnings.warn(f"converge: {note}", stacklevel=2)
                 self._notes.append(note)
-        self._forget_window()
+        self.forget_window()
 
     @property
     def converged(self) -> bool:
@@ -249,7 +249,7 @@ class Ensemble:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward pass) becomes a `ReplicaLost` too."""
-        with self._during("training step"):
+        with self.during("training step"):
             yield
 
     # -- what is known ---------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Ensemble:
         return self.engine.explores or (self.gradients == "local" and self.replicas.count > 1)
 
     @contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str) -> Iterator[None]:
         """Collectives: one that fails is named, and leaves an Ensemble that refuses to go on."""
         try:
             with during(phase, self.replicas, lambda: (self.engine.cycle, self.engine.step)):
@@ -315,13 +315,13 @@ class Ensemble:
     def _agree(self) -> None:
         """Once: ranks that are not in the same run would average nonsense."""
         if not self._agreed:
-            with self._during("agreement"):
+            with self.during("agreement"):
                 settings = agreement(self.engine, self.parameters, self.knobs, **self._settings)
                 self.replicas.require_agreement(*settings, self.weights.device)
             self._agreed = True
 
     def _compare_gradients(self) -> None:
-        with self._during("agreement"):
+        with self.during("agreement"):
             check_gradients(self.replicas, self._fan_out.gradient_norm, self.gradients, self.weights.device)
         self._compared = True
 
@@ -332,12 +332,12 @@ class Ensemble:
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> None:
-        self._forget_window()
+        self.forget_window()
         table = self.engine.multipliers()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
         self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
 
-    def _forget_window(self) -> None:
+    def forget_window(self) -> None:
         for member in self.weights.members:
             member.window.reset()
         if self._probe is not None:
@@ -359,7 +359,7 @@ class Ensemble:
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._measure() if self._will_probe(self.engine.step) else None
         probed = self._now()
-        with self._during("slots"):
+        with self.during("slots"):
             slots = gather_slots(self.replicas, self.weights.members, rows, compare=compare, mark=self.weights.mark())
         self.weights.check_marks(slots)
         scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
@@ -383,7 +383,7 @@ class Ensemble:
         """The probe's row of each local replica, at its own cycle average."""
         assert self._probe is not None
         rows = []
-        with self._during("probe"):
+        with self.during("probe"):
             for place, r in enumerate(self.replicas.local):
                 with self.replicas.use(r):
                     rows.append(self._probe.measure(self.engine.cycle, place))
@@ -392,7 +392,7 @@ class Ensemble:
     @ranged("hdet.converge")
     def _converge(self, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> None:
         """Eq. 3 over the healthy replicas, or the anchor's state again."""
-        with self._during("average"):
+        with self.during("average"):
             if verdict.roll_back:
                 if self.engine.rollbacks_in_row >= self.divergence.attempts:
                     raise self._all_diverged(

@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from .checks import check_dense_gradients
-from .converge import local_parts
 from .knobs import GroupKnob
+from .shards import local_parts
 
 __all__ = ["FanOut"]
 

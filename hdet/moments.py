@@ -17,9 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from .anchor import begin_anew, state_tensors
-from .converge import BucketedAverage, local_parts
+from .converge import BucketedAverage
 from .optim.state import MASTER_KEYS, REPLICA_KEYS
 from .replicas import Replicas
+from .shards import local_parts
 
 __all__ = ["POLICIES", "Moments"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .converge import Masters, digest, local_parts
+from .converge import Masters, digest
 from .core.controllers import Decision, Evidence, ProbeRule
 from .kernels import PairPlan
 from .kernels.checks import FLOATS
 from .optim.finish import values_to
 from .ranges import ranged
-from .shards import reshard
+from .shards import local_parts, reshard
 
 __all__ = ["CycleAverage", "ProbeController", "undisturbed"]
 

@@ -21,6 +21,7 @@ __all__ = [
     "is_sharded",
     "like",
     "local",
+    "local_parts",
     "local_state",
     "locals_of",
     "part_of",
@@ -45,6 +46,12 @@ def local(tensor: Tensor) -> Tensor:
     given: Any = tensor
     shard: Any = given._local_tensor  # to_local() makes a view of a parameter's, in 5 us
     return shard.wait() if type(shard) is not Tensor and hasattr(shard, "wait") else shard
+
+
+@torch.no_grad()
+def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`local` of each, detached: for whoever reads and writes parameters behind autograd's back. Asked anew whenever it is needed."""
+    return [local(t).detach() for t in tensors]
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from .converge import Masters, all_finite, digest, local_parts
+from .converge import Masters, all_finite, digest
 from .ranges import ranged
 from .replicas import Replicas
+from .shards import local_parts
 from .window import LossWindow
 
 __all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas", "masters_of"]

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from .anchor import Anchors
 from .checks import digest_of
-from .converge import Average, Converge, Task, local_parts
+from .converge import Average, Converge, Task
 from .core.controllers.softmax import softmax_weights
 from .core.divergence import Divergence
 from .moments import Moments
 from .replicas import ReplicaDisagreement, Replicas
-from .shards import reshard
+from .shards import local_parts, reshard
 from .slots import LocalReplica, Slot, local_replicas
 
 __all__ = ["ReplicaWeights", "Tied", "average_weights"]

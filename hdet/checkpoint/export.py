@@ -48,7 +48,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
 
     state = RunState(model, ensemble)
     keyed = state.model_tensors(state.mean())  # before anything communicates: refused on all ranks alike
-    with ensemble._during("checkpoint"):
+    with ensemble.during("checkpoint"):
         return _export(target, state, keyed, save_file)
 
 

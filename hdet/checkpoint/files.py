@@ -46,11 +46,11 @@ def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int 
         raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
     if not state.ensemble.converged:
         state.ensemble.converge()
-    state.ensemble._forget_window()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
+    state.ensemble.forget_window()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
     folder = Path(root)
     final = folder / f"step-{step:08d}"
     together = Together(state.ensemble.replicas.world_group)
-    with state.ensemble._during("checkpoint"):
+    with state.ensemble.during("checkpoint"):
         _write(folder, final, state, step, keep, together)
     later = steps(folder)[-1:] if together.rank == 0 else []
     if later and later[0] != final:
@@ -73,7 +73,7 @@ def load(path: str | os.PathLike[str], state: RunState) -> int:
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
-    with state.ensemble._during("checkpoint"):
+    with state.ensemble.during("checkpoint"):
         return _read(Path(path), state)
 
 

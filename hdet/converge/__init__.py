@@ -7,7 +7,7 @@ from .health import all_finite, digest
 from .hierarchical import Hierarchical
 from .overlapped import Overlapped
 from .plain import Plain
-from .protocol import Average, Converge, Masters, Task, local_parts
+from .protocol import Average, Converge, Masters, Task
 from .streaming import Streaming
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "Task",
     "all_finite",
     "digest",
-    "local_parts",
 ]

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ..replicas import Replicas
+from ..shards import local_parts
 from .buckets import Buckets, Part, parts_of
-from .protocol import Masters, local_parts
+from .protocol import Masters
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable", "start_weighted_sum"]
 

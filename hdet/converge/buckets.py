@@ -9,7 +9,8 @@ import torch
 
 from .. import kernels
 from ..kernels.checks import FLOATS
-from .protocol import Masters, local_parts
+from ..shards import local_parts
+from .protocol import Masters
 
 __all__ = ["Buckets", "Filling", "Part", "parts_of"]
 

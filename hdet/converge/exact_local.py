@@ -10,9 +10,10 @@ import torch
 
 from ..kernels.interface import COUPLED
 from ..optim.base import FusedOptimizer
+from ..shards import local_parts
 from .health import digest
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task, local_parts
+from .protocol import Average, Task
 
 __all__ = ["ExactLocal"]
 

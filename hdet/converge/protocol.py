@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..replicas import Replicas
 
-__all__ = ["Average", "Converge", "Masters", "Task", "local_parts", "when_loaded"]
+__all__ = ["Average", "Converge", "Masters", "Task", "when_loaded"]
 
 Masters = Callable[[], Sequence[torch.Tensor | None]]
 """Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
@@ -70,12 +70,6 @@ class Converge(Protocol):
 
     def build(self, task: Task) -> Average:
         """Raises ValueError, by name and with the way out, for a task it cannot do; nothing is changed then."""
-
-
-@torch.no_grad()
-def local_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors; of a DTensor its shard on this rank, which shares its memory. Asked anew whenever it is needed: a shard may move."""
-    return [t.to_local() if hasattr(t, "to_local") else t.detach() for t in tensors]
 
 
 def when_loaded(optimizer: Optimizer, forget: Callable[[], object]) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..shards import local_parts
 from .average import BucketedAverage
 from .buckets import Part, parts_of
 from .health import all_finite
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task, local_parts, when_loaded
+from .protocol import Average, Task, when_loaded
 
 __all__ = ["Streaming"]
 

@@ -39,6 +39,12 @@ def check_sharding(
         ValueError: they do not; names the parameter or the optimizer, and the way out.
     """
     check_wrapper(optimizer)
+    several = replicas.count > 1 if replicas is not None else dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and gradients == "shared" and any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} runs as many backward passes in a step as the replica's own rate asks for, so replicas would "
+            "wait in their gradients' all-reduce for each other for ever: use another optimizer, or gradients='local'"
+        )
     names = _names(optimizer)
     for i, parameter in enumerate(parameters):
         name = names[i] if i < len(names) else f"tensor {i}"

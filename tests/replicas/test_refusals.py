@@ -165,6 +165,12 @@ def test_plain_optimizers_pass_wherever_they_come_from(optimizer: Any) -> None:
     check_wrapper(optimizer)
 
 
+def test_lbfgs_has_its_own_number_of_backward_passes() -> None:
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
+    assert "backward passes" in refusal(optimizer, hdet.Replicas(0, 2))
+    assert refusal(optimizer, hdet.Replicas(0, 2), "local") == refusal(optimizer, hdet.Replicas.single()) == refusal(optimizer, None) == ""
+
+
 @pytest.mark.parametrize(("strategy", "refused"), [("optim", True), ("no_shard", False)])
 def test_megatron_fsdp(strategy: str, refused: bool) -> None:
     parameter = nn.Parameter(torch.zeros(2))
