@@ -24,7 +24,7 @@ from hdet.core.controllers import Controller, ProbeRule, SoftmaxController
 from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
 from hdet.probe import ProbeController
-from hdet.slots import _slot
+from hdet.slots import parse
 
 CHUNKS = 8
 CONTROLLERS: dict[str, type[Controller]] = {"probe": ProbeRule, "softmax": SoftmaxController}
@@ -45,7 +45,7 @@ class Cycle:
         self.divergence = Divergence()
 
     def take_slots(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
-        slots = [_slot(row, False, False) for row in self.rows.tolist()]
+        slots = parse(self.rows, compare=False, marked=False)
         scores = ProbeController.split(cast(Any, None), [slot.probe for slot in slots]) if self.probed else None
         rows = None if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
         return [slot.finite for slot in slots], [slot.raw_loss for slot in slots], [slot.loss for slot in slots], rows

@@ -158,6 +158,8 @@ def train(args: argparse.Namespace, after_step: Callable[[int, Stage, hdet.Ensem
 
 
 def main() -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit("start it with torchrun, one process per rank: torchrun --nproc-per-node 8 examples/parallel.py")
     gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import __version__ as version
-from .converge import Converge
+from .converge import Converge, Plain
 from .converge.average import check_averageable
 from .core.controllers import Controller
-from .core.controllers.protocol import require_keys
 from .core.divergence import Divergence
 from .core.engine import STATE_VERSION, Engine
 from .knobs import GroupKnob
 from .moments import POLICIES
 from .replicas import Replicas
+from .replicas.agreement import digest
 from .replicas.refusals import check_wrapper
 from .shards import local_parts
 
@@ -32,16 +31,13 @@ __all__ = [
     "averaged_tensors",
     "check_arguments",
     "check_controller",
-    "check_dense_gradients",
     "check_gradients",
-    "check_tied",
-    "digest_of",
-    "scheduled_values",
 ]
 
 
 def check_arguments(
     optimizer: Any,
+    *,
     scheduler: Any,
     knobs: Any,
     replicas: Any,
@@ -99,8 +95,11 @@ def check_arguments(
         raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
     if average not in ("mean", "softmax"):
         raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
-    if isinstance(converge, type) or not isinstance(converge, Converge):
-        raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), got {converge!r}")
+    if isinstance(converge, type) or not (isinstance(converge, Converge) and is_dataclass(converge)):
+        # A dataclass, because ranks compare its repr.
+        raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), a dataclass, got {converge!r}")
+    if replicas is not None and len(replicas.local) > 1 and converge != Plain():
+        raise ValueError(f"converge is {converge!r}, but co-resident replicas are averaged by their optimizer: leave it out")
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -145,21 +144,6 @@ def check_buffers_stay(model: nn.Module) -> None:
             )
 
 
-def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its group)."""
-    if not isinstance(tied, (list, tuple)):
-        raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
-    for i, pair in enumerate(tied):
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)):
-            raise TypeError(f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy")
-        if not any(pair[0] is p for p in parameters):
-            raise ValueError(f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself")
-        if pair[1] is None:
-            raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
-        if not isinstance(pair[1], dist.ProcessGroup):
-            raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
-
-
 def check_controller(controller: Controller | None, engine: Engine, floor: Sequence[float]) -> None:
     """Is this run one the controller can work in? ``floor``: lowest value of each knob's schedule. Raises ValueError if not."""
     if controller is None:
@@ -176,16 +160,6 @@ def check_controller(controller: Controller | None, engine: Engine, floor: Seque
         )
 
 
-def check_dense_gradients(optimizer: Optimizer) -> None:
-    """Raises ValueError for a sparse gradient: replicas' steps along it would differ in which rows they touch."""
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}: use dense gradients (Embedding(sparse=False))"
-                )
-
-
 def agreement(
     engine: Engine, parameters: Sequence[torch.Tensor], knobs: Sequence[GroupKnob], **settings: object
 ) -> tuple[dict[str, int], dict[str, int]]:
@@ -195,20 +169,20 @@ def agreement(
     """
     clock, controller = engine.clock, engine.controller
     common = {
-        "the version of hdet (digest)": digest_of(version),
+        "the version of hdet (digest)": digest(version),
         "the version of the state": STATE_VERSION,
         "seed": engine.seed % (1 << 52),
         "sync_interval": clock.sync_interval,
         "warmup_steps": clock.warmup_steps,
         "total_steps": -1 if clock.total_steps is None else clock.total_steps,
         **{f"{name} (digest)" if not isinstance(value, int) else name: _whole(value) for name, value in settings.items()},
-        "the knobs (digest)": digest_of([(knob.name, knob.spread) for knob in engine.knobs]),
-        "the controller and its settings (digest)": digest_of(None if controller is None else (controller.name, _settings(controller))),
-        "the state (digest)": digest_of(engine.state_dict()),
+        "the knobs (digest)": digest([(knob.name, knob.spread) for knob in engine.knobs]),
+        "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
+        "the state (digest)": digest(engine.state_dict()),
     }
     shapes = [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)]
     values = [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs]
-    return common, {"the parameters' shapes and dtypes (digest)": digest_of(shapes), "the scheduled rates (digest)": digest_of(values)}
+    return common, {"the parameters' shapes and dtypes (digest)": digest(shapes), "the scheduled rates (digest)": digest(values)}
 
 
 def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
@@ -238,32 +212,6 @@ def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: st
         )
 
 
-def scheduled_values(state: Mapping[str, Any], knobs: Sequence[GroupKnob], scheduler: Any) -> dict[str, list[float]]:
-    """The schedule's own values by knob, out of an ensemble's state. Raises ValueError for a state of another run, or a damaged one."""
-    require_keys(state, ("scheduled", "scheduler"), "ensemble's")
-    if (state["scheduler"] is None) != (scheduler is None):
-        raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
-    if scheduler is not None and not isinstance(state["scheduler"], Mapping):
-        raise ValueError(
-            f"the ensemble's state has a {type(state['scheduler']).__name__} where the scheduler's state should be: it is damaged"
-        )
-    total = (state["scheduler"] or {}).get("total_steps")
-    if total is not None and total != getattr(scheduler, "total_steps", total):
-        raise ValueError(
-            f"the saved run has total_steps {total!r}, this one {getattr(scheduler, 'total_steps', None)!r}: build the scheduler as the saved run did"
-        )
-    try:
-        scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in knobs}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
-    for knob in knobs:
-        if len(scheduled[knob.name]) != len(knob.indices):
-            raise ValueError(
-                f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.indices)} groups"
-            )
-    return scheduled
-
-
 def _settings(controller: Any) -> list[tuple[str, Any]]:
     """The plain attributes of a controller and of its rule."""
     plain = [(name, value) for name, value in sorted(vars(controller).items()) if isinstance(value, (int, float, str, type(None)))]
@@ -271,9 +219,4 @@ def _settings(controller: Any) -> list[tuple[str, Any]]:
 
 
 def _whole(value: object) -> int:
-    return value if isinstance(value, int) else digest_of(value)
-
-
-def digest_of(value: object) -> int:
-    """Of its repr; below 2^40, so that the sum over a replica's ranks stays a whole number in float64."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")
+    return value if isinstance(value, int) else digest(value)

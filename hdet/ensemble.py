@@ -18,7 +18,6 @@ from .checks import (
     check_arguments,
     check_controller,
     check_gradients,
-    check_tied,
 )
 from .converge import Converge, Plain
 from .converge.average import DEFAULT_BUCKET_BYTES
@@ -36,7 +35,7 @@ from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
 from .slots import Slot, gather_slots, masters_of
-from .weights import ReplicaWeights, Tied, average_weights
+from .weights import ReplicaWeights, Tied, average_weights, check_tied
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -81,7 +80,7 @@ class Ensemble:
             `ProbeController` are resharded without it.
 
     Guarantees: at rest param_groups hold base values, the same on all ranks. Only the end of a cycle communicates (one
-    collective of a few numbers per replica, then the average) and waits for the device. Replicas that cannot differ
+    collective of a few numbers per replica, then the average) and waits for the device; other ways of averaging also between. Replicas that cannot differ
     (spread 0) and are found bitwise equal are not touched: spread 0 is data-parallel training bit for bit.
     A collective that fails raises `ReplicaLost` on every rank that is left; after it this object refuses to go on.
     """
@@ -114,7 +113,8 @@ class Ensemble:
         converge = Plain() if converge is None else converge
         divergence = Divergence() if divergence is None else divergence
         check_arguments(
-            optimizer, scheduler, knobs, replicas, controller, gradients, moments, average, converge, divergence, seed, log, refresh
+            optimizer, scheduler=scheduler, knobs=knobs, replicas=replicas, controller=controller, gradients=gradients, moments=moments,
+            average=average, converge=converge, divergence=divergence, seed=seed, log=log, refresh=refresh,
         )  # fmt: skip
         self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
         self.parameters = averaged_tensors(optimizer, buffers)
@@ -174,7 +174,7 @@ class Ensemble:
         Raises:
             ValueError: not a scalar, or a negative weight; or nothing says which replica's it is.
         """
-        self.weights.members[self.replicas.place(replica)].window.add(loss, weight)
+        self.weights.local[self.replicas.place(replica)].window.add(loss, weight)
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
@@ -224,7 +224,7 @@ class Ensemble:
             self.forget_window()
             return
         with self.during("slots"):
-            slots = gather_slots(self.replicas, self.weights.members, None, compare=True, mark=self.weights.mark())
+            slots = gather_slots(self.replicas, self.weights.local, None, compare=True, mark=self.weights.mark())
         finite = [r for r, slot in enumerate(slots) if slot.finite]
         self.weights.check_marks(slots)
         if not finite:
@@ -287,7 +287,7 @@ class Ensemble:
 
     def _settle(self) -> None:
         """Replicas have been averaged. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
-        self._fan_out.settled()
+        self._fan_out.averaged()
         self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not self._has_buffers)
 
     @property
@@ -297,7 +297,8 @@ class Ensemble:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Collectives: one that fails is named, and leaves an Ensemble that refuses to go on."""
+        """Around collectives: one that fails is named (`ReplicaLost`), and leaves an Ensemble that refuses to go on."""
+        self._check_whole()
         try:
             with during(phase, self.replicas, lambda: (self.engine.cycle, self.engine.step)):
                 yield
@@ -338,7 +339,7 @@ class Ensemble:
         self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
 
     def forget_window(self) -> None:
-        for member in self.weights.members:
+        for member in self.weights.local:
             member.window.reset()
         if self._probe is not None:
             self._probe.forget()
@@ -360,7 +361,7 @@ class Ensemble:
         rows = self._measure() if self._will_probe(self.engine.step) else None
         probed = self._now()
         with self.during("slots"):
-            slots = gather_slots(self.replicas, self.weights.members, rows, compare=compare, mark=self.weights.mark())
+            slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, mark=self.weights.mark())
         self.weights.check_marks(slots)
         scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
         verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
@@ -465,11 +466,12 @@ class Ensemble:
         self.schedule.write(self.engine)
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
-        self._fan_out.unsettled()
+        self._fan_out.unknown()
         self.weights.loaded()
         self._begin_cycle()
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
         self._fan_out.close()
+        self.weights.close()
         self.replicas.detach()

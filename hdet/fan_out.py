@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .checks import check_dense_gradients
 from .knobs import GroupKnob
 from .shards import local_parts
 
@@ -69,7 +68,7 @@ class FanOut:
             if not self.active or self._stands_still():
                 return inner(*args, **kwargs)
             if self._unchecked:
-                check_dense_gradients(self.optimizer)
+                _check_dense_gradients(self.optimizer)
                 self._unchecked = False
             if self.gradient_norm is None and not (args or kwargs):
                 self.gradient_norm = _gradient_norm(self.optimizer)
@@ -99,11 +98,11 @@ class FanOut:
             self._depart()
             self._departed = True
 
-    def settled(self) -> None:
+    def averaged(self) -> None:
         """Replicas have been averaged: they are equal until the next step."""
         self.moved = self._departed = False
 
-    def unsettled(self) -> None:
+    def unknown(self) -> None:
         """Parameters may have been loaded: nothing is known of them."""
         self.moved, self._departed = True, False
 
@@ -153,3 +152,13 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
         "add_param_group: this optimizer is driven by an Ensemble, which would not average the new group: add all groups before, "
         "or converge(), close() the Ensemble and make a new one"
     )
+
+
+def _check_dense_gradients(optimizer: Optimizer) -> None:
+    """Raises ValueError for a sparse gradient: replicas' steps along it would differ in which rows they touch."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}: use dense gradients (Embedding(sparse=False))"
+                )

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .replicas import Replicas
 from .replicas.layout import brief
 
-__all__ = ["PATIENCE_S", "ReplicaLost", "during", "guarded", "is_communication_error"]
+__all__ = ["PATIENCE_S", "ReplicaLost", "during", "is_communication_error"]
 
 PATIENCE_S = 3.0
 """seconds for which a rank waits for the others in a roll call; it is over at most one second later, whatever the store does"""
@@ -36,7 +36,6 @@ _WHILE = {
     "agreement": "while the ranks' settings were compared",
     "average": "while averaging",
     "checkpoint": "while saving a checkpoint",
-    "converge": "while averaging",
     "probe": "during the probe",
     "slots": "while gathering the losses",
     "training step": "in a training step",
@@ -87,11 +86,6 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]],
         if not (_distributed() and is_communication_error(error)):
             raise
         raise _lost(phase, replicas, where, PATIENCE_S if patience is None else patience) from error
-
-
-def guarded(replicas: Replicas, where: Callable[[], tuple[int, int]], *, patience: float | None = None) -> Any:
-    """`during` a "training step": around a whole loop, it names replicas lost in collectives that are not hdet's (DDP's backward)."""
-    return during("training step", replicas, where, patience=patience)
 
 
 # -- which errors ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def cycle_record(
     - by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (nats per unit
       of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended);
     - by replica: losses (mean training loss, None if it must not count), probe (mean probe loss; None without one);
-    - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and left_out_total (counts since step 0:
+    - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
       cycles taken back, replicas left out of an average);
     - converge_ms, probe_ms (milliseconds on this rank), notes (text).
     """
@@ -55,7 +55,7 @@ def cycle_record(
         "left_out": outcome.left_out,
         "rolled_back": rolled_back,
         "rollbacks": engine.rollbacks,
-        "left_out_total": engine.left_out_total,
+        "diverged_total": engine.diverged_total,
         "converge_ms": converge_ms,
         "probe_ms": probe_ms,
         "notes": [*notes, *outcome.notes],

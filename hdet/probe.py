@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import truediv
 from typing import Any
 
 import torch
@@ -240,16 +241,16 @@ class ProbeController:
             ValueError: no rank of a replica has seen a loss.
             RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
         """
-        if len({row[-1] for row in rows}) > 1:
+        seen, *chunks, marks = zip(*rows, strict=True)  # columns: of a thousand rows each number by itself would cost too much
+        if len(set(marks)) > 1:
             raise RuntimeError(
                 "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)"
             )
-        unseen = [r for r, row in enumerate(rows) if not row[0]]
-        if unseen:
+        if not all(seen):
             raise ValueError(
-                f"loss_fn returned None on every rank of replica {unseen[0]}: the rank that sees the loss must return it as a tensor"
+                f"loss_fn returned None on every rank of replica {seen.index(0)}: the rank that sees the loss must return it as a tensor"
             )
-        return [[total / row[0] for total in row[1:-1]] for row in rows]
+        return list(map(list, zip(*(map(truediv, chunk, seen) for chunk in chunks), strict=True)))
 
     def _choose(self, cycle: int) -> list[Any]:
         if callable(self.batches):

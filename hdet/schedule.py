@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .checks import scheduled_values
+from .core.controllers.protocol import require_keys
 from .core.engine import Engine
 from .knobs import GroupKnob
 
@@ -72,15 +72,41 @@ class Schedule:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state of another run, or a damaged one."""
-        scheduled_values(state, self.knobs, self.scheduler)
+        _scheduled(state, self.knobs, self.scheduler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Of a state that `check_state` has let pass."""
-        scheduled = scheduled_values(state, self.knobs, self.scheduler)
+        scheduled = _scheduled(state, self.knobs, self.scheduler)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         for knob in self.knobs:
             knob.scheduled = scheduled[knob.name]
+
+
+def _scheduled(state: Mapping[str, Any], knobs: Sequence[GroupKnob], scheduler: Any) -> dict[str, list[float]]:
+    """The schedule's own values by knob, out of an ensemble's state. Raises ValueError for a state of another run, or a damaged one."""
+    require_keys(state, ("scheduled", "scheduler"), "ensemble's")
+    if (state["scheduler"] is None) != (scheduler is None):
+        raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+    if scheduler is not None and not isinstance(state["scheduler"], Mapping):
+        raise ValueError(
+            f"the ensemble's state has a {type(state['scheduler']).__name__} where the scheduler's state should be: it is damaged"
+        )
+    total = (state["scheduler"] or {}).get("total_steps")
+    if total is not None and total != getattr(scheduler, "total_steps", total):
+        raise ValueError(
+            f"the saved run has total_steps {total!r}, this one {getattr(scheduler, 'total_steps', None)!r}: build the scheduler as the saved run did"
+        )
+    try:
+        scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in knobs}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
+    for knob in knobs:
+        if len(scheduled[knob.name]) != len(knob.indices):
+            raise ValueError(
+                f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.indices)} groups"
+            )
+    return scheduled
 
 
 def plain(value: Any) -> Any:

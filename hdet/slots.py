@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .replicas import Replicas
 from .shards import local_parts
 from .window import LossWindow
 
-__all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas", "masters_of"]
+__all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas", "masters_of", "parse"]
 
 
 @dataclass(frozen=True)
@@ -50,36 +51,24 @@ def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
 
 
 class Slot(NamedTuple):
-    """What one replica contributes at the end of a cycle. (A tuple, because there may be a thousand of them.)"""
+    """What one replica contributes at the end of a cycle, and what follows from it. (Made by `parse`, a thousand at a time.)"""
 
     loss_sum: float
     weight: float
-    digest: tuple[float, ...] = ()
+    digest: tuple[float, ...]
     """Of its parameters, where replicas are to be compared; else empty."""
-    mark: float = 0.0
+    mark: float
     """Of what else must be alike on all replicas."""
-    probe: tuple[float, ...] = ()
+    probe: tuple[float, ...]
     """The probe's row, added up over the replica's ranks; empty if there was none."""
-
-    @property
-    def finite(self) -> bool:
-        """Are all its parameters finite?"""
-        return not math.isnan(self.weight)
-
-    @property
-    def raw_loss(self) -> float | None:
-        """Mean training loss over the cycle, whatever it is; None if it has none."""
-        return self.loss_sum / self.weight if self.weight > 0 else None
-
-    @property
-    def loss(self) -> float | None:
-        """Mean training loss over the cycle; None if it has none, or one that must not count."""
-        return self.raw_loss if self.finite and math.isfinite(self.loss_sum) else None
-
-    @property
-    def votes(self) -> bool:
-        """May its probe count? Not with broken parameters, nor with a training loss that was NaN or infinite."""
-        return self.finite and math.isfinite(self.loss_sum)
+    finite: bool
+    """Are all its parameters finite?"""
+    raw_loss: float | None
+    """Mean training loss over the cycle, whatever it is; None if it has none."""
+    loss: float | None
+    """Mean training loss over the cycle; None if it has none, or one that must not count."""
+    votes: bool
+    """May its probe count? Not with broken parameters, nor with a training loss that was NaN or infinite."""
 
 
 @ranged("hdet.slots")
@@ -93,7 +82,7 @@ def gather_slots(
     """
     replicas.settle()
     local = [_row(member, None if probes is None else probes[k], compare, mark) for k, member in enumerate(members)]
-    return [_slot(row, compare, mark is not None) for row in replicas.sum_rows(*local).tolist()]
+    return parse(replicas.sum_rows(*local), compare=compare, marked=mark is not None)
 
 
 def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, mark: float | None) -> torch.Tensor:
@@ -112,8 +101,15 @@ def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, mark: 
     return torch.cat([piece.to(row.device) for piece in pieces])
 
 
-def _slot(row: Sequence[float], compare: bool, marked: bool) -> Slot:
-    """The inverse of `_row`, of the sum over a replica's ranks."""
-    marks = tuple(row[2:4]) if compare else ()
-    rest = row[2 + len(marks) :]
-    return Slot(row[0], row[1], marks, rest[0] if marked else 0.0, tuple(rest[1:] if marked else rest))
+def parse(table: torch.Tensor, *, compare: bool, marked: bool) -> list[Slot]:
+    """The inverse of `_row`, of the sums over each replica's ranks: (N, w) float64, on any device. Column by column: at a thousand
+    replicas a look at each number by itself would be most of what a cycle costs the host."""
+    sums, weights, *rest = table.cpu().T.tolist()
+    digests = zip(rest.pop(0), rest.pop(0), strict=True) if compare else repeat(())
+    marks = rest.pop(0) if marked else repeat(0.0)
+    finite = [not math.isnan(weight) for weight in weights]
+    raw = [total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
+    votes = [good and math.isfinite(total) for good, total in zip(finite, sums, strict=True)]
+    losses = [loss if vote else None for loss, vote in zip(raw, votes, strict=True)]
+    probes = zip(*rest, strict=True) if rest else repeat(())
+    return list(map(Slot._make, zip(sums, weights, digests, marks, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end

@@ -11,16 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .anchor import Anchors
-from .checks import digest_of
 from .converge import Average, Converge, Task
 from .core.controllers.softmax import softmax_weights
 from .core.divergence import Divergence
 from .moments import Moments
 from .replicas import ReplicaDisagreement, Replicas
+from .replicas.agreement import digest
 from .shards import local_parts, reshard
 from .slots import LocalReplica, Slot, local_replicas
 
-__all__ = ["ReplicaWeights", "Tied", "average_weights"]
+__all__ = ["ReplicaWeights", "Tied", "average_weights", "check_tied"]
 
 Tied = tuple[torch.Tensor, dist.ProcessGroup]
 """A tensor of which each rank of a group holds a copy, such as an embedding on the first and the last stage of a pipeline."""
@@ -53,9 +53,9 @@ class ReplicaWeights:
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self.tensors, self.optimizer, self.replicas = list(tensors), optimizer, replicas
-        self.members: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
-        task = Task(self.tensors, replicas, optimizer, self.members[0].masters, sync_interval, bucket_bytes, gradients)
-        self._average: Average = _Coresident(optimizer) if len(self.members) > 1 else converge.build(task)
+        self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
+        task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync_interval, bucket_bytes, gradients)
+        self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else converge.build(task)
         self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
         self._tied, self._refresh, self._modules = list(tied), refresh, list(modules)
         self._anchors = None if divergence.rollback is None else Anchors(self.tensors, optimizer, divergence.rollback)
@@ -83,7 +83,7 @@ class ReplicaWeights:
 
     def mark(self) -> float | None:
         """What peers must have alike for this cycle's average, as a number for the slots; None: nothing but what was agreed on."""
-        return float(digest_of(self.moments.structure())) if self.moments.policy == "average" else None
+        return float(digest(self.moments.structure())) if self.moments.policy == "average" else None
 
     def check_marks(self, slots: Sequence[Slot]) -> None:
         """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
@@ -92,6 +92,10 @@ class ReplicaWeights:
                 "the optimizer's moments differ in number or shape between replicas, because some parameters have had a gradient on some "
                 "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
             )
+
+    def close(self) -> None:
+        """Give the optimizer back as it was before."""
+        self._average.close()
 
     # -- in the course of a cycle ----------------------------------------------------------------------------------------
 
@@ -155,8 +159,23 @@ class ReplicaWeights:
 
     def _with_master(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         place = next(i for i, own in enumerate(self.tensors) if own is tensor)
-        master: Any = self.members[0].masters()[place]
+        master: Any = self.local[0].masters()[place]
         return local_parts([tensor] if master is None else [tensor, master])
+
+
+def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
+    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its group)."""
+    if not isinstance(tied, (list, tuple)):
+        raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
+    for i, pair in enumerate(tied):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)):
+            raise TypeError(f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy")
+        if not any(pair[0] is p for p in parameters):
+            raise ValueError(f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself")
+        if pair[1] is None:
+            raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
+        if not isinstance(pair[1], dist.ProcessGroup):
+            raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
 
 
 def average_weights(kind: str, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
@@ -194,4 +213,7 @@ class _Coresident(Average):
         self._optimizer.average_replicas(weights)
 
     def mean(self) -> None:
+        return None
+
+    def close(self) -> None:
         return None

@@ -15,6 +15,7 @@ from ..ensemble import Ensemble
 from ..shards import is_sharded
 from .errors import Together
 from .files import check_equal, digests
+from .folder import rename
 from .keys import Inventory
 from .run_state import RunState
 
@@ -73,7 +74,7 @@ def _export(target: Path, state: RunState, keyed: Mapping[str, torch.Tensor], sa
         partial = file.with_name(f".{file.name}.partial")
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file(_apart(own), partial, metadata=metadata)
-        _settle(partial, file)
+        rename(partial, file)
         return file
 
     files = together.all(write)
@@ -138,10 +139,4 @@ def _write_index(index: Path, parts: list[dict[str, Any]], files: list[Path | No
     total = sum(size for part in parts for size in part["sizes"].values())
     partial = index.with_name(f".{index.name}.partial")
     partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=1))
-    _settle(partial, index)
-
-
-def _settle(partial: Path, final: Path) -> None:
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, final)
+    rename(partial, index)

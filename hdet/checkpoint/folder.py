@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import CheckpointError, Together
 
-__all__ = ["MANIFEST", "checksums", "latest", "prepare", "publish", "read_manifest", "resolve", "steps", "verify"]
+__all__ = ["MANIFEST", "checksums", "latest", "prepare", "publish", "read_manifest", "rename", "resolve", "steps", "verify"]
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "hdet-checkpoint", 1
@@ -69,7 +69,7 @@ def prepare(root: Path, partial: Path) -> None:
         elif entry.name.endswith((".partial", ".replaced")):
             shutil.rmtree(entry)
     partial.mkdir()
-    _sync_folder(root)
+    _sync(root)
 
 
 def publish(partial: Path, final: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]], keep: int) -> None:
@@ -79,12 +79,12 @@ def publish(partial: Path, final: Path, facts: dict[str, Any], files: dict[str, 
         json.dump({**manifest, "sha256": _digest_of(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(partial)
+    _sync(partial)
     aside = final.with_name(f".{final.name}.replaced")
     if final.exists():  # the same step again, as after a resume
         os.rename(final, aside)
     os.rename(partial, final)
-    _sync_folder(final.parent)
+    _sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
     older = [folder for folder in steps(final.parent) if _number(folder) <= _number(final)]
     for folder in older[:-keep]:
@@ -113,9 +113,16 @@ def _checksum(path: Path) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _sync_folder(folder: Path) -> None:
-    """Names are durable once their folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def rename(partial: Path, final: Path) -> None:
+    """A file that has been written gets its name, or takes another's, durably: never is there half a file under it."""
+    _sync(partial)
+    os.replace(partial, final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """What is in a file is durable then; names are once their folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

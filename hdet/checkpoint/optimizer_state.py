@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["REPLICA_KEYS", "blank_state", "listed", "on_the_device_of"]
+from ..optim.state import REPLICA_KEYS
 
-REPLICA_KEYS = ("replica_params", "replica_masters")
-"""what hdet's optimizers keep of further replicas on the same device; after a converge the first one's says it all"""
+__all__ = ["blank_state", "listed", "on_the_device_of"]
 
 
 def listed(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ class _Compressed(PlainAverage):
         multiple = task.replicas.count * codec.granule
         self._buckets = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, multiple=multiple)
         self._kept: list[_Kept] = []
-        when_loaded(task.optimizer, self._forget)
+        self._hooks = when_loaded(task.optimizer, self._forget)
 
     def _forget(self) -> None:
         self._kept, self.settled = [], True
@@ -119,4 +119,8 @@ class _Compressed(PlainAverage):
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)
+        self._forget()
+
+    def close(self) -> None:
+        super().close()
         self._forget()

@@ -57,7 +57,7 @@ class ExactLocal:
             )
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
             raise ValueError("this optimizer is already driven by an Ensemble: close() the other first")
-        if optimizer.num_replicas != 1 and getattr(optimizer, "_hdet_mean_track", None) is None:
+        if optimizer.num_replicas != 1:
             raise ValueError(f"the optimizer steps {optimizer.num_replicas} replicas already: use Plain()")
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for i, tensor in enumerate(task.tensors):
@@ -95,18 +95,16 @@ class _ExactLocal(PlainAverage):
         self._task, self._optimizer, self._check_every = task, optimizer, check_every
         self._unchecked = True  # ranks may have begun with different parameters
         self._cycles = 0  # since the last check
-        for handle in getattr(optimizer, "_hdet_mean_track", ()):  # of an Ensemble that was closed
-            handle.remove()
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
         # Until a step the mean track is the model: weights may still be loaded, initialised or broadcast.
         self._follows = True
-        optimizer._hdet_mean_track = (  # type: ignore[attr-defined]
+        self._hooks = [
             optimizer.register_step_pre_hook(self._settle),
             optimizer.register_step_post_hook(self._part),
             optimizer.register_state_dict_pre_hook(self._settle),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._loaded),
-        )
+        ]
 
     def _settle(self, *_: Any) -> None:
         """Before a step, or a look at the state: the mean track becomes what it is to be."""
@@ -161,3 +159,9 @@ class _ExactLocal(PlainAverage):
         if self._follows:
             return [p.detach() for p in own]
         return [(mean if p.requires_grad else p).detach() for p, mean in zip(own, self._optimizer.replica_parameters(1), strict=True)]
+
+    def close(self) -> None:
+        if self._hooks:
+            super().close()
+            self._optimizer.set_replicas(1, lambda p: [p])
+            self._follows = True

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..replicas.groups import own_group
 from .buckets import Buckets, parts_of
-from .groups import all_gather, make_group, peers, reduce_scatter
+from .groups import all_gather, peers, reduce_scatter
 from .plain import Plain, PlainAverage
 from .protocol import Average, Task
 
@@ -20,30 +21,30 @@ __all__ = ["Hierarchical"]
 class Hierarchical:
     """The exact average in three steps: reduce-scatter inside each node, all-reduce of one n-th across nodes, all-gather inside.
 
-    ``ranks_per_node``: n, how many neighbouring replicas (r // n) share a node, or whatever has a fast network inside; it divides N.
+    ``replicas_per_node``: n, how many neighbouring replicas (r // n) share a node, or whatever has a fast network inside; it divides N.
 
     Sends 2 (n - 1) / n * P bytes inside and 2 (m - 1) / m * P / n across the m = N / n nodes, per rank and cycle.
     Sums are taken in another order than by `Plain`, so results differ by rounding; they are bitwise equal on all replicas.
     """
 
-    ranks_per_node: int
+    replicas_per_node: int
 
     def __post_init__(self) -> None:
-        n = self.ranks_per_node
+        n = self.replicas_per_node
         if not isinstance(n, int) or isinstance(n, bool) or n < 2:
             raise ValueError(
-                f"ranks_per_node must be a whole number >= 2, got {n!r}: with one replica a node there is one level, use Plain()"
+                f"replicas_per_node must be a whole number >= 2, got {n!r}: with one replica a node there is one level, use Plain()"
             )
 
     def build(self, task: Task) -> Average:
-        """Raises ValueError unless ranks_per_node divides the number of replicas and is smaller."""
-        n, count = self.ranks_per_node, task.replicas.count
+        """Raises ValueError unless replicas_per_node divides the number of replicas and is smaller."""
+        n, count = self.replicas_per_node, task.replicas.count
         if count == 1:
             return Plain().build(task)
         if n == count:
-            raise ValueError(f"ranks_per_node={n} puts all {count} replicas in one node: there is one level, use Plain()")
+            raise ValueError(f"replicas_per_node={n} puts all {count} replicas in one node: there is one level, use Plain()")
         if count % n:
-            raise ValueError(f"ranks_per_node={n} does not divide the {count} replicas: use a divisor of {count}, or Plain()")
+            raise ValueError(f"replicas_per_node={n} does not divide the {count} replicas: use a divisor of {count}, or Plain()")
         return _Hierarchical(task, n)
 
 
@@ -54,8 +55,8 @@ class _Hierarchical(PlainAverage):
         columns = [peers(task.replicas, member) for member in range(task.replicas.members)]
         nodes = [column[first : first + n] for column in columns for first in range(0, len(column), n)]
         across = [column[place::n] for column in columns for place in range(n)]
-        self._inside: dist.ProcessGroup = make_group(nodes, task.replicas)
-        self._across: dist.ProcessGroup = make_group(across, task.replicas)
+        self._inside: dist.ProcessGroup = own_group(nodes, task.replicas.ranks)
+        self._across: dist.ProcessGroup = own_group(across, task.replicas.ranks)
         self._buckets = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, multiple=n)
 
     @torch.no_grad()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..replicas.groups import own_group
 from .buckets import Buckets, parts_of
-from .groups import make_group, peers
+from .groups import peers
 from .plain import Plain, PlainAverage
 from .protocol import Average, Task, when_loaded
 
@@ -51,11 +52,11 @@ class _Overlapped(PlainAverage):
         super().__init__(task)
         self._index, self._steps, self.settled = task.replicas.index, steps, True
         # A communicator of its own: on a shared one the gradients of the next steps would queue behind the average.
-        self._group = make_group([peers(task.replicas, member) for member in range(task.replicas.members)], task.replicas)
+        self._group = own_group([peers(task.replicas, member) for member in range(task.replicas.members)], task.replicas.ranks)
         self._snapshots = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, keep=True)
         self._sums: list[torch.Tensor] = []
         self._works: list[Any] = []
-        when_loaded(task.optimizer, self._drop)
+        self._hooks = when_loaded(task.optimizer, self._drop)
 
     def _drop(self) -> None:
         """Parameters were loaded: what is under way is of others."""
@@ -103,3 +104,8 @@ class _Overlapped(PlainAverage):
         self._apply()
         super().complete(weights)
         self.settled = True
+
+    def close(self) -> None:
+        super().close()
+        self._drop()
+        self._sums = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .average import BucketedAverage
 from .protocol import Average, Task
@@ -33,6 +34,7 @@ class PlainAverage:
 
     def __init__(self, task: Task) -> None:
         self._plain = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)
+        self._hooks: list[RemovableHandle] = []
 
     def acts_after(self, position: int) -> bool:
         return False
@@ -49,3 +51,9 @@ class PlainAverage:
 
     def mean(self) -> list[torch.Tensor] | None:
         return None
+
+    def close(self) -> None:
+        """Hooks are all that most ways leave with the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..replicas import Replicas
 
@@ -59,6 +60,10 @@ class Average(Protocol):
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas at this very step, without communication, where this rank has it; else None. Not to be written to."""
 
+    def close(self) -> None:
+        """Give the optimizer back as it was given: no hooks, no further sets of parameters. No communication; the last call, and a
+        second one does nothing. What is under way is dropped."""
+
     @property
     def companions(self) -> int:
         """Further sets of parameters that the optimizer steps at the base rate (multiplier 1) beside this replica's: 0 or 1."""
@@ -72,8 +77,10 @@ class Converge(Protocol):
         """Raises ValueError, by name and with the way out, for a task it cannot do; nothing is changed then."""
 
 
-def when_loaded(optimizer: Optimizer, forget: Callable[[], object]) -> None:
-    """Call it whenever a state was loaded: what is kept is of other parameters, and a fresh process that loads the same has nothing."""
+def when_loaded(optimizer: Optimizer, forget: Callable[[], object]) -> list[RemovableHandle]:
+    """Call it whenever a state was loaded: what is kept is of other parameters, and a fresh process that loads the same has nothing.
+
+    Returns the handles of the hook, for `Average.close`: empty if the optimizer has no such hooks.
+    """
     register = getattr(optimizer, "register_load_state_dict_post_hook", None)
-    if register is not None:
-        register(lambda _: forget())
+    return [] if register is None else [register(lambda _: forget())]

@@ -55,7 +55,7 @@ class _Streaming(PlainAverage):
         room = max(1024, task.bucket_bytes // count)
         self._fragments = [_Fragment(task, spans) for spans in _spans(local_parts(task.tensors), count)]
         self._averages = [BucketedAverage(f.tensors, task.replicas, room, f.masters, f.cut) for f in self._fragments]
-        when_loaded(task.optimizer, self._forget)
+        self._hooks = when_loaded(task.optimizer, self._forget)
 
     def acts_after(self, position: int) -> bool:
         return position in self.due[:-1]
@@ -96,6 +96,10 @@ class _Streaming(PlainAverage):
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)
+        self._forget()
+
+    def close(self) -> None:
+        super().close()
         self._forget()
 
     def _forget(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["Divergence", "Verdict", "judge"]
+
+LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Divergence:
         rollback: "device" or "host" keeps the parameters and the optimizer's state there, from the beginnings of this cycle and of the
             one before, and a cycle that diverged as a whole (by ``rise_bound``, or with no finite loss or parameter left) is taken back:
             they are restored, from the third attempt in a row on those of the cycle before, and the learning rate's base value is
-            multiplied by ``lower``. None keeps nothing; without a finite parameter left the run ends.
+            multiplied by ``lower``. Memory: twice the parameters and the state (24 bytes a parameter for AdamW in fp32). None keeps
+            nothing; without a finite parameter left the run ends.
         lower: factor of the base value after a rollback, in (0, 1).
         attempts: rollbacks in a row after which the run ends with an error.
     """
@@ -66,21 +70,10 @@ def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float |
     ``finite``: [replica] are all its parameters finite? ``losses``: [replica] mean training loss, NaN or infinite where it was,
     None where a replica has none. ``before``: `Verdict.level` of the last cycle that was not taken back.
     """
-    reasons: dict[int, str] = {}
-    ranked = sorted(x for good, x in zip(finite, losses, strict=True) if good and x is not None and math.isfinite(x))
-    for r, loss in enumerate(losses):
-        if not finite[r]:
-            reasons[r] = "parameters not finite"
-        elif loss is None:
-            continue
-        elif not math.isfinite(loss):
-            reasons[r] = "loss not finite"
-        elif len(ranked) > 1 and before is not None and settings.peer_bound is not None:
-            healthy_level = max(_median_of_others(ranked, loss), before)
-            if loss > settings.peer_bound * healthy_level > 0:
-                reasons[r] = f"loss {loss:.4g} above {settings.peer_bound:g} times its peers' and the last cycle's, {healthy_level:.4g}"
+    reasons = _reasons(settings, finite, losses, before)
     healthy = [r for r in range(len(finite)) if r not in reasons]
-    known = [x for x in (losses[r] for r in healthy) if x is not None]
+    known = [losses[r] for r in healthy] if reasons else losses
+    known = [x for x in known if x is not None]
     level = statistics.median(known) if known else None
     # A cycle in which everybody's loss was broken, but nobody's parameters (a scaler may have skipped the steps), can be averaged.
     survivors = healthy or [r for r in range(len(finite)) if finite[r]]
@@ -89,6 +82,30 @@ def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float |
     if risen:
         notes.append(f"the median loss rose from {before:.4g} to {level:.4g}")
     return Verdict(survivors, settings.rollback is not None and (not healthy or risen), level, notes)
+
+
+def _reasons(settings: Divergence, finite: Sequence[bool], losses: Sequence[float | None], before: float | None) -> dict[int, str]:
+    """Why replicas have diverged, those that have."""
+    bound = None if before is None else settings.peer_bound
+    # No loss up to here has diverged, whatever the others' are; most are, and need no closer look.
+    quiet = LARGEST if bound is None or before is None else min(bound * before, LARGEST)
+    pairs = enumerate(zip(finite, losses, strict=True))
+    watched = [r for r, (good, loss) in pairs if not (good and (loss is None or -LARGEST <= loss <= quiet))]
+    if not watched:
+        return {}
+    ranked = sorted(x for good, x in zip(finite, losses, strict=True) if good and x is not None and math.isfinite(x))
+    reasons = {}
+    for r in watched:
+        loss = losses[r]
+        if not finite[r]:
+            reasons[r] = "parameters not finite"
+        elif loss is None or not math.isfinite(loss):
+            reasons[r] = "loss not finite"
+        elif len(ranked) > 1 and before is not None and bound is not None:
+            healthy_level = max(_median_of_others(ranked, loss), before)
+            if loss > bound * healthy_level > 0:
+                reasons[r] = f"loss {loss:.4g} above {bound:g} times its peers' and the last cycle's, {healthy_level:.4g}"
+    return reasons
 
 
 def _median_of_others(ranked: Sequence[float], own: float) -> float:

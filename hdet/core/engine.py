@@ -73,7 +73,7 @@ class Engine:
         self.rollbacks = 0
         """Cycles taken back since step 0."""
         self.rollbacks_in_row = 0
-        self.left_out_total = 0
+        self.diverged_total = 0
         """How often a replica was left out of an average since step 0."""
         self._table: list[list[float]] = []
         self._table_of: tuple[int, int, bool] | None = None
@@ -96,7 +96,7 @@ class Engine:
     def _draw(self) -> list[list[float]]:
         grids = {spread: multipliers(self.replicas, spread) for spread in {knob.spread for knob in self.knobs}}
         places = (assignment(self.seed, self.cycle, knob.name, self.replicas) for knob in self.knobs)
-        return [[grids[knob.spread][place] for place in row] for knob, row in zip(self.knobs, places, strict=True)]
+        return [list(map(grids[knob.spread].__getitem__, row)) for knob, row in zip(self.knobs, places, strict=True)]
 
     def value(self, knob: int, scheduled: float) -> float:
         """The base value in force, given the untouched schedule's."""
@@ -130,9 +130,9 @@ class Engine:
         """
         table = self.multipliers()
         clean = [x if x is not None and math.isfinite(x) else None for x in losses]
-        rows = None if probes is None else [row if row is not None and _all_finite(row) else None for row in probes]
-        judged: Sequence[object] = clean if rows is None else rows
-        notes = [f"replica {r} left out: no finite {'loss' if rows is None else 'probe loss'}" for r, x in enumerate(judged) if x is None]
+        rows = None if probes is None else _finite_rows(probes)
+        left_out = [r for r, x in enumerate(clean if rows is None else rows) if x is None]
+        notes = [f"replica {r} left out: no finite {'loss' if rows is None else 'probe loss'}" for r in left_out]
         decisions = [Decision()] * len(self.knobs)
         if self.controller is not None and self.clock.controls(self.step):
             evidence = Evidence(
@@ -147,7 +147,7 @@ class Engine:
                 raise ValueError(f"controller {self.controller.name!r} returned {len(decisions)} decisions for {len(self.knobs)} knobs")
             for k, decision in enumerate(decisions):
                 notes += self._apply(k, decision)
-        outcome = CycleOutcome(self.cycle, table, decisions, [r for r, x in enumerate(judged) if x is None], notes)
+        outcome = CycleOutcome(self.cycle, table, decisions, left_out, notes)
         self.cycle += 1
         self.position = 0
         return outcome
@@ -170,7 +170,7 @@ class Engine:
         """The cycle that ends is not taken back: remember what the next one is compared with."""
         self.level = self.level if level is None else level
         self.rollbacks_in_row = 0
-        self.left_out_total += left_out
+        self.diverged_total += left_out
 
     def _apply(self, knob: int, decision: Decision) -> list[str]:
         self.bases[knob] = decision.base
@@ -184,7 +184,7 @@ class Engine:
 
     # -- checkpoint ------------------------------------------------------------------------------------------------------
 
-    _COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "left_out_total")
+    _COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
     _STATE = ("version", *_COUNTS, "seed", "level", "knobs", "corrections", "bases", "controller", "controller_state")
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,9 +251,11 @@ class Engine:
         self.bases = [None if x is None else float(x) for x in state["bases"]]
 
 
-def _all_finite(row: Sequence[float]) -> bool:
-    """A finite sum has finite terms, which is the quick way to know; finite terms may have a sum that is not."""
-    return math.isfinite(sum(row)) or all(map(math.isfinite, row))
+def _finite_rows(rows: Sequence[Sequence[float] | None]) -> list[Sequence[float] | None]:
+    """None in the place of a row with a number that is not finite. A finite sum has finite terms, which is the quick way to know."""
+    if math.isfinite(sum(sum(row) for row in rows if row is not None)):
+        return list(rows)
+    return [row if row is not None and all(map(math.isfinite, row)) else None for row in rows]
 
 
 def _lists(state: Mapping[str, Any], length: int) -> bool:

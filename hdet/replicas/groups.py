@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .agreement import ReplicaDisagreement, digest, gathered, who_has
 from .layout import Layout, Table, brief
 
-__all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "together"]
+__all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "own_group", "together"]
 
 _WIDTH = 48  # whole numbers that each rank sends, whatever it asks for: else ranks that ask for different things could not even compare
 
@@ -73,9 +73,8 @@ def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.P
     rank = dist.get_rank()
     place = {rank: (r, m) for r, replica in enumerate(table) for m, rank in enumerate(replica)}
     index, member = place.get(rank, (-1, -1))
-    # Every rank makes every group, also those that it is not in: NCCL may split them off the world's communicator, which all must do.
-    groups = [_group(peers) for peers in zip(*table, strict=True)] if existing is None else []
-    world = _group(sorted(place))
+    groups = make_groups(list(zip(*table, strict=True)) if existing is None else [])
+    (world,) = make_groups([sorted(place)])
     if index < 0:
         raise ValueError(f"rank {rank} belongs to no replica, only ranks {brief(place)} do: leave it out of the training loop")
     peers = existing() if existing is not None else groups[member]
@@ -84,12 +83,32 @@ def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.P
     return kind(index, len(table), peers, ranks=table, member=member, world_group=world)
 
 
-def _group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """In the order of ``ranks``."""
-    ranks = list(ranks)
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    return dist.new_group(ranks) if ranks == sorted(ranks) else dist.new_group(ranks, sort_ranks=False)
+def make_groups(table: Sequence[Sequence[int]], *, apart: bool = False, own: bool = False) -> list[Any]:
+    """A group for each list of ranks, in the order given there; None or torch's non-member for those that this rank is not in.
+
+    Every rank of the world makes every group, also those that it is not in: NCCL may split them off the world's communicator, which
+    all must do.
+
+    Args:
+        apart: ranks of the world do not come here; then the members of each group make it among themselves.
+        own: a communicator of its own also where a group is the whole world, which is there already.
+    """
+    world, rank = list(range(dist.get_world_size())), dist.get_rank()
+
+    def make(ranks: list[int]) -> Any:
+        if ranks == world and not own:
+            return dist.group.WORLD
+        if apart and rank not in ranks:
+            return None
+        return dist.new_group(ranks, use_local_synchronization=apart, sort_ranks=ranks == sorted(ranks))
+
+    return [make(list(ranks)) for ranks in table]
+
+
+def own_group(table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The new group in ``table`` that this rank is in. All ranks of all ``replicas`` call it with the same table."""
+    groups = make_groups(table, apart=sum(map(len, replicas)) < dist.get_world_size(), own=True)
+    return next(group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks)
 
 
 def more_than_one(table: Table, name: str, remedy: str) -> Table:

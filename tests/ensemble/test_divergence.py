@@ -38,7 +38,7 @@ def left_out(rank: int, world: int, fault: str) -> Any:
     run.steps(4)
     after = run.ensemble.history
     assert after is not None
-    return mine, run.weights(), history["notes"], history["left_out_total"], after["left_out_total"], after["losses"]
+    return mine, run.weights(), history["notes"], history["diverged_total"], after["diverged_total"], after["losses"]
 
 
 @pytest.mark.parametrize("fault", ["loss NaN", "loss high", "parameters", "none"])

@@ -167,7 +167,7 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
     graph = loss.grad_fn
     del loss
     gc.collect()
-    window = run.ensemble.weights.members[0].window
+    window = run.ensemble.weights.local[0].window
     assert graph is not None and not any(graph is r for r in gc.get_referrers(window))
     assert not window.slots().requires_grad
 
@@ -332,7 +332,7 @@ def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
     assert record["event"] == "cycle" and record["cycle"] == 2 and record["step"] == 12
     assert set(record) == {
         "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t", "multipliers", "losses", "probe",
-        "left_out", "rolled_back", "rollbacks", "left_out_total", "converge_ms", "probe_ms", "notes",
+        "left_out", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms", "notes",
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import hdet
 from hdet import faults
-from hdet.faults import ReplicaLost, during, guarded, is_communication_error
+from hdet.faults import ReplicaLost, during, is_communication_error
 
 CLOSED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1714. This is typically "
@@ -250,10 +250,10 @@ def test_everything_else_passes_unchanged(store: Any) -> None:
 
 def test_a_nested_error_keeps_its_phase(store: Any) -> None:
     who = replicas([0], [1])
-    with pytest.raises(ReplicaLost) as raised, guarded(who, lambda: (9, 9)), during("slots", who, lambda: (3, 17)):
+    with pytest.raises(ReplicaLost) as raised, during("training step", who, lambda: (9, 9)), during("slots", who, lambda: (3, 17)):
         raise RuntimeError(CLOSED)
     assert (raised.value.phase, raised.value.cycle) == ("slots", 3)
-    with pytest.raises(ReplicaLost, match="in a training step") as raised, guarded(who, lambda: (9, 99)):
+    with pytest.raises(ReplicaLost, match="in a training step") as raised, during("training step", who, lambda: (9, 99)):
         raise RuntimeError(CLOSED)
     assert raised.value.phase == "training step"
 

@@ -72,7 +72,7 @@ def test_one_replica_under_ddp(fault: str, averaged: list[int], total: int, note
         wanted = torch.stack([here["before"][r] for r in averaged]).double().mean(0).float()
         torch.testing.assert_close(here["after"], wanted, rtol=0, atol=1e-6)  # sums of three float32 numbers of size 1
         assert torch.equal(here["after"], shared[0][fault]["after"])
-        assert record["left_out_total"] == here["next"]["left_out_total"] == total, "counted, and only in this cycle"
+        assert record["diverged_total"] == here["next"]["diverged_total"] == total, "counted, and only in this cycle"
         assert [r for r, loss in enumerate(record["losses"]) if loss is None] == ([] if fault == "it diverges" else [BAD])
         if note:
             assert any(f"replica {BAD} left out of the average" in text and note in text for text in record["notes"]), record["notes"]
@@ -106,11 +106,11 @@ def test_one_replica_with_gradients_of_its_own(moments: str, fault: str) -> None
     assert not abs(ranks[BAD]["loss"]) < 10, "the fault has not happened"
     for found in ranks:
         record, *later = found["records"]
-        assert record["left_out_total"] == 1 and f"replica {BAD} left out of the average" in record["notes"][0]
+        assert record["diverged_total"] == 1 and f"replica {BAD} left out of the average" in record["notes"][0]
         assert found["weights"] == ranks[0]["weights"] and found["last"] == ranks[0]["last"]
         assert all(map(math.isfinite, [*found["weights"], *found["state"], *found["last"]]))
         for after in later:
-            assert after["left_out_total"] == 1 and all(loss < 3 for loss in after["losses"]), after
+            assert after["diverged_total"] == 1 and all(loss < 3 for loss in after["losses"]), after
 
 
 # -- all replicas --------------------------------------------------------------------------------------------------------------
