@@ -14,13 +14,11 @@ a network costs as much as memory does, so times show each way's own work rather
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from harness import alternate, emit, spawn, summary
+from harness import alternate, counted, emit, spawn, summary
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import hdet
@@ -83,48 +81,18 @@ WAYS: dict[str, Callable[[int], Converge]] = {
     "overlapped": lambda n: Overlapped(4),
     "exact-local": lambda n: ExactLocal(check_every=10),
 }
-RING: dict[str, Callable[[tuple[Any, ...], int], float]] = {
-    "all_reduce": lambda given, n: 2 * (n - 1) / n * given[0].nbytes,
-    "all_to_all_single": lambda given, n: (n - 1) / n * given[1].nbytes,
-    "all_gather_single": lambda given, n: (n - 1) * given[1].nbytes,
-    "all_gather_into_tensor": lambda given, n: (n - 1) * given[1].nbytes,
-    "reduce_scatter_single": lambda given, n: (n - 1) / n * given[1].nbytes,
-    "reduce_scatter_tensor": lambda given, n: (n - 1) / n * given[1].nbytes,
-}
 
 
-@contextmanager
-def counted() -> Iterator[list[tuple[int, float]]]:
-    """(ranks, bytes) of every collective inside."""
-    sent: list[tuple[int, float]] = []
-    real = {name: getattr(dist, name) for name in RING if hasattr(dist, name)}
-
-    def watch(name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            size = dist.get_world_size(named.get("group"))
-            sent.append((size, RING[name](given, size)))
-            return real[name](*given, **named)
-
-        return call
-
-    try:
-        for name in real:
-            setattr(dist, name, watch(name))
-        yield sent
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
-
-
-def cycle_of(way: Converge, sizes: list[int]) -> Callable[[], None]:
+def cycle_of(way: Converge, sizes: list[int], bucket_bytes: int = 32 << 20) -> Callable[[], None]:
     """All that a way does in a cycle, apart from the optimizer's steps."""
     replicas, parameters = Replicas.from_group(), [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     optimizer = hdet.FusedAdamW(parameters, lr=1e-3, weight_decay=0.0)
-    average = way.build(Task(parameters, replicas, optimizer, lambda: [None] * len(parameters), INTERVAL, 32 << 20))
+    average = way.build(Task(parameters, replicas, optimizer, lambda: [None] * len(parameters), INTERVAL, bucket_bytes))
 
     def cycle() -> None:
         for position in range(1, INTERVAL):
-            average.after_step(position)
+            if average.acts_after(position):
+                average.after_step(position)
         average.end_cycle([1 / replicas.count] * replicas.count)
 
     cycle()  # the first average is exact, or compares
@@ -136,9 +104,9 @@ def measure_ways(rank: int, world_size: int, sizes: list[int], repeats: int, nam
     volume = {}
     for name, cycle in cycles.items():
         cycle()
-        with counted() as sent:
+        with counted() as calls:
             cycle()
-        volume[name] = {"bytes": sum(size for _, size in sent), "collectives": len(sent)}
+        volume[name] = {"bytes": sum(call.sent for call in calls), "collectives": len(calls)}
     rows = summary(alternate(dict(cycles), repeats, barrier=True), "plain")
     return {name: {**row, **volume[name]} for name, row in rows.items()}
 

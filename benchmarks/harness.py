@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes over gloo, alternating measurements, results as JSON lines.
+"""What the benchmarks share: processes over gloo, alternating measurements, counted collectives, results as JSON lines.
 
 Machines are shared and noisy, so every figure is a ratio of two things measured in turn in one run, and a median.
 """
@@ -13,9 +13,10 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,46 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
+
+
+class Collective(NamedTuple):
+    """A call of this rank, as a ring does it: ``messages`` that wait for each other, ``sent`` bytes in all."""
+
+    name: str
+    messages: int
+    sent: float
+
+
+RING: dict[str, Callable[[tuple[Any, ...], int], tuple[int, float]]] = {
+    "all_reduce": lambda given, n: (2 * (n - 1), 2 * (n - 1) / n * given[0].nbytes),
+    "all_to_all_single": lambda given, n: (n - 1, (n - 1) / n * given[1].nbytes),
+    "all_gather_single": lambda given, n: (n - 1, (n - 1) * given[1].nbytes),
+    "all_gather_into_tensor": lambda given, n: (n - 1, (n - 1) * given[1].nbytes),
+    "reduce_scatter_single": lambda given, n: (n - 1, (n - 1) / n * given[1].nbytes),
+    "reduce_scatter_tensor": lambda given, n: (n - 1, (n - 1) / n * given[1].nbytes),
+}
+
+
+@contextmanager
+def counted() -> Iterator[list[Collective]]:
+    """Every collective that torch.distributed is asked for inside. No way of doing one sends less than a ring."""
+    calls: list[Collective] = []
+    real = {name: getattr(dist, name) for name in RING if hasattr(dist, name)}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            calls.append(Collective(name, *RING[name](given, dist.get_world_size(named.get("group")))))
+            return real[name](*given, **named)
+
+        return call
+
+    try:
+        for name in real:
+            setattr(dist, name, watch(name))
+        yield calls
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
 
 
 def alternate(

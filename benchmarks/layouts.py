@@ -11,8 +11,8 @@ weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn in every round, on
 - torch: PeriodicModelAverager (on the local shards: DTensors it cannot average);
 - per parameter: clone, one all_reduce for each, divide, copy back, as torchft's LocalSGD does; written here.
 
-gloo processes of one thread each. More processes than cores slow each other, here as in the model's `slowdown`. Volume is what is handed
-to collectives, counted by wrapping them. --fit takes the (alpha, B) of `hdet.core.cost.fit` from the DDP points of a file and prints
+gloo processes of one thread each. More processes than cores slow each other, here as in the model's `slowdown`. Volume is what
+a rank has to send at the least (a ring's), counted in torch's collectives. --fit takes the (alpha, B) of `hdet.core.cost.fit` from the DDP points of a file and prints
 what the model gives for the others beside what was measured.
 """
 
@@ -23,13 +23,12 @@ import json
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import alternate, emit, spawn, summary
+from harness import alternate, counted, emit, spawn, summary
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,19 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet import Replicas
 from hdet.converge import BucketedAverage
-from hdet.core.cost import Point, fit, predict, ring_all_reduce
+from hdet.core.cost import Point, Traffic, fit, predict
 from hdet.shards import local_parts
 
 LAYERS = 4
 WIDTHS = (128, 256, 512)
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "all_to_all_single",
-)
 Local = tuple[list[torch.Tensor], Replicas]
 
 
@@ -84,17 +75,15 @@ def hsdp(width: int) -> Local:
     for block in whole:
         fully_shard(block, mesh=mesh)
     fully_shard(whole, mesh=mesh)
-    return local_parts(list(whole.parameters())), Replicas.from_group(mesh.get_group("dp_replicate"))
+    return local_parts(list(whole.parameters())), Replicas.from_mesh(mesh)
 
 
 def tp_pp_dp(width: int) -> Local:
-    """Two replicas; their ranks are divided between tp and pp, tp fastest, then dp, then pp, as Megatron orders them."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    """Two replicas; their ranks are divided between tp and pp."""
+    world = dist.get_world_size()
     tp = 2 if world >= 4 else 1
     pp = world // (2 * tp)
-    groups = [dist.new_group([tp * (2 * stage + replica) + column for replica in range(2)]) for stage in range(pp) for column in range(tp)]
-    member = rank // (2 * tp) * tp + rank % tp
-    return local_parts(list(model(width, LAYERS // pp, tp).parameters())), Replicas.from_group(groups[member])
+    return local_parts(list(model(width, LAYERS // pp, tp).parameters())), Replicas.from_layout(tp=tp, pp=pp)
 
 
 LAYOUTS: dict[str, Callable[[int], Local]] = {"DDP": ddp, "HSDP": hsdp, "tp x pp x dp": tp_pp_dp}
@@ -130,28 +119,6 @@ def sides(tensors: list[torch.Tensor], replicas: Replicas) -> dict[str, tuple[Ca
     }
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Inside, the list grows by the bytes that every collective is given."""
-    sizes: list[int] = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            sizes.append(max(t.nbytes for t in (tensor, *args) if isinstance(t, torch.Tensor)))
-            return original(tensor, *args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, wrap(original))
-    try:
-        yield sizes
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
 def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     """One record for each layout and width."""
     records = []
@@ -162,9 +129,9 @@ def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -
             candidates = {name: call for name, (call, _) in sides(tensors, replicas).items()}
             volumes = {}
             for name, call in candidates.items():
-                with counted() as sizes:
+                with counted() as calls:
                     call()
-                volumes[name] = {"calls": len(sizes), "bytes": sum(sizes)}
+                volumes[name] = {"calls": len(calls), "messages": sum(c.messages for c in calls), "sent": sum(c.sent for c in calls)}
             rows = summary(alternate(candidates, repeats, barrier=True, warmup=1), "floor")
             records.append(
                 {
@@ -182,8 +149,7 @@ def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -
 def point(record: dict[str, Any], side: str) -> Point:
     """A row as the cost model sees it: its collectives one after the other, ranks that share cores."""
     row = record["rows"][side]
-    one = ring_all_reduce(row["bytes"] / row["calls"], record["replicas"])
-    return Point(one * row["calls"], row["median_ms"] / 1e3, max(1.0, record["processes"] / record["on"]["cores"]))
+    return Point(Traffic(row["messages"], row["sent"]), row["median_ms"] / 1e3, max(1.0, record["processes"] / record["on"]["cores"]))
 
 
 def compare(records: list[dict[str, Any]], side: str) -> Iterator[str]:
@@ -236,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
             for name, row in record["rows"].items():
                 print(
                     f"  {name:14} {row['median_ms']:9.1f} ms (best {row['best_ms']:8.1f})  {row['ratio']:6.2f} x floor"
-                    f"   {row['calls']:4} calls, {row['bytes'] / 1e6:.1f} MB"
+                    f"   {row['calls']:4} calls, {row['sent'] / 1e6:.1f} MB sent"
                 )
             emit(record, options.json)
 

@@ -1,4 +1,5 @@
-"""The machinery of benchmarks/layouts.py and controller.py: what is averaged and counted, and the fit. No figure is judged here."""
+"""The machinery of benchmarks/layouts.py, converge.py and controller.py: what is averaged and counted, the fit, and whether the cost model
+counts what the code does. No figure is judged here."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+
+import hdet
+from hdet.core import cost
+from hdet.core.cost import Job, Link
 
 from .distributed import run_ranks
 
@@ -71,8 +76,9 @@ def test_layouts_print_write_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for record in records.values():
         assert record["tensors"] == 32 and record["processes"] == 4
         for side, row in record["rows"].items():
-            assert row["bytes"] == record["bytes"]
-            assert row["calls"] == (32 if side == "per parameter" else 1)
+            ring = 2 * (record["replicas"] - 1)
+            assert row["sent"] == pytest.approx(ring / record["replicas"] * record["bytes"])
+            assert row["calls"] == row["messages"] / ring == (32 if side == "per parameter" else 1)
             assert row["ratio"] > 0 and row["median_ms"] >= row["best_ms"] > 0
 
 
@@ -80,7 +86,7 @@ def record(layout: str, processes: int, replicas: int, size: int, calls: int, li
     """A line as if the model were the truth: alpha + n / B, and two cores."""
     alpha, bandwidth = link
     seconds = processes / 2 * (calls * 2 * (replicas - 1) * alpha + 2 * (replicas - 1) / replicas * size / bandwidth)
-    row = {"median_ms": 1e3 * seconds, "calls": calls, "bytes": size}
+    row = {"median_ms": 1e3 * seconds, "messages": calls * 2 * (replicas - 1), "sent": 2 * (replicas - 1) / replicas * size}
     return {
         "benchmark": "layouts", "layout": layout, "processes": processes, "replicas": replicas, "bytes": size,
         "rows": {"floor": row, "ours": row}, "on": {"cores": 2},
@@ -97,6 +103,49 @@ def test_the_fit_predicts_what_it_has_not_seen(tmp_path: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "floor: alpha 100 us a message, B 2.00 GB/s a rank" in out and "ours: alpha" in out
     assert "not fitted: 1 points, off by a factor of 1.00 in the median, 1.00 at worst" in out
+
+
+# -- the cost model beside the code ------------------------------------------------------------------------------------------
+
+TENSORS, SIZE, BUCKET = 24, 1024, 32 * 1024  # in fp32: three buckets of 32 KiB, without a gap
+
+
+def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
+    """Messages and bytes of a rank in one cycle of each way, through the real implementation."""
+    converge, harness = benchmark("converge"), benchmark("harness")
+    ways = {
+        "plain": hdet.converge.Plain(),
+        "hierarchical": hdet.converge.Hierarchical(2),
+        "compressed bf16": hdet.converge.Compressed("bf16"),
+        "compressed int8": hdet.converge.Compressed("int8"),
+        "streaming, 2 fragments": hdet.converge.Streaming(2),
+        "overlapped, 3 steps": hdet.converge.Overlapped(3),
+        "exact local": hdet.converge.ExactLocal(),
+    }
+    if world_size < 4:
+        del ways["hierarchical"]
+    found = {}
+    for name, way in ways.items():
+        cycle = converge.cycle_of(way, [SIZE] * TENSORS, BUCKET)
+        with harness.counted() as calls:
+            cycle()
+        found[name] = (sum(c.messages for c in calls), sum(c.sent for c in calls))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second a message and any bandwidth, the model's seconds are messages. Whether an all-reduce is a ring or a tree is for the
+    library to choose; `counted` takes rings."""
+    monkeypatch.setattr(cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks))
+    slow = Link(1e30, 1.0)
+    job = Job(
+        ranks, TENSORS * SIZE, benchmark("converge").INTERVAL, across=slow, inside=slow, bucket_bytes=BUCKET,
+        ranks_per_node=ranks // 2, fragments=2, overlap_steps=3,
+    )  # fmt: skip
+    expected = {way.name: (pytest.approx(way.seconds), pytest.approx(way.sent)) for way in cost.ways(job)}
+    expected["exact local"] = (0, 0)  # its seconds are spent in memory
+    assert run_ranks(count, ranks) == [expected] * ranks
 
 
 def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from ..converge.health import digest
 from ..shards import is_sharded, local
 from .errors import CheckpointError, Together
-from .folder import checksums, prepare, publish, read_manifest, resolve, steps, verify
+from .folder import checksums, holds_none, prepare, publish, read_manifest, resolve, steps, verify
 from .keys import bare
 from .optimizer_state import listed
 from .run_state import RunState
@@ -22,12 +22,16 @@ from .run_state import RunState
 __all__ = ["check_equal", "digests", "load", "save"]
 
 
-def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int = 2) -> Path:
+def save(root: str | os.PathLike[str], state: RunState, step: int | None = None, *, keep: int = 2) -> Path:
     """Write ``root/step-XXXXXXXX``, durably and whole, or not at all. Every rank calls it; ``root`` is on a file system they all see.
 
     Converges first if the replicas have parted. The folder appears under its name by one rename once all is written, checksummed and
     synced; before that the previous checkpoints are untouched. Then those older than the newest ``keep`` are removed. What a killed
     save has left is removed by the next one. A step that is there already is replaced. Tensors are written once, by ranks in turn.
+
+    Args:
+        step: what `load` returns; by default the steps that the Ensemble has counted, which a checkpoint continues.
+        keep: how many checkpoints to keep, this one included.
 
     Returns:
         The folder, on every rank, once it is durable.
@@ -40,8 +44,7 @@ def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int 
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"step must be a whole number >= 0, got {step!r}")
+    step = state.ensemble.engine.step if step is None else _checked_step("step", step)
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
     if not state.ensemble.converged:
@@ -58,31 +61,47 @@ def save(root: str | os.PathLike[str], state: RunState, step: int, *, keep: int 
     return final
 
 
-def load(path: str | os.PathLike[str], state: RunState) -> int:
+def _checked_step(name: str, step: Any) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"{name} must be a whole number >= 0, got {step!r}")
+    return step
+
+
+def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None = None) -> int:
     """Continue from a checkpoint: a folder ``step-XXXXXXXX``, or a root, of which the latest is taken. Every rank calls it.
 
     The manifest and every checksum, names, shapes and settings are verified before model and optimizer are changed. There may be
     another number of replicas: base values, corrections and velocities go on. DTensors may be sharded in another way, too.
 
+    Args:
+        missing: the step to begin at, such as 0, where ``root`` holds no checkpoint (or is not there yet). The first rank looks and tells
+            all, so that none begins anew while others continue. None: that is an error. A damaged checkpoint is one in any case.
+
     Returns:
-        The step that was given to `save`.
+        The step that was given to `save`; or ``missing``, and nothing has been changed.
 
     Raises:
+        ValueError: ``missing`` is negative.
         CheckpointError: on every rank alike, in one line: there is none, it is damaged (an older one is named, never taken silently),
             of another version, or of another model, optimizer or Ensemble.
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
+    if missing is not None:
+        _checked_step("missing", missing)
     with state.ensemble.during("checkpoint"):
-        return _read(Path(path), state)
+        return _read(Path(root), state, missing)
 
 
-def _read(path: Path, state: RunState) -> int:
+def _read(path: Path, state: RunState, missing: int | None) -> int:
     from torch.distributed import checkpoint as dcp
 
     group = state.ensemble.replicas.world_group
     together = Together(group)
-    folder, manifest = together.first(lambda: _opened(path))
+    opened = together.first(lambda: missing if missing is not None and holds_none(path) else _opened(path))
+    if isinstance(opened, int):
+        return opened
+    folder, manifest = opened
     verify(folder, manifest["files"], together)
 
     def read(tree: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import CheckpointError, Together
 
-__all__ = ["MANIFEST", "checksums", "latest", "prepare", "publish", "read_manifest", "rename", "resolve", "steps", "verify"]
+__all__ = ["MANIFEST", "checksums", "holds_none", "latest", "prepare", "publish", "read_manifest", "rename", "resolve", "steps", "verify"]
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "hdet-checkpoint", 1
@@ -27,6 +27,11 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """The folder of the highest step in ``root``; None where there is none. What a killed save has left behind is not looked at."""
     found = steps(Path(root))
     return found[-1] if found else None
+
+
+def holds_none(root: Path) -> bool:
+    """Is there no checkpoint in ``root``, and is it none itself? A folder that has the name of one is meant to be one."""
+    return _STEP.fullmatch(root.name) is None and not (root / MANIFEST).is_file() and latest(root) is None
 
 
 def steps(root: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +10,13 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
+from ..optim.state import MASTER_KEYS, REPLICA_KEYS
 from ..shards import is_sharded, like
 from .keys import Inventory, Keys, bare
-from .optimizer_state import REPLICA_KEYS, blank_state, listed, on_the_device_of
+from .optimizer_state import blank_state, listed, on_the_device_of
+from .plain import check_extra, check_fits, give_back, pack, take, unpack
 
-__all__ = ["RunState", "pack", "unpack"]
+__all__ = ["RunState"]
 
 
 class RunState:
@@ -24,8 +25,10 @@ class RunState:
     Args:
         model: the module, wrapped or not (DDP, FSDP2, torch.compile); of a pipeline this rank's stages in one module.
         ensemble: the `Ensemble` that drives its optimizer.
-        extra: a Stateful, or a dict that is filled in place: data loader, random generators. Plain data and tensors, of each rank
-            its own: each gets its own back, and with another number of replicas, rank r that of replica r mod the saved number.
+        extra: a Stateful, or a dict of what else the run needs: values with state_dict and load_state_dict (a stateful data loader, a
+            torch.amp.GradScaler) and torch.Generators take their state over when it is loaded; plain data and tensors are replaced in the
+            dict. Of each rank its own: each gets its own back, and with another number of replicas, rank r that of replica r mod the
+            saved number.
 
     `save` and `load` of this package use it; so can ``torch.distributed.checkpoint.save(state.state_dict(), ...)``.
 
@@ -35,18 +38,18 @@ class RunState:
 
     Raises:
         TypeError: another kind of argument.
-        ValueError: the optimizer steps a parameter that is not in ``model``.
+        ValueError: the optimizer steps a parameter that is not in ``model``; or a value of ``extra``, which is named, cannot be saved.
     """
 
     def __init__(self, model: nn.Module, ensemble: Ensemble, extra: Any = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(ensemble, Ensemble):
-            raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
-        if extra is not None and not isinstance(extra, dict) and not _is_stateful(extra):
-            raise TypeError(f"extra must be a dict, or have state_dict and load_state_dict, got {type(extra).__name__}")
-        _check_outside_use(ensemble)
+            inner = ": pass its .ensemble" if isinstance(getattr(ensemble, "ensemble", None), Ensemble) else ""
+            raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}{inner}")
+        check_extra(extra)
         self.model, self.ensemble, self.extra = model, ensemble, extra
+        self._check_outside_use("state_dict")
         self.optimizer = ensemble.optimizer
         self.keys = Keys(model, ensemble.replicas)
         known = {id(p) for p in model.parameters()}
@@ -54,6 +57,9 @@ class RunState:
             for i, p in enumerate(group["params"]):
                 if id(p) not in known:
                     raise ValueError(f"parameter {i} of group {g} of the optimizer is not in model: pass the module that holds all of them")
+
+    def _check_outside_use(self, name: str) -> None:
+        self.ensemble._check_outside_use(name, "a checkpoint is of all replicas: call it after")
 
     # -- torch's Stateful ------------------------------------------------------------------------------------------------
 
@@ -92,7 +98,7 @@ class RunState:
             ValueError: replicas have parted, and the mean is not known here.
         """
         ensemble = self.ensemble
-        _check_outside_use(ensemble)
+        self._check_outside_use("state_dict")
         if ensemble.converged or not _under_way(ensemble):
             return None
         mean = ensemble.mean()
@@ -167,20 +173,19 @@ class RunState:
         if others := Inventory(self.model).others:
             parts["modules"] = {own: pack(others, "the extra state of a module")}
         if self.extra is not None:
-            parts["extra"] = {own: pack(self.extra.state_dict() if _is_stateful(self.extra) else self.extra, "extra")}
+            parts["extra"] = {own: take(self.extra)}
         return parts
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
         """The parts without tensors, whose state is checked before anything is changed."""
+        self._check_outside_use("load_state_dict")
         self.check_groups(unpack(_only(state["optimizer"]["about"])))
+        loaded = None if self.extra is None else unpack(_only(state["extra"]))
+        if self.extra is not None:
+            check_fits(self.extra, loaded)
         self.ensemble.load_state_dict(unpack(state["ensemble"]))
         if self.extra is not None:
-            loaded = unpack(_only(state["extra"]))
-            if _is_stateful(self.extra):
-                self.extra.load_state_dict(loaded)
-            else:
-                self.extra.clear()
-                self.extra.update(loaded)
+            give_back(self.extra, loaded)
 
     @torch.no_grad()
     def load_tensors(self, state: Mapping[str, Any]) -> None:
@@ -208,40 +213,9 @@ class RunState:
 # -- small things --------------------------------------------------------------------------------------------------------
 
 
-def pack(value: Any, name: str) -> bytes:
-    """Plain data and tensors as bytes: one leaf, whatever its shape, so that another shape at loading time does not matter.
-
-    Raises:
-        ValueError: it could not be read again with weights_only.
-    """
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        unpack(file.getvalue())
-    except Exception as error:  # torch and pickle raise half a dozen types here
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"{name} holds what a checkpoint cannot give back ({reason}): keep tensors, numbers, strings, lists and dicts"
-        ) from error
-    return file.getvalue()
-
-
-def unpack(packed: bytes) -> Any:
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 def _only(values: Mapping[str, Any]) -> Any:
     (value,) = values.values()
     return value
-
-
-def _check_outside_use(ensemble: Ensemble) -> None:
-    if ensemble.replicas.in_use:
-        raise ValueError("a checkpoint was asked for inside `with replicas.use(k):`, but it is of all replicas: ask after it")
 
 
 def _under_way(ensemble: Ensemble) -> bool:
@@ -252,7 +226,7 @@ def _under_way(ensemble: Ensemble) -> bool:
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:
     """Without further replicas on this device, which are equal; or, of a ``mean`` that the optimizer steps beside, with its master."""
     kept = {key: value for key, value in entries.items() if value is not None and key not in REPLICA_KEYS}
-    master = next((key for key in ("master_param", "remainder") if key in kept), None)
+    master = next((key for key in MASTER_KEYS if key in kept), None)
     if mean and master is not None:
         beside = entries.get("replica_masters") or []
         if len(beside) != 1:

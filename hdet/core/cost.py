@@ -207,16 +207,17 @@ def ways(job: Job) -> list[Way]:
             exposed / job.interval / job.step_seconds,
         )
 
-    def flat(bytes_each: float, parts: int = 1) -> Traffic:
-        """All-reduces of `own` values in ``parts`` pieces, each in buckets."""
-        return _in_buckets(own * bytes_each / parts, job, lambda bucket: all_reduce(bucket, job.replicas, link)) * parts
+    def streamed(parts: int) -> Traffic:
+        """A part after the other, in buckets that together are one; before all but the last, N numbers tell who is finite."""
+        told = all_reduce(8 * job.replicas, job.replicas * job.shards, link) * (parts - 1)
+        return _in_buckets(size / parts, job, lambda bucket: all_reduce(bucket, job.replicas, link), parts) * parts + told
 
     def exchanged(bytes_each: float) -> Traffic:
         """Of each bucket, with so many bytes for a value: an all-to-all of chunks, and an all-gather of their averages."""
         small = bytes_each / job.value_bytes
         return _in_buckets(size, job, lambda bucket: all_to_all(bucket * small, job.replicas) + all_gather(bucket * small, job.replicas))
 
-    plain = flat(job.value_bytes)
+    plain = _in_buckets(size, job, lambda bucket: all_reduce(bucket, job.replicas, link))
     bucket = min(size, job.bucket_bytes)
     kept_back = own * (8 + 4 / job.replicas)  # the anchor, the error that is fed back, and that of a rank's chunk
     rows = [way("plain", Traffic(), plain, bucket)]
@@ -228,7 +229,7 @@ def ways(job: Job) -> list[Way]:
     rows += [
         way("compressed bf16", Traffic(), exchanged(2), kept_back + bucket),
         way("compressed int8", Traffic(), exchanged(INT8_BYTES), kept_back + bucket),
-        way(f"streaming, {job.fragments} fragments", Traffic(), flat(job.value_bytes, job.fragments), bucket, pauses=job.fragments),
+        way(f"streaming, {job.fragments} fragments", Traffic(), streamed(job.fragments), bucket, pauses=job.fragments),
         way(_overlapped(job), Traffic(), plain, 2 * size, hidden=job.overlap_steps * job.step_seconds),
         _exact_local(job),
     ]
@@ -239,8 +240,9 @@ def _overlapped(job: Job) -> str:
     return f"overlapped, {job.overlap_steps} step{'s' * (job.overlap_steps > 1)}"
 
 
-def _in_buckets(size: float, job: Job, collective: Callable[[float], Traffic]) -> Traffic:
-    count = math.ceil(size / job.bucket_bytes)
+def _in_buckets(size: float, job: Job, collective: Callable[[float], Traffic], parts: int = 1) -> Traffic:
+    """``size`` bytes in pieces of at most one of ``parts`` of a bucket, as alike as can be."""
+    count = math.ceil(size * parts / job.bucket_bytes)
     return collective(size / count) * count
 
 
@@ -275,9 +277,9 @@ def slots(job: Job, chunks: int = 0) -> Slots:
 
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
-    """Of one cycle on every rank, with a probe of 8 chunks and the slots' way into Python: measured at 1 024 replicas
+    """Of one cycle on every rank, with a probe of 8 chunks, the slots' way into Python included: measured at 1 024 replicas
     (benchmarks/controller.py), linear in both."""
-    return replicas * (3.9e-6 + 1.1e-6 * knobs)
+    return replicas * (2.0e-6 + 1.2e-6 * knobs)
 
 
 def controller_bytes(replicas: int, knobs: int = 1) -> int:

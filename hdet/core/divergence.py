@@ -72,8 +72,8 @@ def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float |
     """
     reasons = _reasons(settings, finite, losses, before)
     healthy = [r for r in range(len(finite)) if r not in reasons]
-    known = [losses[r] for r in healthy] if reasons else losses
-    known = [x for x in known if x is not None]
+    counted = [losses[r] for r in healthy] if reasons else losses
+    known = [x for x in counted if x is not None]
     level = statistics.median(known) if known else None
     # A cycle in which everybody's loss was broken, but nobody's parameters (a scaler may have skipped the steps), can be averaged.
     survivors = healthy or [r for r in range(len(finite)) if finite[r]]

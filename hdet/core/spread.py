@@ -43,8 +43,12 @@ def assignment(seed: int, cycle: int, knob: str, count: int) -> list[int]:
     Sorting by a hash is a uniform permutation that every rank finds alone: no generator state, no communication,
     the same on every platform and Python version, and the user's random numbers are never touched.
     """
-    key = f"{seed}/{cycle}/{knob}/".encode()
-    digests = [hashlib.sha256(key + r).digest() for r in _numbers(count).split()]
+    begun = hashlib.sha256(f"{seed}/{cycle}/{knob}/".encode())
+    copy, digests = begun.copy, []
+    for number in _numbers(count).split():
+        hashed = copy()
+        hashed.update(number)
+        digests.append(hashed.digest())
     places = [0] * count
     for place, replica in enumerate(sorted(range(count), key=digests.__getitem__)):
         places[replica] = place

@@ -10,19 +10,33 @@ from typing import Any
 from hdet import checkpoint
 
 from ..faults.harness import World
-from .helpers import ddp
+from .helpers import Run, ddp
 
 KILLED_RANK = {"data": 1, "manifest": 0, "before the rename": 0}
 
 
 def killed_in_a_save(world: World, where: str) -> None:
     run = ddp(world.rank, world.size).steps(5)
-    checkpoint.save(Path(world.folder, "run"), run.state, 5)
+    checkpoint.save(Path(world.folder, "run"), run.state)
+    Path(world.folder, f"weights-{world.rank}.json").write_text(json.dumps(weights(run)))
     run.steps(2)
     if KILLED_RANK[where] == world.rank:
         die_in(world, where)
-    world.afterwards = lambda: _said(lambda: run.step())
-    checkpoint.save(Path(world.folder, "run"), run.state, 7)
+    world.afterwards = lambda: " | ".join(map(_said, (run.ensemble.step, run.ensemble.converge, run.ensemble.state_dict)))
+    checkpoint.save(Path(world.folder, "run"), run.state)
+
+
+def restarted(rank: int, world: int, folder: str, step: int) -> tuple[list[float], list[str]]:
+    """What another start of two ranks finds after that, and what its own next save leaves there."""
+    run = ddp(rank, world)
+    assert checkpoint.load(Path(folder, "run"), run.state, missing=0) == step
+    run.index, found = step, weights(run)
+    checkpoint.save(Path(folder, "run"), run.steps(7 - step).state)
+    return found, sorted(os.listdir(Path(folder, "run")))
+
+
+def weights(run: Run) -> list[float]:
+    return [x for p in run.net.parameters() for x in p.detach().flatten().tolist()]
 
 
 def die_in(world: World, where: str) -> None:

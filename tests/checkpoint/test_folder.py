@@ -152,6 +152,22 @@ def test_no_checkpoint_and_another_version(tmp_path: Path) -> None:
     assert f"has version 9, this hdet reads 1: load it with the hdet that wrote it ('{hdet.__version__}')" in refusal(tmp_path, run)
 
 
+def test_a_run_begins_where_nothing_is_and_continues_where_something_is(tmp_path: Path) -> None:
+    run = alone().steps(3)
+    before = run.facts()
+    assert checkpoint.load(tmp_path / "not yet", run.state, missing=7) == 7
+    assert checkpoint.load(tmp_path, run.state, missing=0) == 0 and run.facts() == before
+    assert checkpoint.save(tmp_path, run.state).name == "step-00000003"  # the steps that the Ensemble has counted
+    fresh = alone()
+    assert checkpoint.load(tmp_path, fresh.state, missing=0) == 3 and fresh.ensemble.engine.step == 3
+    assert checkpoint.save(tmp_path, fresh.steps(2).state).name == "step-00000005"
+    damage(tmp_path / "step-00000005", "truncated")
+    with pytest.raises(CheckpointError, match="it is damaged; load the one before"):
+        checkpoint.load(tmp_path, fresh.state, missing=0)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):  # somebody meant this one
+        checkpoint.load(tmp_path / "step-00000099", fresh.state, missing=0)
+
+
 class Renamed(nn.Sequential):
     def __init__(self) -> None:
         net = mlp()
@@ -192,11 +208,74 @@ def test_arguments(tmp_path: Path) -> None:
         checkpoint.RunState(run.net, run)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parameter 0 of group 0 of the optimizer is not in model"):
         checkpoint.RunState(mlp(), run.ensemble)
-    with pytest.raises(CheckpointError, match="extra holds what a checkpoint cannot give back"):
-        checkpoint.save(tmp_path, checkpoint.RunState(run.net, run.ensemble, {"open": Path}), 1)
+    with pytest.raises(ValueError, match=r"extra\['open'\] holds what a checkpoint cannot give back"):
+        checkpoint.RunState(run.net, run.ensemble, {"index": 1, "open": Path})
+    state = checkpoint.RunState(run.net, run.ensemble, {"index": 1})
+    state.extra["open"] = Path
+    with pytest.raises(CheckpointError, match=r"extra\['open'\] holds what a checkpoint cannot give back"):
+        checkpoint.save(tmp_path, state, 1)
+    with pytest.raises(TypeError, match="ensemble must be an hdet.Ensemble, got OneCycleAutoLR: pass its .ensemble"):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        one_cycle = hdet.OneCycleAutoLR(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), max_lr=0.1, total_steps=10, controller=None)
+        checkpoint.RunState(run.net, one_cycle)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="missing must be a whole number >= 0, got -1"):
+        checkpoint.load(tmp_path, run.state, missing=-1)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="FileExistsError|NotADirectoryError"):
         checkpoint.save(tmp_path / "file", run.state, 1)
+
+
+class Loader:
+    """As a stateful data loader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def things() -> dict[str, Any]:
+    return {
+        "loader": Loader(), "generator": torch.Generator(), "scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "epoch": 0
+    }  # fmt: skip
+
+
+def test_extra_has_objects_with_a_state_generators_and_plain_values(tmp_path: Path) -> None:
+    run, extra = alone().steps(1), things()
+    state = checkpoint.RunState(run.net, run.ensemble, extra)
+    assert extra["loader"].asked == 0, "a data loader may start its workers for it"
+    extra["loader"].at, extra["epoch"] = 17, 3
+    extra["scaler"].load_state_dict({**extra["scaler"].state_dict(), "scale": 32.0})
+    extra["generator"].manual_seed(5)
+    torch.rand(3, generator=extra["generator"])
+    checkpoint.save(tmp_path, state)
+
+    fresh, other = alone(), things()
+    objects = dict(other)
+    assert checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other)) == 1
+    assert other["loader"].at == 17 and other["epoch"] == 3 and other["scaler"].get_scale() == 32.0
+    assert all(other[key] is objects[key] for key in ("loader", "generator", "scaler"))
+    assert torch.equal(torch.rand(3, generator=other["generator"]), torch.rand(3, generator=extra["generator"]))
+
+    other["sampler"] = Loader()
+    before = fresh.facts()
+    with pytest.raises(CheckpointError, match=r"it has no extra\['sampler'\]"):
+        checkpoint.load(tmp_path, checkpoint.RunState(fresh.net, fresh.ensemble, other))
+    assert fresh.facts() == before
+    with pytest.raises(CheckpointError, match="not with a dict|it has no extra"):
+        checkpoint.save(tmp_path / "b", checkpoint.RunState(fresh.net, fresh.ensemble, Counted()))
+        checkpoint.load(tmp_path / "b", checkpoint.RunState(fresh.net, fresh.ensemble, things()))
+
+
+class Counted(Loader):
+    def state_dict(self) -> Any:
+        return [self.at]
 
 
 # -- on several ranks ------------------------------------------------------------------------------------------------------
@@ -233,6 +312,15 @@ def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
     one, two = run_ranks(errors_of_ranks, 2, str(tmp_path))
     assert one == two and len(one) == 4
     assert "parameter groups" in one[3] and "(on rank 1 of 2)" in one[3]
+
+
+def begun(rank: int, world: int, root: str) -> int:
+    return checkpoint.load(Path(root, str(rank)), ddp(rank, world).state, missing=2)
+
+
+def test_the_first_rank_says_whether_there_is_a_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path / "1", 3)  # on a disk that only the second rank sees
+    assert run_ranks(begun, 2, str(tmp_path)) == [2, 2]
 
 
 def unequal(rank: int, world: int, root: str, what: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 import hdet
 from hdet import checkpoint
 
+from ..distributed import run_ranks
 from ..faults.harness import run_faulty
 from .helpers import alone
-from .killed import KILLED_RANK, killed_in_a_save
+from .killed import KILLED_RANK, killed_in_a_save, restarted
 
 
 @pytest.mark.parametrize("where", KILLED_RANK)
@@ -20,16 +23,22 @@ def test_killed_in_a_write(tmp_path: Path, where: str) -> None:
     ranks = run_faulty(killed_in_a_save, 2, tmp_path, where=where)
     dead, left = ranks[KILLED_RANK[where]], ranks[1 - KILLED_RANK[where]]
     assert dead.exitcode == -signal.SIGKILL
-    assert left.kind == "ReplicaLost", left.traceback
-    assert (left.phase, left.lost) == ("checkpoint", (dead.rank,)) and "while saving a checkpoint" in left.text
+    assert (left.exitcode, left.kind) == (0, "ReplicaLost"), left.traceback
+    assert (left.phase, left.cycle, left.step, left.lost) == ("checkpoint", 1, 7, (dead.rank,)), left.text
+    assert "cycle 1 (step 7), while saving a checkpoint: " in left.text
+    assert f"replica {dead.rank} (rank {dead.rank}) is gone (ended: pid " in left.text
+    assert f"this is replica {left.rank} (rank {left.rank})" in left.text
+    assert left.seconds < 15.0, "long before the collectives' timeout of 30 s"
+    for said in left.afterwards.split(" | "):
+        assert "has lost a replica" in said and "from the last checkpoint" in said
 
     root = tmp_path / "run"
-    assert (root / ".step-00000007.partial").is_dir(), "killed in the middle"
+    assert sorted(os.listdir(root)) == [".step-00000007.partial", "step-00000005"], "killed in the middle"
     assert checkpoint.latest(root) == root / "step-00000005"
     with pytest.warns(UserWarning, match="one replica explores nothing"):
-        run = alone(controller=hdet.SoftmaxController(decay=None))
-    assert checkpoint.load(root, run.state) == 5
-    run.index = 5
-    checkpoint.save(root, run.steps(2).state, 7)
-    assert sorted(entry.name for entry in root.iterdir()) == ["step-00000005", "step-00000007"]
-    assert checkpoint.load(root, run.state) == 7
+        assert checkpoint.load(root, alone(controller=hdet.SoftmaxController(decay=None)).state) == 5
+    for rank, (weights, entries) in enumerate(run_ranks(restarted, 2, str(tmp_path), 5)):
+        assert weights == json.loads((tmp_path / f"weights-{rank}.json").read_text())
+        assert entries == ["step-00000005", "step-00000007"]
+    for weights, _ in run_ranks(restarted, 2, str(tmp_path), 7):
+        assert weights != json.loads((tmp_path / "weights-0.json").read_text())

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import hdet
 from hdet import checkpoint
 
 from ..distributed import run_ranks
@@ -64,3 +66,32 @@ def test_resumed_run_is_the_same_run(tmp_path: Path, build: Callable[..., Run], 
     straight = run_ranks(save_and_go_on, world, build, make, str(tmp_path), at, 8)
     resumed = run_ranks(load_and_go_on, world, build, make, str(tmp_path), 8)
     assert straight == resumed
+
+
+def one_cycle_facts(continues: Path | None, steps: int, root: Path | None = None) -> list[Any]:
+    """A run of the drop-in scheduler as docs/checkpoints.md has it: rates and parameters after each step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = hdet.OneCycleAutoLR(
+        optimizer, max_lr=1e-2, total_steps=12, auto_lr_warmup_steps=0, model_sync_interval=3, enable_auto_lr=False
+    )
+    state = checkpoint.RunState(model, scheduler.ensemble, extra={"scheduler": scheduler})
+    at = 0 if continues is None else checkpoint.load(continues, state, missing=0)
+    found = []
+    for step in range(at, at + steps):
+        loss = (model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+        found.append([scheduler.get_last_lr(), scheduler.last_epoch, *(p.detach().tolist() for p in model.parameters())])
+    if root is not None:
+        checkpoint.save(root, state)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*one replica")
+def test_the_drop_in_scheduler_goes_on(tmp_path: Path) -> None:
+    whole = one_cycle_facts(None, 10)
+    assert one_cycle_facts(None, 6, tmp_path) + one_cycle_facts(tmp_path, 4) == whole

@@ -160,7 +160,7 @@ def test_shards_are_averaged_over_the_replicas(way: Converge) -> None:
 
 def test_each_member_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[Any] = []
-    monkeypatch.setattr(hierarchical, "make_group", lambda table, replicas: tables.append(table))
+    monkeypatch.setattr(hierarchical, "own_group", lambda table, replicas: tables.append(table))
     replicas = Replicas(0, 4, ranks=[[0, 1], [2, 3], [4, 5], [6, 7]])
     Hierarchical(2).build(task([torch.zeros(4)], replicas=replicas))
     inside, across = tables

@@ -29,9 +29,7 @@ def train(folder: Path, kill: bool) -> list[float]:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
     ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=INTERVAL, warmup_steps=4, controller=hdet.SoftmaxController())
     state = checkpoint.RunState(model, ensemble)
-    step = 0
-    if checkpoint.latest(folder):
-        step = checkpoint.load(folder, state)
+    step = checkpoint.load(folder, state, missing=0)
     with ensemble.guard(), open(folder / f"steps-{rank}", "a") as done:
         while step < STEPS:
             if kill and rank == 1 and step == KILL_AT and not (folder / "killed").exists():
@@ -46,7 +44,7 @@ def train(folder: Path, kill: bool) -> list[float]:
             step += 1
             print(step, file=done, flush=True)
             if step % SAVE_EVERY == 0:
-                checkpoint.save(folder, state, step)
+                checkpoint.save(folder, state)
     return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
 
 

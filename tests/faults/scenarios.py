@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,46 +149,3 @@ def late(world: World, *, seconds: float, straggler: int = 1, local: bool = True
                 time.sleep(seconds)
             training.step()
     return training.numbers()
-
-
-def killed_in_a_save(world: World, *, where: str, victim: int) -> list[float]:
-    """One checkpoint is whole; in the next one the victim dies with half a file written, or all but the last rename done."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
-    from hdet import checkpoint
-    from hdet.checkpoint import folder
-
-    training = Training(world.rank)
-    world.afterwards = training.refuses
-    state, root = checkpoint.RunState(training.model, training.ensemble), world.folder / "checkpoints"
-    training.cycle()
-    checkpoint.save(root, state, training.count)
-    (world.folder / f"weights-{world.rank}.json").write_text(json.dumps(training.numbers()))
-    training.cycle()
-    write = FileSystemWriter.write_data
-
-    def half(self: FileSystemWriter, *args: Any) -> Any:
-        write(self, *args).wait()
-        file = max(Path(self.path).glob(f"__{world.rank}_*"))
-        os.truncate(file, file.stat().st_size // 2)
-        world.die()
-
-    if world.rank == victim and where == "half a file":
-        FileSystemWriter.write_data = half  # type: ignore[method-assign]
-    if world.rank == victim and where == "before the rename":
-        folder.os.rename = lambda *paths: world.die()  # type: ignore[assignment]
-    checkpoint.save(root, state, training.count)
-    return training.numbers()
-
-
-def resumed(rank: int, world: int, root: str) -> tuple[int, list[float], list[str]]:
-    """What another start finds after that, and what its own next save leaves there."""
-    from hdet import checkpoint
-
-    training = Training(rank)
-    state = checkpoint.RunState(training.model, training.ensemble)
-    step = checkpoint.load(root, state)
-    weights = training.numbers()
-    training.cycle()
-    checkpoint.save(root, state, step + INTERVAL)
-    return step, weights, sorted(os.listdir(root))

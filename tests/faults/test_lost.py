@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
-import hdet.checkpoint
-
-from ..distributed import run_ranks
 from . import scenarios
 from .harness import Outcome, run_faulty
 
@@ -93,16 +88,3 @@ def test_a_straggler_under_ddp(tmp_path: Path) -> None:
     for one in outcomes:
         assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "training step", 1, 6, ()), one.text
         assert ("the other ranks had given up" if one.rank == 1 else "replica 1 (rank 1) is late (still running") in one.text
-
-
-@pytest.mark.parametrize(("where", "victim"), [("half a file", 1), ("before the rename", 0)])
-def test_killed_inside_a_checkpoint_write(where: str, victim: int, tmp_path: Path) -> None:
-    """What was there before is untouched, what was begun is not taken for a checkpoint, and the next save removes it."""
-    outcomes = run_faulty(scenarios.killed_in_a_save, 2, tmp_path, where=where, victim=victim)
-    check_survivors(outcomes, victim, phase="checkpoint", cycle=2, step=8)
-    root = tmp_path / "checkpoints"
-    assert hdet.checkpoint.latest(root) == root / "step-00000004"
-    assert sorted(os.listdir(root)) == [".step-00000008.partial", "step-00000004"]
-    for rank, (step, weights, left) in enumerate(run_ranks(scenarios.resumed, 2, str(root))):
-        assert step == 4 and weights == json.loads((tmp_path / f"weights-{rank}.json").read_text())
-        assert left == ["step-00000004", "step-00000008"]

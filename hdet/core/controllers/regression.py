@@ -17,13 +17,16 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
     honest error (the residual over replicas is not: with shared gradients all replicas lie on one line and share their noise).
     None if the design cannot tell the knobs apart: fewer than two replicas, or multipliers that are collinear.
     """
-    used = [row is not None for row in probes]
-    if sum(used) < 2:
+    rows = [row for row in probes if row is not None]
+    if len(rows) < 2:
         return None
-    design = [_centred(list(map(math.log, compress(knob, used)))) for knob in multipliers]
+    if len(rows) < len(probes):
+        used = [row is not None for row in probes]
+        multipliers = [list(compress(knob, used)) for knob in multipliers]
+    design = [_centred(list(map(math.log, knob))) for knob in multipliers]
     gram = _gram(design)
     fits = []
-    for losses in zip(*(row for row in probes if row is not None), strict=True):
+    for losses in zip(*rows, strict=True):
         y = _centred(losses)
         fit = _solve(gram, [_dot(x, y) for x in design])
         if fit is None:
