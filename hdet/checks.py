@@ -55,6 +55,8 @@ def check_arguments(
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if getattr(optimizer, "_hdet_fan_out", None) is not None:
+        raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller reacts to losses"

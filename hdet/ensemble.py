@@ -130,6 +130,16 @@ class Ensemble:
         self.engine.step = max(0, int(self.schedule.step or 0))
         check_controller(controller, self.engine, self.schedule.bounds()[1])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
+        self._settings = {
+            "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
+            "moments": moments, "converge": converge, "divergence": divergence,
+        }  # fmt: skip
+        self._probe = controller if isinstance(controller, ProbeController) else None
+        if self._probe is not None:
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            sets = self.replicas.sets(trained)
+            self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))])
+        # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,
             optimizer,
@@ -144,15 +154,6 @@ class Ensemble:
             divergence=divergence,
             modules=[x for x in (buffers, getattr(controller, "model", None)) if isinstance(x, nn.Module)],
         )
-        self._settings = {
-            "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
-            "moments": moments, "converge": converge, "divergence": divergence,
-        }  # fmt: skip
-        self._probe = controller if isinstance(controller, ProbeController) else None
-        if self._probe is not None:
-            trained = [p for group in optimizer.param_groups for p in group["params"]]
-            sets = self.replicas.sets(trained)
-            self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))])
 
         self._agreed = self._compared = False  # ranks' settings; what kind of gradients they have
         self._broken: ReplicaLost | None = None

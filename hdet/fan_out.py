@@ -43,8 +43,6 @@ class FanOut:
         depart: Callable[[], object] = lambda: None,
         skippable: bool = False,
     ) -> None:
-        if getattr(optimizer, "_hdet_fan_out", None) is not None:
-            raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True

@@ -163,5 +163,5 @@ class _ExactLocal(PlainAverage):
     def close(self) -> None:
         if self._hooks:
             super().close()
-            pass
+            self._optimizer.set_replicas(1, lambda p: [p])
             self._follows = True
