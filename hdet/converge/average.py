@@ -26,7 +26,7 @@ class BucketedAverage:
 
     Args:
         tensors: floating-point tensors, in the same order on every replica; DTensors stand for their shards on this rank. Contiguous
-            ones of at least 1 MiB in fp32 or fp64 are reduced where they lie; the others travel in a bucket, filled as often as needed,
+            ones of at least 4 MiB in fp32 or fp64 are reduced where they lie; the others travel in a bucket, filled as often as needed,
             16-bit ones as fp32.
         replicas: who takes part.
         bucket_bytes: upper bound of the extra memory, in bytes; it is kept between calls.

@@ -14,7 +14,7 @@ from .protocol import Masters
 
 __all__ = ["Buckets", "Filling", "Part", "parts_of"]
 
-DIRECT_BYTES = 1 << 20
+DIRECT_BYTES = 4 << 20
 """A tensor this large is reduced where it lies: a copy into a bucket would cost more than its own collective."""
 
 
