@@ -143,8 +143,11 @@ class OneCycleAutoLR(OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's fields and, under ``"ensemble"``, ours: plain data, no communication, the same on every rank."""
-        torch_part = {key: value for key, value in super().state_dict().items() if key != "ensemble"}
-        return {**plain(torch_part), "ensemble": self.ensemble.state_dict()}
+        return {**self._torch_state(), "ensemble": {**self.ensemble.state_dict(), "scheduler": {}}}  # that part is beside it
+
+    def _torch_state(self) -> dict[str, Any]:
+        torch_part: dict[str, Any] = plain({key: value for key, value in super().state_dict().items() if key != "ensemble"})
+        return torch_part
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue a run; N may differ.
@@ -166,7 +169,7 @@ def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None
 
 
 class _TorchPart:
-    """The OneCycleLR inside a OneCycleAutoLR, as the Ensemble's scheduler. Its state is saved by the owner."""
+    """The OneCycleLR inside a OneCycleAutoLR, as the Ensemble's scheduler."""
 
     def __init__(self, owner: OneCycleAutoLR) -> None:
         self.owner = owner
@@ -183,10 +186,12 @@ class _TorchPart:
         OneCycleLR.step(self.owner)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return self.owner._torch_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        """An empty state: the owner loads it."""
+        if state:
+            OneCycleLR.load_state_dict(self.owner, state)
 
 
 @contextmanager

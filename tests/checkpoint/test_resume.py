@@ -76,7 +76,7 @@ def one_cycle_facts(continues: Path | None, steps: int, root: Path | None = None
     scheduler = hdet.OneCycleAutoLR(
         optimizer, max_lr=1e-2, total_steps=12, auto_lr_warmup_steps=0, model_sync_interval=3, enable_auto_lr=False
     )
-    state = checkpoint.RunState(model, scheduler.ensemble, extra={"scheduler": scheduler})
+    state = checkpoint.RunState(model, scheduler.ensemble)
     at = 0 if continues is None else checkpoint.load(continues, state, missing=0)
     found = []
     for step in range(at, at + steps):
