@@ -13,22 +13,36 @@ __version__ = "0.1.0"
 
 # Names are loaded on first use, so that the command line answers --help without importing torch.
 _HOMES = {
+    "BaseController": "core.controllers",
+    "Betas": "knobs",
+    "ClipNorm": "knobs",
     "CoresidentReplicas": "coresident",
+    "Dropout": "knobs",
     "Ensemble": "ensemble",
+    "Eps": "knobs",
     "Divergence": "core.divergence",
     "FusedAdam": "optim",
     "FusedAdamW": "optim",
     "FusedLion": "optim",
     "FusedSGD": "optim",
+    "HypergradientController": "hypergradient",
+    "HypergradientRule": "core.controllers",
+    "LabelSmoothing": "knobs",
     "LearningRate": "knobs",
+    "LossWeights": "knobs",
     "OneCycleAutoLR": "schedulers",
     "ProbeController": "probe",
     "ProbeRule": "core.controllers",
+    "RankController": "core.controllers",
     "ReplicaDisagreement": "replicas",
     "ReplicaLost": "faults",
     "Replicas": "replicas",
     "ReplicasDiverged": "ensemble",
+    "Scalar": "knobs",
+    "SlopeController": "core.controllers",
     "SoftmaxController": "core.controllers",
+    "Temperature": "knobs",
+    "WeightDecay": "knobs",
     "warm_noise_": "noise",
 }
 
@@ -40,14 +54,28 @@ if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import converge as converge
     from . import kernels as kernels
+    from .core.controllers import BaseController as BaseController
+    from .core.controllers import HypergradientRule as HypergradientRule
     from .core.controllers import ProbeRule as ProbeRule
+    from .core.controllers import RankController as RankController
+    from .core.controllers import SlopeController as SlopeController
     from .core.controllers import SoftmaxController as SoftmaxController
     from .core.divergence import Divergence as Divergence
     from .coresident import CoresidentReplicas as CoresidentReplicas
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
     from .faults import ReplicaLost as ReplicaLost
+    from .hypergradient import HypergradientController as HypergradientController
+    from .knobs import Betas as Betas
+    from .knobs import ClipNorm as ClipNorm
+    from .knobs import Dropout as Dropout
+    from .knobs import Eps as Eps
+    from .knobs import LabelSmoothing as LabelSmoothing
     from .knobs import LearningRate as LearningRate
+    from .knobs import LossWeights as LossWeights
+    from .knobs import Scalar as Scalar
+    from .knobs import Temperature as Temperature
+    from .knobs import WeightDecay as WeightDecay
     from .noise import warm_noise_ as warm_noise_
     from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import __version__ as version
-from .converge import Converge, Plain
+from .converge import Converge, ExactLocal, Plain
 from .converge.average import check_averageable
-from .core.controllers import Controller
+from .core.controllers import Controller, SoftmaxController
+from .core.controllers.base import check_run, needs_replicas, regresses
+from .core.design import columns
 from .core.divergence import Divergence
 from .core.engine import STATE_VERSION, Engine
-from .knobs import GroupKnob
+from .knobs import Bound
 from .moments import POLICIES
 from .replicas import Replicas
 from .replicas.agreement import digest
@@ -32,6 +34,8 @@ __all__ = [
     "check_arguments",
     "check_controller",
     "check_gradients",
+    "check_knobs",
+    "design_of",
 ]
 
 
@@ -78,8 +82,8 @@ def check_arguments(
             f"controller must be an object with name, needs_probe, update, state_dict and load_state_dict, got {controller!r}: "
             "pass hdet.SoftmaxController() or hdet.ProbeController(...)"
         )
-    if getattr(controller, "needs_probe", False):
-        missing = [name for name in ("watch", "sample", "measure", "split", "forget") if not hasattr(controller, name)]
+    if controller is not None and controller.needs_probe:
+        missing = [name for name in ("watch", "forget", "sample", "measure", "split", "measures", "idle") if not hasattr(controller, name)]
         if missing:
             raise TypeError(
                 f"controller {type(controller).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"
@@ -93,8 +97,6 @@ def check_arguments(
             f"moments must be one of {', '.join(map(repr, POLICIES))} with gradients='local', got {moments!r}: replicas' moments differ, "
             "and what becomes of them at an average is a choice (docs/method.md)"
         )
-    if gradients == "shared" and moments is not None:
-        raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
     if average not in ("mean", "softmax"):
         raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
     if isinstance(converge, type) or not (isinstance(converge, Converge) and is_dataclass(converge)):
@@ -146,16 +148,110 @@ def check_buffers_stay(model: nn.Module) -> None:
             )
 
 
+def design_of(design: str | None, knobs: Sequence[Bound], replicas: Replicas) -> str:
+    """The design that is used, and None's meaning. Raises ValueError for one that is unknown, or that has too few replicas."""
+    if design not in (None, "permutation", "orthogonal"):
+        raise ValueError(f"design must be 'permutation', 'orthogonal' or None, got {design!r}")
+    enough = len(knobs) <= max(replicas.count - 1, 1)
+    if design == "orthogonal" and not enough:
+        raise ValueError(
+            f"design is 'orthogonal', but {replicas.count} replicas can tell at most {replicas.count - 1} knobs apart, got {len(knobs)}: "
+            "use fewer knobs, more replicas, or design='permutation'"
+        )
+    return design or ("orthogonal" if len(knobs) > 1 and enough else "permutation")
+
+
+def check_knobs(
+    knobs: Sequence[Bound],
+    optimizer: Optimizer,
+    replicas: Replicas,
+    controller: Controller | None,
+    *,
+    design: str,
+    gradients: str,
+    moments: str | None,
+    converge: Converge,
+) -> None:
+    """Can these knobs be explored in this run, and judged by this controller?
+
+    Raises:
+        ValueError: names the knob, why not, and the way out.
+    """
+    shared, together = gradients == "shared", len(replicas.local) > 1
+    for knob in knobs:
+        if together and knob.acts == "step" and knob.key != "lr":
+            raise ValueError(
+                f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas share, at rates of their own only: "
+                "explore it with one process per replica"
+            )
+        if shared and knob.acts == "forward" and not (knob.direct or knob.on_gradients):
+            raise ValueError(
+                f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all replicas step with the same all-reduced "
+                "gradient, so nothing would differ between them: pass gradients='local' and a choice of moments"
+            )
+        if together and knob.on_gradients:
+            raise ValueError(
+                f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have one: explore it with one process per replica"
+            )
+        if not knob.honest and not _judges_held_out(controller):
+            raise ValueError(
+                f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
+                f"{getattr(controller, 'name', '')!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
+                "not trained on and a loss_fn without regularisation; or controller=None"
+            )
+        if isinstance(controller, SoftmaxController) and controller.decay is not None and knob.key != "lr":
+            raise ValueError(
+                f"SoftmaxController's decay={controller.decay!r} takes the place of a rate's schedule and means nothing for the knob "
+                f"{knob.name!r}: pass decay=None"
+            )
+    _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
+    if isinstance(converge, ExactLocal):
+        _check_mean_is_base(knobs, replicas.count, design)
+
+
+def _judges_held_out(controller: Controller | None) -> bool:
+    """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""
+    return controller is None or controller.name == "none" or bool(getattr(controller, "held_out", False))
+
+
+def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:
+    if gradients == "local":
+        return
+    if moments is not None and not any(knob.parts_moments for knob in knobs):
+        raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
+    if parting and moments not in ("average", "reset"):
+        raise ValueError(
+            f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} differ in their moments, also with "
+            "gradients='shared', where a checkpoint holds one state for all: pass moments='average' or 'reset' (docs/method.md)"
+        )
+
+
+def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> None:
+    """ExactLocal's mean is the trajectory at the base values, if rates alone differ, and their multipliers add up to N."""
+    for knob in knobs:
+        if knob.key != "lr" or knob.scale.bounded:
+            raise ValueError(
+                f"converge is ExactLocal(), whose mean is that of replicas that differ in nothing but rates without bounds, but there is the "
+                f"knob {knob.name!r}: use Plain()"
+            )
+    if design == "orthogonal" and replicas > 1 and any(map(sum, columns(replicas, len(knobs)))):
+        raise ValueError(
+            f"converge is ExactLocal(), which needs multipliers that add up to the number of replicas, but no orthogonal design of {replicas} "
+            f"replicas for {len(knobs)} knobs is balanced: use Plain(), design='permutation', or another number of replicas"
+        )
+
+
 def check_controller(controller: Controller | None, engine: Engine, floor: Sequence[float]) -> None:
     """Is this run one the controller can work in? ``floor``: lowest value of each knob's schedule. Raises ValueError if not."""
     if controller is None:
         return
-    if hasattr(controller, "check_run"):
-        controller.check_run(engine.clock.total_steps, floor)
+    check_run(controller, engine.clock.total_steps, floor)
     replicas, knobs = engine.replicas, len(engine.knobs)
+    if not needs_replicas(controller):
+        return
     if replicas == 1:
         warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=4)
-    elif controller.needs_probe and knobs > replicas - 1:
+    elif regresses(controller) and knobs > replicas - 1:
         raise ValueError(
             f"{replicas} replicas can tell at most {replicas - 1} knobs apart, got {knobs}: "
             "use LearningRate(groups=None) for one common knob, or more replicas"
@@ -163,7 +259,7 @@ def check_controller(controller: Controller | None, engine: Engine, floor: Seque
 
 
 def agreement(
-    engine: Engine, parameters: Sequence[torch.Tensor], knobs: Sequence[GroupKnob], **settings: object
+    engine: Engine, parameters: Sequence[torch.Tensor], knobs: Sequence[Bound], **settings: object
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
 
@@ -178,7 +274,7 @@ def agreement(
         "warmup_steps": clock.warmup_steps,
         "total_steps": -1 if clock.total_steps is None else clock.total_steps,
         **{f"{name} (digest)" if not isinstance(value, int) else name: _whole(value) for name, value in settings.items()},
-        "the knobs (digest)": digest([(knob.name, knob.spread) for knob in engine.knobs]),
+        "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in engine.knobs]),
         "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
         "the state (digest)": digest(engine.state_dict()),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from .checks import (
     check_arguments,
     check_controller,
     check_gradients,
+    check_knobs,
+    design_of,
 )
 from .converge import Converge, Plain
 from .converge.average import DEFAULT_BUCKET_BYTES
@@ -28,12 +30,12 @@ from .core.engine import CycleOutcome, Engine, KnobSpec
 from .fan_out import FanOut
 from .faults import ReplicaLost, during
 from .history import cycle_record
-from .knobs import LearningRate, check_disjoint
-from .probe import ProbeController
+from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
+from .sensor import Sensor
 from .slots import Slot, gather_slots, masters_of
 from .weights import ReplicaWeights, Tied, average_weights, check_tied
 
@@ -54,7 +56,10 @@ class Ensemble:
         optimizer: any torch optimizer; its parameters are what is averaged. Gradients must be all-reduced over the replicas (DDP).
             Co-resident replicas need one of hdet's fused optimizers. Groups are added before, or after close().
         scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values.
-        knobs: what to explore; default ``[LearningRate(spread=1/9)]``.
+        knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]`` (docs/knobs.md).
+        design: how multipliers are assigned to replicas: ``"permutation"``, each knob's grid by itself, as published; or ``"orthogonal"``,
+            two levels for all knobs together, so that their effects can be told apart best. Default: orthogonal for several knobs, as
+            far as N - 1 >= knobs; else permutation.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         sync_interval: T, optimizer steps between averages, >= 1.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
@@ -63,7 +68,8 @@ class Ensemble:
             travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
             needed. Which of them it is, is looked at in the first step.
         moments: with local gradients, what becomes of the optimizer's moments at an average: ``"keep"``, ``"average"`` or ``"reset"``
-            (hdet/moments.py tells what follows from each).
+            (hdet/moments.py tells what follows from each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
+            then ``"average"`` or ``"reset"``.
         average: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses (sigma 0.1).
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
@@ -79,7 +85,7 @@ class Ensemble:
             that the optimizer has (Megatron's float32 masters) copies them there. FSDP2 modules given as ``buffers`` or to a
             `ProbeController` are resharded without it.
 
-    Guarantees: at rest param_groups hold base values, the same on all ranks. Only the end of a cycle communicates (one
+    Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle communicates (one
     collective of a few numbers per replica, then the average) and waits for the device; other ways of averaging also between. Replicas that cannot differ
     (spread 0) and are found bitwise equal are not touched: spread 0 is data-parallel training bit for bit.
     A collective that fails raises `ReplicaLost` on every rank that is left; after it this object refuses to go on.
@@ -90,7 +96,8 @@ class Ensemble:
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
         *,
-        knobs: Sequence[LearningRate] | None = None,
+        knobs: Sequence[Knob] | None = None,
+        design: str | None = None,
         replicas: Replicas | None = None,
         sync_interval: int = 1000,
         warmup_steps: int = 0,
@@ -122,23 +129,27 @@ class Ensemble:
         check_tied(tied, self.parameters)
         check_sharding(optimizer, self.parameters, replicas, gradients, rollback=divergence.rollback is not None)
         self.replicas = Replicas.default() if replicas is None else replicas
-        self.knobs = [bound for knob in knobs for bound in knob.bind(optimizer)]
+        self.knobs: list[Bound] = bind_all(knobs, optimizer)
+        design = design_of(design, self.knobs, self.replicas)
+        check_knobs(
+            self.knobs, optimizer, self.replicas, controller, design=design, gradients=gradients, moments=moments, converge=converge
+        )
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
-        specs = [KnobSpec(knob.name, knob.spread) for knob in self.knobs]
+        specs = [KnobSpec(knob.name, knob.spread, knob.scale) for knob in self.knobs]
         clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
-        self.engine = Engine(specs, self.replicas.count, clock, controller, seed)
+        self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
         check_controller(controller, self.engine, self.schedule.bounds()[1])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self._settings = {
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
-            "moments": moments, "converge": converge, "divergence": divergence,
+            "moments": moments, "converge": converge, "divergence": divergence, "design": design,
         }  # fmt: skip
-        self._probe = controller if isinstance(controller, ProbeController) else None
+        self._probe = controller if isinstance(controller, Sensor) else None
         if self._probe is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             sets = self.replicas.sets(trained)
-            self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))])
+            self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))], knobs=self.knobs)
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,
@@ -155,7 +166,13 @@ class Ensemble:
             modules=[x for x in (buffers, getattr(controller, "model", None)) if isinstance(x, nn.Module)],
         )
 
-        self._agreed = self._compared = False  # ranks' settings; what kind of gradients they have
+        self._agreed = False  # ranks have the same settings
+        self._compared = any(
+            knob.on_gradients for knob in self.knobs
+        )  # what kind of gradients they have; these change them before the step
+        self._forward = any(knob.acts == "forward" and knob.spread > 0 for knob in self.knobs)
+        self._exploring: int | None = None  # the replica whose values are in force
+        self._explored = False  # in this cycle
         self._broken: ReplicaLost | None = None
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._notes: list[str] = []
@@ -248,6 +265,53 @@ class Ensemble:
         return self._lockstep or (not self._fan_out.moved and self.weights.settled)
 
     @contextmanager
+    def explore(self) -> Iterator[None]:
+        """Around forward, backward and clipping: inside, dropout, smoothing, temperatures and the like have this replica's values, of
+        co-resident ones that in ``use``. Outside, also after an error, base values: evaluate and save there.
+
+        What acts inside ``optimizer.step()`` (rates, decay, betas, eps) does not need it, nor does it do harm there.
+
+        Raises:
+            ValueError: co-resident replicas, none of which is in ``use``; or inside the ``explore()`` of another one.
+        """
+        if len(self.replicas.local) > 1 and not self.replicas.in_use:
+            raise ValueError("which replica explores? Call explore() inside `with replicas.use(k):`")
+        with self._replicas_values(self.replicas.place(None), lambda knob: True):
+            self._explored = True
+            yield
+
+    @contextmanager
+    def _replicas_values(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
+        """Inside, those of the knobs of the forward pass have the values of the local replica at ``place``."""
+        if self._exploring is not None:
+            if self._exploring != place:
+                raise ValueError(
+                    f"explore() was called inside that of replica {self.replicas.local[self._exploring]}: leave it before the next `use`"
+                )
+            yield
+            return
+        self._exploring = place
+        try:
+            with ExitStack() as stack:
+                for knob, multiplier in zip(self.knobs, self._fan_out.multipliers[place], strict=True):
+                    if knob.acts == "forward" and which(knob):
+                        stack.enter_context(knob.fanned_out(multiplier))
+                yield
+        finally:
+            self._exploring = None
+
+    def value(self, name: str) -> float:
+        """The value of the knob ``name`` now: a replica's inside `explore`, else the base value.
+
+        Raises:
+            ValueError: there is no such knob.
+        """
+        for knob in self.knobs:
+            if knob.name == name:
+                return knob.value()
+        raise ValueError(f"there is no knob {name!r}, only {[knob.name for knob in self.knobs]}")
+
+    @contextmanager
     def guard(self) -> Iterator[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward pass) becomes a `ReplicaLost` too."""
         with self.during("training step"):
@@ -272,9 +336,7 @@ class Ensemble:
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
-        return {
-            knob.name: self.engine.value(k, value) for k, (knob, value) in enumerate(zip(self.knobs, self.schedule.values(), strict=True))
-        }
+        return {knob.name: value for knob, value in zip(self.knobs, self.schedule.base_values(), strict=True)}
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
@@ -330,11 +392,17 @@ class Ensemble:
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:
             raise ValueError(f"ensemble.{name}() was called inside `with replicas.use(k):`; {remedy}")
+        self._check_not_exploring(name)
+
+    def _check_not_exploring(self, name: str) -> None:
+        if self._exploring is not None:
+            raise ValueError(f"ensemble.{name}() was called inside `with ensemble.explore():`, where values are a replica's: call it after")
 
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> None:
         self.forget_window()
+        self._explored = False
         table = self.engine.multipliers()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
         self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
@@ -357,6 +425,7 @@ class Ensemble:
 
     @ranged("hdet.cycle")
     def _end_cycle(self) -> None:
+        self._check_explored()
         started = self._now()
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._measure() if self._will_probe(self.engine.step) else None
@@ -372,8 +441,9 @@ class Ensemble:
         averaged = self._now()
         outcome = self._control(verdict, losses, scores, slots)
         self._settle()
+        self.schedule.write(self.engine)
         self.history = cycle_record(
-            self.engine, self.schedule, outcome, losses=losses, scores=scores, rolled_back=verdict.roll_back, notes=self._notes,
+            self.engine, self.schedule, outcome, losses=losses, scores=self._as_losses(scores), rolled_back=verdict.roll_back, notes=self._notes,
             probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed),
         )  # fmt: skip
         self._notes = []
@@ -381,13 +451,24 @@ class Ensemble:
         if self.log is not None:
             self.log(self.history, self.engine.step)
 
+    def _check_explored(self) -> None:
+        if self._forward and not self._explored and self.engine.explores:
+            names = ", ".join(knob.name for knob in self.knobs if knob.acts == "forward")
+            note = f"the replicas did not differ in {names}: run forward, backward and clipping inside `with ensemble.explore():`"
+            warnings.warn(note, stacklevel=4)
+            self._notes.append(note)
+
+    def _as_losses(self, scores: list[list[float]] | None) -> list[list[float]] | None:
+        """What was measured, if it is losses."""
+        return scores if self._probe is not None and self._probe.measures == "probes" else None
+
     def _measure(self) -> list[torch.Tensor]:
         """The probe's row of each local replica, at its own cycle average."""
         assert self._probe is not None
         rows = []
         with self.during("probe"):
             for place, r in enumerate(self.replicas.local):
-                with self.replicas.use(r):
+                with self.replicas.use(r), self._replicas_values(place, lambda knob: knob.direct):
                     rows.append(self._probe.measure(self.engine.cycle, place))
         return rows
 
@@ -416,10 +497,13 @@ class Ensemble:
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(rates, self.divergence.lower)
         self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
+        measured: dict[str, Any] = {}
+        if scores is not None and self._probe is not None:
+            measured[self._probe.measures] = [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
         peaks, floors = self.schedule.bounds()
         return self.engine.close(
             losses,
-            scores if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)],
+            **measured,
             scheduled=self.schedule.values(),
             peak=peaks,
             floor=floors,
@@ -447,6 +531,7 @@ class Ensemble:
         cycle is not part of the state (a warning says so).
         """
         self._check_whole()
+        self._check_not_exploring("state_dict")
         if not self.converged and self._replicas_part and (self.engine.position or self._fan_out.stepped):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
@@ -460,6 +545,7 @@ class Ensemble:
         Raises:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
         """
+        self._check_not_exploring("load_state_dict")
         self.engine.check_state(state)
         self.schedule.check_state(state)
         self.engine.load_state_dict(state)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .knobs import GroupKnob
+from .knobs import Bound, GroupKnob
 from .shards import local_parts
 
 __all__ = ["FanOut"]
@@ -21,7 +21,9 @@ class FanOut:
     """Wraps ``optimizer.step`` of one instance.
 
     A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
-    stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones), takes the multipliers through it instead.
+    stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones), takes those of rates through it instead,
+    for all sets of parameters that it steps; other hyperparameters are set for the duration of the step there too.
+    Knobs that act in the forward pass are left alone: `Ensemble.explore` moves them.
 
     ``moved`` tells whether a step has been done since the last average.
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
@@ -38,7 +40,7 @@ class FanOut:
     def __init__(
         self,
         optimizer: Optimizer,
-        knobs: Sequence[GroupKnob],
+        knobs: Sequence[Bound],
         first_replica: int = 0,
         depart: Callable[[], object] = lambda: None,
         skippable: bool = False,
@@ -53,6 +55,7 @@ class FanOut:
         self.gradient_norm: torch.Tensor | None = None
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
+        self._held_back = self.fused and any(knob.key == "lr" and knob.scale.bounded for knob in knobs)
         if self.fused:
             optimizer.first_replica = first_replica  # type: ignore[attr-defined]
         self._wrap()
@@ -73,8 +76,10 @@ class FanOut:
             self._leave()
             with ExitStack() as stack:
                 self.moved = True
-                if not self.fused:
-                    for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
+                if self._held_back:  # the schedule has moved, and with it what the bounds leave of multipliers
+                    self._pass_on()
+                for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
+                    if knob.acts == "step" and not (self.fused and knob.key == "lr"):
                         stack.enter_context(knob.fanned_out(multiplier))
                 result = inner(*args, **kwargs)
             if self.gradient_norm is None:  # a closure has made them
@@ -108,14 +113,21 @@ class FanOut:
         """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
         self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
+        for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
+            knob.rho = multiplier
         if self.fused:
-            self.optimizer.multipliers[:] = [self._by_group(multipliers) for multipliers in replicas]  # type: ignore[attr-defined]
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The rates' multipliers to a fused optimizer."""
+        self.optimizer.multipliers[:] = [self._by_group(multipliers) for multipliers in self.multipliers]  # type: ignore[attr-defined]
 
     def _by_group(self, multipliers: Sequence[float]) -> list[float]:
         row = [1.0] * len(self.optimizer.param_groups)
         for knob, multiplier in zip(self.knobs, multipliers, strict=True):
-            for index in knob.indices:
-                row[index] = float(multiplier)
+            if isinstance(knob, GroupKnob) and knob.key == "lr":
+                for i, index in enumerate(knob.indices):
+                    row[index] = knob.effective(i, float(multiplier))
         return row
 
     def take_stepped(self) -> bool:

@@ -24,7 +24,7 @@ def cycle_record(
     probe_ms: float,
     converge_ms: float,
 ) -> dict[str, Any]:
-    """After `Engine.close` or `Engine.roll_back`. Keys:
+    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. Keys:
 
     - event ("cycle"), cycle (from 0), step (optimizer steps);
     - by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (nats per unit
@@ -43,7 +43,7 @@ def cycle_record(
         "event": "cycle",
         "cycle": outcome.cycle,
         "step": engine.step,
-        "values": by_knob(engine.value(k, value) for k, value in enumerate(scheduled)),
+        "values": by_knob(schedule.base_values()),
         "scheduled": by_knob(scheduled),
         "corrections": by_knob(engine.corrections),
         "slopes": by_knob(d.slope for d in outcome.decisions),

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from .converge import Masters, digest
-from .core.controllers import Decision, Evidence, ProbeRule
+from .core.controllers import BaseController, Decision, Evidence, ProbeRule
+from .core.controllers.base import check_run, is_idle
 from .kernels import PairPlan
 from .kernels.checks import FLOATS
 from .optim.finish import values_to
@@ -113,7 +114,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
-class ProbeController:
+class ProbeController(BaseController):
     """Scores replicas on common mini-batches and lets a `ProbeRule` decide. The recommended controller.
 
     Args:
@@ -128,6 +129,9 @@ class ProbeController:
         rule: turns scores into decisions; see `ProbeRule` for its settings.
         average_every: sample the cycle average every so many steps.
         average_from: part of the cycle, in [0, 1), that is left out of the average at its beginning.
+        freeze_after: see `BaseController`; of a rule of your own it is the rule's.
+        held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective that counts, without smoothing, decay
+            or augmentation. Without it no knob may be explored of which training losses are no honest judge (dropout, weight decay ...).
 
     Costs ``chunks`` forward passes per replica and cycle, one copy of the parameters, and no gradient. A replica whose probe is
     NaN or infinite is left out of the decision.
@@ -135,6 +139,7 @@ class ProbeController:
 
     name = "probe"
     needs_probe = True
+    measures = "probes"
 
     def __init__(
         self,
@@ -146,7 +151,11 @@ class ProbeController:
         rule: ProbeRule | None = None,
         average_every: int = 5,
         average_from: float = 0.0,
+        freeze_after: float | None = None,
+        held_out: bool = False,
     ) -> None:
+        if not isinstance(held_out, bool):
+            raise ValueError(f"held_out must be True or False, got {held_out!r}: pass the held-out mini-batches as batches")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable as loss_fn(model, batch), got {type(loss_fn).__name__}")
         if not isinstance(model, nn.Module):
@@ -157,6 +166,8 @@ class ProbeController:
             )
         if rule is not None and not hasattr(rule, "update"):
             raise TypeError(f"rule must be a ProbeRule, got {type(rule).__name__}")
+        if rule is not None and freeze_after is not None:
+            raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, ProbeRule(freeze_after=...)")
         if not isinstance(chunks, int) or chunks < 2:
             raise ValueError(
                 f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches"
@@ -169,8 +180,9 @@ class ProbeController:
             raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
         self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.rule = ProbeRule() if rule is None else rule
-        self.average_every, self.average_from = average_every, average_from
+        self.rule = ProbeRule(freeze_after=freeze_after) if rule is None else rule
+        super().__init__(getattr(self.rule, "freeze_after", None))
+        self.average_every, self.average_from, self.held_out = average_every, average_from, held_out
         self._averages: list[CycleAverage] = []
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
@@ -178,14 +190,14 @@ class ProbeController:
     @property
     def idle(self) -> bool:
         """Nothing is left to decide: no more probes, and the spread rests."""
-        return self.rule.idle
+        return is_idle(self.rule)
 
     @property
     def row_width(self) -> int:
         """Numbers per replica in the slots: how many ranks have seen losses, their sums by chunk, and the mini-batches' digest."""
         return self.chunks + 2
 
-    def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None) -> None:
+    def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = ()) -> None:
         """The parameters to average over the cycle: those the optimizer trains, of each replica in this process; and their masters.
 
         Raises:
@@ -260,7 +272,10 @@ class ProbeController:
             return chosen
         return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
 
-    # -- the Controller protocol -----------------------------------------------------------------------------------------
+    # -- the Controller protocol: all of it is the rule's ----------------------------------------------------------------
+
+    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+        check_run(self.rule, total_steps, floor)
 
     def update(self, evidence: Evidence) -> list[Decision]:
         return self.rule.update(evidence)

@@ -9,7 +9,7 @@ import torch
 
 from .core.controllers.protocol import require_keys
 from .core.engine import Engine
-from .knobs import GroupKnob
+from .knobs import Bound
 
 __all__ = ["Schedule", "Scheduler", "plain"]
 
@@ -23,9 +23,9 @@ class Scheduler(Protocol):
 
 
 class Schedule:
-    """A scheduler, or constant values, and the knobs it moves."""
+    """A scheduler, or constant values, and the knobs of a run; only those of parameter groups does it move."""
 
-    def __init__(self, scheduler: Scheduler | None, knobs: Sequence[GroupKnob], total_steps: int | None) -> None:
+    def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
 
@@ -50,13 +50,17 @@ class Schedule:
             knob.take_schedule()
 
     def write(self, engine: Engine) -> None:
-        """Leave the corrected base values in the groups."""
+        """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
         for k, knob in enumerate(self.knobs):
             knob.write(engine.corrections[k], engine.bases[k])
 
     def values(self) -> list[float]:
         """[knob]: the untouched schedule's value now."""
         return [knob.scheduled_value() for knob in self.knobs]
+
+    def base_values(self) -> list[float]:
+        """[knob]: the base value in force, as `write` has left it."""
+        return [knob.base_value() for knob in self.knobs]
 
     def bounds(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""
@@ -83,7 +87,7 @@ class Schedule:
             knob.scheduled = scheduled[knob.name]
 
 
-def _scheduled(state: Mapping[str, Any], knobs: Sequence[GroupKnob], scheduler: Any) -> dict[str, list[float]]:
+def _scheduled(state: Mapping[str, Any], knobs: Sequence[Bound], scheduler: Any) -> dict[str, list[float]]:
     """The schedule's own values by knob, out of an ensemble's state. Raises ValueError for a state of another run, or a damaged one."""
     require_keys(state, ("scheduled", "scheduler"), "ensemble's")
     if (state["scheduler"] is None) != (scheduler is None):
@@ -102,9 +106,9 @@ def _scheduled(state: Mapping[str, Any], knobs: Sequence[GroupKnob], scheduler: 
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
     for knob in knobs:
-        if len(scheduled[knob.name]) != len(knob.indices):
+        if len(scheduled[knob.name]) != len(knob.cells):
             raise ValueError(
-                f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.indices)} groups"
+                f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.cells)} groups"
             )
     return scheduled
 

@@ -39,6 +39,8 @@ class OneCycleAutoLR(OneCycleLR):
             are given by ``observe`` inside of ``use``, before ``step()``.
         controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under a `ProbeController` all
             parameter groups are one knob.
+        freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of steps after which nothing moves any
+            more. One that you give has its own.
         gradients: ``"shared"`` or ``"local"``.
         seed: key of the assignments of multipliers, equal on all ranks.
         settings: further ones of the `Ensemble`: moments, converge, divergence, average, buffers, tied, refresh, bucket_bytes, log.
@@ -75,6 +77,7 @@ class OneCycleAutoLR(OneCycleLR):
         *,
         replicas: Replicas | None = None,
         controller: Controller | None = None,
+        freeze_after: float | None = None,
         gradients: str = "shared",
         seed: int = 0,
         **settings: Any,
@@ -85,8 +88,17 @@ class OneCycleAutoLR(OneCycleLR):
             if not all(math.isfinite(float(rate)) and float(rate) > 0 for rate in rates):
                 raise ValueError(f"max_lr must be positive and finite, got {max_lr!r}")
             replicas = _resolve_replicas(replicas, rank, world_size)
+            if freeze_after is not None and (controller is not None or not enable_auto_lr):
+                raise ValueError(
+                    f"freeze_after is {freeze_after!r}, but "
+                    + (
+                        "a controller is given: pass it to the controller"
+                        if controller is not None
+                        else "enable_auto_lr is off: leave it out"
+                    )
+                )
             if controller is None and enable_auto_lr:
-                controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None)
+                controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after)
             super().__init__(
                 optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,  # type: ignore[arg-type]
                 base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch,
@@ -101,7 +113,7 @@ class OneCycleAutoLR(OneCycleLR):
                 controller=controller,
                 gradients=gradients,
                 seed=seed,
-                **settings,
+                **{"design": "permutation", **settings},  # as published
             )
 
     def observe(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0, replica: int | None = None) -> None:

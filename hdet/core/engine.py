@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
+from .controllers.base import is_idle
 from .controllers.protocol import Controller, Decision, Evidence, require_keys
+from .design import orthogonal
+from .scale import Scale
 from .spread import assignment, check_spread, multipliers
 
 __all__ = ["CycleOutcome", "Engine", "KnobSpec"]
@@ -23,10 +26,11 @@ LARGEST_CORRECTION = 1e6
 
 @dataclass(frozen=True)
 class KnobSpec:
-    """Name and spread alpha of one explored hyperparameter."""
+    """Name, spread alpha and scale of one explored hyperparameter."""
 
     name: str
     spread: float
+    scale: Scale = field(default_factory=Scale)
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
@@ -52,9 +56,19 @@ class Engine:
         clock: when cycles end.
         controller: None keeps corrections at 1 (spread and converge still run).
         seed: key of the assignments (Eq. 8).
+        design: how multipliers are assigned: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all knobs
+            together (core/design.py).
     """
 
-    def __init__(self, knobs: Sequence[KnobSpec], replicas: int, clock: Clock, controller: Controller | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        knobs: Sequence[KnobSpec],
+        replicas: int,
+        clock: Clock,
+        controller: Controller | None = None,
+        seed: int = 0,
+        design: str = "permutation",
+    ) -> None:
         names = [knob.name for knob in knobs]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"knobs must be at least one, with different names, got {names}")
@@ -63,6 +77,7 @@ class Engine:
         if controller is not None:
             clock.check_controller_can_act()
         self.knobs, self.replicas, self.clock, self.controller, self.seed = list(knobs), replicas, clock, controller, seed
+        self.design = design
         self.cycle = 0
         self.step = 0
         self.position = 0
@@ -83,7 +98,7 @@ class Engine:
     @property
     def explores(self) -> bool:
         """Can replicas differ in the running cycle? Not without a spread, and not when the controller has nothing left to learn."""
-        return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and not getattr(self.controller, "idle", False)
+        return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and not is_idle(self.controller)
 
     def multipliers(self) -> list[list[float]]:
         """[knob][replica]: rho of the running cycle (Eq. 1 and 8); all 1 while the spread rests. Not to be written to."""
@@ -94,14 +109,27 @@ class Engine:
         return self._table
 
     def _draw(self) -> list[list[float]]:
+        if self.design == "orthogonal":
+            levels = orthogonal(self.seed, self.cycle, [knob.name for knob in self.knobs], self.replicas)
+            return [[1.0 + knob.spread * level for level in row] for knob, row in zip(self.knobs, levels, strict=True)]
         grids = {spread: multipliers(self.replicas, spread) for spread in {knob.spread for knob in self.knobs}}
         places = (assignment(self.seed, self.cycle, knob.name, self.replicas) for knob in self.knobs)
         return [list(map(grids[knob.spread].__getitem__, row)) for knob, row in zip(self.knobs, places, strict=True)]
 
     def value(self, knob: int, scheduled: float) -> float:
         """The base value in force, given the untouched schedule's."""
-        base = self.bases[knob]
-        return scheduled * self.corrections[knob] if base is None else base
+        base, scale = self.bases[knob], self.knobs[knob].scale
+        return scale.corrected(scheduled, self.corrections[knob]) if base is None else scale.hold(base)
+
+    def _effective(self, table: list[list[float]], scheduled: Sequence[float]) -> list[list[float]]:
+        """The multipliers that have really acted, where a bound has held replicas' values."""
+        if not any(knob.scale.bounded for knob in self.knobs):
+            return table
+        bases = (self.value(k, value) for k, value in enumerate(scheduled))
+        return [
+            [knob.scale.effective(base, rho) for rho in row] if knob.scale.bounded else row
+            for knob, base, row in zip(self.knobs, bases, table, strict=True)
+        ]
 
     # -- count -----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +146,8 @@ class Engine:
         losses: Sequence[float | None],
         probes: Sequence[Sequence[float] | None] | None = None,
         *,
+        line: Sequence[tuple[float, float, float]] | None = None,
+        inner: Sequence[Sequence[float] | None] | None = None,
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
         floor: Sequence[float] | None = None,
@@ -126,11 +156,12 @@ class Engine:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
         ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a slot never reaches
-        the controller. ``probes``: [replica][chunk], rows with a non-finite number are left out whole.
+        the controller. ``probes``: [replica][chunk], rows with a non-finite number are left out whole, as those of ``inner`` are.
+        ``line`` and ``inner``: see `Evidence`.
         """
-        table = self.multipliers()
+        table = self._effective(self.multipliers(), scheduled)
         clean = [x if x is not None and math.isfinite(x) else None for x in losses]
-        rows = None if probes is None else _finite_rows(probes)
+        rows, cosines = (None if given is None else _finite_rows(given) for given in (probes, inner))
         left_out = [r for r, x in enumerate(clean if rows is None else rows) if x is None]
         notes = [f"replica {r} left out: no finite {'loss' if rows is None else 'probe loss'}" for r in left_out]
         decisions = [Decision()] * len(self.knobs)
@@ -140,13 +171,14 @@ class Engine:
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
                 knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, probes=rows,
                 scheduled=list(scheduled), peak=list(peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
-                values=[self.value(k, s) for k, s in enumerate(scheduled)], decisions_left=self.clock.decisions_left(self.step),
+                values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
+                decisions_left=self.clock.decisions_left(self.step), line=line, inner=cosines,
             )  # fmt: skip
             decisions = self.controller.update(evidence)
             if len(decisions) != len(self.knobs):
                 raise ValueError(f"controller {self.controller.name!r} returned {len(decisions)} decisions for {len(self.knobs)} knobs")
             for k, decision in enumerate(decisions):
-                notes += self._apply(k, decision)
+                notes += self._apply(k, decision, (peak or scheduled)[k])
         outcome = CycleOutcome(self.cycle, table, decisions, left_out, notes)
         self.cycle += 1
         self.position = 0
@@ -172,10 +204,12 @@ class Engine:
         self.rollbacks_in_row = 0
         self.diverged_total += left_out
 
-    def _apply(self, knob: int, decision: Decision) -> list[str]:
+    def _apply(self, knob: int, decision: Decision, peak: float) -> list[str]:
         self.bases[knob] = decision.base
         wanted = self.corrections[knob] * decision.factor
-        self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+        # What passes a knob's bound changes no value, but would take as long to come back.
+        lowest, highest = self.knobs[knob].scale.corrections(peak)
+        self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []
         if self.corrections[knob] != wanted:

@@ -17,14 +17,17 @@ from hdet.core.spread import multipliers
 RHO = multipliers(4, 0.3)
 
 
-def evidence(slope: float = -1.0, scatter: float = 0.0, phase: float = 1.0, seed: int = 0, chunks: int = 8) -> Evidence:
+def evidence(
+    slope: float = -1.0, scatter: float = 0.0, phase: float = 1.0, seed: int = 0, chunks: int = 8, correction: float = 1.0
+) -> Evidence:
     """Losses 2 + slope ln(rho), each mini-batch with its own level and its own slope error."""
     rng = random.Random(seed)
     own = [(rng.gauss(0, 1), rng.gauss(0, scatter)) for _ in range(chunks)]
     rows = [[2 + level + (slope + wrong) * math.log(rho) for level, wrong in own] for rho in RHO]
     return Evidence(
         cycle=0, step=100, total_steps=1000, warmup_steps=0, sync_interval=10, knobs=["lr"], multipliers=[RHO], losses=[1.0] * 4,
-        probes=rows, scheduled=[phase * 3e-4], peak=[3e-4], floor=[0.0], values=[phase * 3e-4],
+        probes=rows, scheduled=[phase * 3e-4], peak=[3e-4], floor=[0.0], values=[phase * 3e-4 * correction],
+        corrections=[correction],
     )  # fmt: skip
 
 
@@ -68,13 +71,14 @@ def test_the_weaker_of_two_votes_counts() -> None:
 
 
 def test_evidence_within_its_noise_moves_nothing() -> None:
-    rule = ProbeRule()
+    rule, correction = ProbeRule(), 1.0
     for seed in range(200):
-        decision = rule.update(evidence(0.0, 1.0, seed=seed))[0]
+        decision = rule.update(evidence(0.0, 1.0, seed=seed, correction=correction))[0]
         assert decision.t is not None
         if abs(decision.t) <= 2:
             assert decision.factor == 1.0
-    assert abs(rule.log_correction[0]) < 2.0, "200 cycles of pure noise stay close to where they began"
+        correction *= decision.factor
+    assert abs(math.log(correction)) < 2.0, "200 cycles of pure noise stay close to where they began"
 
 
 def test_votes_count_near_the_peak_only() -> None:
@@ -108,11 +112,21 @@ def test_a_missing_row_is_left_out_and_too_few_rows_move_nothing() -> None:
 def test_the_correction_stays_within_its_bound() -> None:
     rule, product = ProbeRule(bound=10.0), 1.0
     for _ in range(20):
-        product *= rule.update(evidence(-1.0, 0.01))[0].factor
+        product *= rule.update(evidence(-1.0, 0.01, correction=product))[0].factor
     assert product == pytest.approx(10.0)
     for _ in range(40):
-        product *= rule.update(evidence(1.0, 0.01))[0].factor
+        product *= rule.update(evidence(1.0, 0.01, correction=product))[0].factor
     assert product == pytest.approx(0.1)
+
+
+def test_a_correction_outside_of_the_bound_comes_back_by_its_own_moves_only() -> None:
+    """The engine lowers a correction when a cycle is taken back, further than the rule would."""
+    low = 1e-3
+    neutral, rise = ProbeRule(bound=10.0), ProbeRule(bound=10.0)
+    assert neutral.update(evidence(0.0, 0.1, seed=1, correction=low))[0].factor == 1.0
+    assert ProbeRule(bound=10.0).update(evidence(1.0, 0.01, correction=low))[0].factor == 1.0
+    rise.update(evidence(-1.0, 0.01, correction=low))
+    assert 1.0 < rise.update(evidence(-1.0, 0.01, correction=low))[0].factor < 2.5
 
 
 def test_state_continues_exactly() -> None:
@@ -125,7 +139,10 @@ def test_state_continues_exactly() -> None:
     second.load_state_dict(first.state_dict())
     assert [second.update(e) for e in cycles[3:]] == expected[3:]
     with pytest.raises(ValueError, match="lacks 'warm'"):
-        second.load_state_dict({"phase": [], "last": [], "log_correction": []})
+        second.load_state_dict({"phase": [], "last": []})
+    older = ProbeRule()
+    older.load_state_dict({key: value for key, value in first.state_dict().items() if key != "frozen"} | {"log_correction": [9.0]})
+    assert [older.update(e) for e in cycles[3:]] == expected[3:], "a key that older versions had is of no consequence"
 
 
 @pytest.mark.parametrize("setting", [{"step": 0}, {"dead": -1}, {"scale": math.nan}, {"begin": 1.5}, {"end": -0.1}, {"bound": 1.0}])

@@ -1,7 +1,21 @@
 """Controllers: pure functions from a cycle's evidence to decisions, one file each."""
 
+from .base import BaseController
+from .hypergradient import HypergradientRule
 from .probe import ProbeRule
 from .protocol import Controller, Decision, Evidence
+from .rank import RankController
+from .slope import SlopeController
 from .softmax import SoftmaxController
 
-__all__ = ["Controller", "Decision", "Evidence", "ProbeRule", "SoftmaxController"]
+__all__ = [
+    "BaseController",
+    "Controller",
+    "Decision",
+    "Evidence",
+    "HypergradientRule",
+    "ProbeRule",
+    "RankController",
+    "SlopeController",
+    "SoftmaxController",
+]

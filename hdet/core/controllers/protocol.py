@@ -41,8 +41,14 @@ class Evidence:
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
     """[knob]: the base value in force now, corrections included."""
+    corrections: Sequence[float]
+    """[knob]: the correction in force now, > 0; a decision's factor multiplies it."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
+    line: Sequence[tuple[float, float, float]] | None = None
+    """[knob]: (n, sum, sum of squares) of n paired slopes d loss / d ln(value), measured on a line; None where none were taken."""
+    inner: Sequence[Sequence[float] | None] | None = None
+    """[replica][knob * samples + sample]: cosines of gradient and displacement, see `HypergradientRule`; None where none were taken."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,12 @@ class Decision:
 class Controller(Protocol):
     """Anything with these members steers an Ensemble. ``update`` returns one Decision per knob, in the order of ``evidence.knobs``.
 
-    Optional: ``check_run(total_steps, floor)`` raises ValueError, before a run begins, if the controller could not work in it.
-    ``idle`` is True while it cannot move any value: then the spread rests and replicas train alike.
+    `BaseController` has them, and more that is optional; what a controller leaves out has that class's default.
     """
 
     name: str
     needs_probe: bool
+    """Does it read ``evidence.probes``? Then it is a sensor too (`ProbeController`), and compares replicas."""
 
     def update(self, evidence: Evidence) -> list[Decision]: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import mul
 
-__all__ = ["mean_and_error", "slopes"]
+__all__ = ["centred", "dot", "gram_of", "mean_and_error", "slopes", "solve"]
 
 
 def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> list[list[float]] | None:
@@ -23,12 +23,12 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
     if len(rows) < len(probes):
         used = [row is not None for row in probes]
         multipliers = [list(compress(knob, used)) for knob in multipliers]
-    design = [_centred(list(map(math.log, knob))) for knob in multipliers]
-    gram = _gram(design)
+    design = [centred(list(map(math.log, knob))) for knob in multipliers]
+    gram = gram_of(design)
     fits = []
     for losses in zip(*rows, strict=True):
-        y = _centred(losses)
-        fit = _solve(gram, [_dot(x, y) for x in design])
+        y = centred(losses)
+        fit = solve(gram, [dot(x, y) for x in design])
         if fit is None:
             return None
         fits.append(fit)
@@ -42,22 +42,22 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
 
-def _centred(values: Sequence[float]) -> list[float]:
+def centred(values: Sequence[float]) -> list[float]:
     centre = math.fsum(values) / len(values)
     return [v - centre for v in values]
 
 
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+def dot(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(map(mul, a, b))
 
 
-def _gram(design: Sequence[Sequence[float]]) -> list[list[float]]:
+def gram_of(design: Sequence[Sequence[float]]) -> list[list[float]]:
     """Symmetric, so each product of two columns once."""
-    lower = [[_dot(a, b) for b in design[: i + 1]] for i, a in enumerate(design)]
+    lower = [[dot(a, b) for b in design[: i + 1]] for i, a in enumerate(design)]
     return [[lower[max(i, j)][min(i, j)] for j in range(len(design))] for i in range(len(design))]
 
 
-def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:
+def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:
     """Gauss elimination with partial pivoting; None when a pivot falls below 1e-9 of the largest entry. As many rows as knobs: few."""
     n = len(matrix)
     rows = [[*matrix[i], right[i]] for i in range(n)]
@@ -72,5 +72,5 @@ def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[fl
             rows[i] = [a - ratio * b for a, b in zip(rows[i], rows[column], strict=True)]
     solution = [0.0] * n
     for i in reversed(range(n)):
-        solution[i] = (rows[i][n] - _dot(rows[i][i + 1 : n], solution[i + 1 :])) / rows[i][i]
+        solution[i] = (rows[i][n] - dot(rows[i][i + 1 : n], solution[i + 1 :])) / rows[i][i]
     return solution

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from .protocol import Decision, Evidence, require_keys
+from .base import BaseController
+from .protocol import Decision, Evidence
 
 __all__ = ["SoftmaxController", "gamma_floor", "gamma_printed", "momentum_update", "signal", "softmax_weights"]
 
@@ -44,7 +45,7 @@ def gamma_printed(div_factor: float, final_div_factor: float, intervals: float) 
     return 1 - math.exp(-math.log(div_factor / final_div_factor) / intervals)
 
 
-class SoftmaxController:
+class SoftmaxController(BaseController):
     """Eq. 4 to 7, with sigma, lambda, beta and the decay explicit.
 
     Args:
@@ -55,6 +56,7 @@ class SoftmaxController:
             ``"floor"`` - the published behaviour with the corrected gamma: after the warm-up the schedule is left and the base
             value decays to the schedule's floor. ``"printed"`` - the same with gamma as printed.
         div_factor, final_div_factor: f_div and f_final, read by ``decay="printed"`` only (torch's defaults).
+        freeze_after: see `BaseController`. A decay goes on after it, because it stands for the schedule; losses move nothing.
 
     A base value never reaches zero: it is held within [floor of the schedule, 1000 times its value after the warm-up].
     Replicas without a finite loss are left out of the weights and of the mean; with fewer than two left nothing moves.
@@ -62,7 +64,7 @@ class SoftmaxController:
     """
 
     name = "softmax"
-    needs_probe = False
+    state_keys = ("velocities", "bases", "gammas", "ceilings")
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class SoftmaxController:
         *,
         div_factor: float = 25.0,
         final_div_factor: float = 1e4,
+        freeze_after: float | None = None,
     ) -> None:
+        super().__init__(freeze_after)
         for name, value in (("temperature", temperature), ("div_factor", div_factor), ("final_div_factor", final_div_factor)):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
@@ -90,7 +94,7 @@ class SoftmaxController:
         self.gammas: list[float] = []
         self.ceilings: list[float] = []
 
-    def update(self, evidence: Evidence) -> list[Decision]:
+    def decide(self, evidence: Evidence) -> list[Decision]:
         if self.decay is not None and not self.gammas:
             if min(evidence.values) <= 0:  # a schedule that begins or ends at zero, where there is no rate to decay from
                 return [Decision(note="the scheduled value is not positive: no decision") for _ in evidence.knobs]
@@ -106,12 +110,17 @@ class SoftmaxController:
             note = ""
         return [self._decide(k, weights, [evidence.multipliers[k][r] for r in present], evidence, note) for k in range(len(evidence.knobs))]
 
+    def hold(self, evidence: Evidence) -> list[Decision]:
+        self.velocities = [0.0] * len(self.velocities)
+        return [replace(decision, note="") for decision in self.decide(replace(evidence, losses=[None] * len(evidence.losses)))]
+
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         """Refuse, before it begins, a run in which the decay could not be computed.
 
         Raises:
             ValueError: a decay without the length of the run, or towards a floor that the schedule does not have.
         """
+        super().check_run(total_steps, floor)
         if self.decay is not None and total_steps is None:
             raise ValueError(
                 f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None"
@@ -145,13 +154,3 @@ class SoftmaxController:
         lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
         self.bases[k] = min(max(base, lowest), self.ceilings[k])
         return Decision(base=self.bases[k], note=note)
-
-    _STATE = ("velocities", "bases", "gammas", "ceilings")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"name": self.name, **{key: list(getattr(self, key)) for key in self._STATE}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        require_keys(state, self._STATE, "SoftmaxController's")
-        for key in self._STATE:
-            setattr(self, key, [float(x) for x in state[key]])

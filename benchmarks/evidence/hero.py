@@ -1,0 +1,162 @@
+"""The hero figure: final validation loss against the starting rate, 2^-8 to 2^6 times the best, for HDET and what people use today.
+
+    python benchmarks/evidence/hero.py [--problems digits ...] [--methods onecycle ...] [--exponents -8 ... 6] [--seeds 5]
+                                       [--jobs 2] [--find] [--quick] [--json FILE] [--known FILE ...]
+
+Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then runs from 2^exponent times it; HDET
+starts from the best rate of the fixed schedule. Same steps, mini-batches and seeds for all. Runs that are in the file already are not
+repeated; to try a method out, write elsewhere and let ``--known`` name the file with the best rates. ``hdet report --evidence FILE`` draws the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from methods import METHODS, Method, train
+from problems import PROBLEMS
+from runs import Record, Task, read, run_missing
+
+RESULTS = "benchmarks/results/evidence/hero.jsonl"
+EXPONENTS = [-8, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6]
+SEEDS = {"transformer": 3}
+"""five on the others"""
+FIND_SEEDS = (1000, 1001)
+"""others than those of the figure: the best rate is not chosen on the runs that are shown"""
+FARTHEST = 14
+"""powers of 2 beyond which no best rate is looked for"""
+
+
+def run(benchmark: str, problem: str, method: str, exponent: int, rate: float, seed: int, steps: int) -> Record:
+    """One line of the results."""
+    outcome = train(replace(PROBLEMS[problem], steps=steps), METHODS[method], rate, seed)
+    return {
+        "benchmark": benchmark, "problem": problem, "method": method, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps,
+        **outcome.to_dict(), "untrained": untrained(problem, seed), "version": METHODS[method].version(),
+    }  # fmt: skip
+
+
+@cache
+def untrained(problem: str, seed: int) -> float:
+    """What a run that crashed is counted as."""
+    return PROBLEMS[problem].validate(PROBLEMS[problem].build(seed))
+
+
+def key(record: Record | Task) -> tuple[Any, ...]:
+    """What makes two runs the same run."""
+    return (*(record[name] for name in ("benchmark", "problem", "method", "seed", "steps")), f"{record['rate']:.6g}")
+
+
+def score(record: Record) -> float:
+    """Held-out loss; an untrained model's if the run crashed or ended above it."""
+    return record["untrained"] if record["validation"] is None else min(record["validation"], record["untrained"])
+
+
+# -- the best rate ---------------------------------------------------------------------------------------------------------
+
+
+def means(records: Sequence[Record], problem: str, method: str, steps: int) -> dict[int, float]:
+    """Exponent of the search grid -> mean score, where all seeds are there."""
+    found: dict[int, dict[int, float]] = {}
+    for record in records:
+        if (record["benchmark"], record["problem"], record["method"], record["steps"]) == ("hero-find", problem, method, steps):
+            found.setdefault(record["exponent"], {})[record["seed"]] = score(record)
+    return {exponent: statistics.mean(by_seed.values()) for exponent, by_seed in found.items() if set(FIND_SEEDS) <= set(by_seed)}
+
+
+def next_exponents(method: Method, known: dict[int, float]) -> list[int]:
+    """What the search still has to try: every second power of 2, further out while the best is at an end, then its two neighbours."""
+    if method.search is None:
+        return []
+    low, high = method.search
+    wanted = set(range(low, high + 1, 2))
+    if wanted <= set(known):
+        best = min(known, key=lambda exponent: (known[exponent], exponent))
+        wanted |= {best - 2, best + 2} if best % 2 == 0 else set()
+        wanted |= {best - 1, best + 1} if {best - 2, best + 2} <= set(known) or best % 2 else set()
+    return sorted(e for e in wanted - set(known) if abs(e) <= FARTHEST)
+
+
+def best_rate(records: Sequence[Record], problem: str, method: str, steps: int) -> float:
+    """Raises KeyError if it has not been looked for."""
+    chosen = METHODS[method]
+    if chosen.borrows:
+        return best_rate(records, problem, chosen.borrows, steps)
+    if chosen.search is None:
+        return chosen.start
+    known = means(records, problem, method, steps)
+    if not known or next_exponents(chosen, known):
+        raise KeyError(f"the best rate of {method} on {problem} is not known yet")
+    return chosen.start * 2.0 ** min(known, key=lambda exponent: (known[exponent], exponent))
+
+
+def find(options: argparse.Namespace, records: list[Record]) -> None:
+    """Search until every method knows its best rate; a method that starts from another's makes that one search."""
+    names = dict.fromkeys(METHODS[name].borrows or name for name in options.methods)
+    while True:
+        tasks = [
+            {"benchmark": "hero-find", "problem": problem, "method": name, "exponent": e, "rate": METHODS[name].start * 2.0**e,
+             "seed": seed, "steps": steps_of(problem, options)}
+            for problem in options.problems for name in names for seed in FIND_SEEDS
+            for e in next_exponents(METHODS[name], means(records, problem, name, steps_of(problem, options)))
+        ]  # fmt: skip
+        if not tasks:
+            return
+        run_missing(run, tasks, records, key, path=options.json, jobs=options.jobs)
+
+
+def steps_of(problem: str, options: argparse.Namespace) -> int:
+    return 40 if options.quick else PROBLEMS[problem].steps
+
+
+# -- the figure's runs -------------------------------------------------------------------------------------------------------
+
+
+def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Task]:
+    """Seed by seed, so that a benchmark that is stopped has something on every start."""
+    for seed in range(max([options.seeds or 5, *SEEDS.values()])):
+        for problem in options.problems:
+            if seed >= (options.seeds or SEEDS.get(problem, 5)):
+                continue
+            steps = steps_of(problem, options)
+            for method in options.methods:
+                best = METHODS[method].start if options.quick else best_rate(records, problem, method, steps)
+                for e in options.exponents:
+                    yield {"benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": best * 2.0**e, "seed": seed, "steps": steps}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--exponents", type=int, nargs="+", default=EXPONENTS)
+    parser.add_argument("--seeds", type=int, help="how many; default 3 on the transformer, 5 on the others")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--find", action="store_true", help="only look for the best rates")
+    parser.add_argument("--quick", action="store_true", help="one seed, 40 steps on digits from three starts: checks the machinery")
+    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
+    parser.add_argument(
+        "--known", nargs="+", default=[], help="further results, only read: for the best rates, while a method is tried out"
+    )
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.problems, options.exponents, options.seeds = ["digits"], [-4, 0, 4], 1
+    else:
+        options.json = options.json or RESULTS
+    records = read(options.json)
+    records += [record for path in options.known for record in read(path) if record["benchmark"] == "hero-find"]
+    if not options.quick:
+        find(options, records)
+    if not options.find:
+        run_missing(run, grid(options, records), records, key, path=options.json, jobs=options.jobs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What a problem is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Batch", "Problem"]
+
+Batch = tuple[Tensor, ...]
+"""Tensors with the examples along their first dimension."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything but the optimizer. All functions are pure: equal arguments, equal results."""
+
+    name: str
+    steps: int
+    """Optimizer steps of a run."""
+    batch_size: int
+    """Examples in a step, over all replicas; divisible by 8."""
+    build: Callable[[int], nn.Module]
+    """seed -> model"""
+    groups: Callable[[nn.Module], list[dict[str, Any]]]
+    """Named parameter groups with their weight decay."""
+    batch: Callable[[int, int], Batch]
+    """(seed, step) -> ``batch_size`` training examples; steps from ``steps`` on are fresh data too."""
+    losses: Callable[[nn.Module, Batch], Tensor]
+    """(examples,) training losses in nats."""
+    validate: Callable[[nn.Module], float]
+    """Mean held-out loss in nats, in eval mode, always of the same data."""

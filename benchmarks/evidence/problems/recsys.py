@@ -1,0 +1,58 @@
+"""The recommender of examples/recsys.py: one pass through a year of interactions, judged by its last day."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from hdet.jobs.recsys import InteractionLog, Interactions, Recommender, engagement_losses
+
+from .problem import Batch, Problem
+
+__all__ = ["RECSYS", "interactions"]
+
+STEPS, INTERACTIONS = 800, 128
+LOG = InteractionLog()
+
+
+def build(seed: int) -> Recommender:
+    torch.manual_seed(seed)
+    return Recommender(LOG.users, LOG.items, LOG.history)
+
+
+def interactions(size: int, step: int, steps: int, seed: int) -> Interactions:
+    """The batch of one of ``steps`` steps that are a year; later ones are more of its last day."""
+    return LOG.sample(size, min(step / steps, 1.0), seed=seed, stream="train", index=step)
+
+
+def losses(model: nn.Module, batch: Batch) -> Tensor:
+    users, items, history, engagement = batch
+    return engagement_losses(model, (users, items, history, engagement))
+
+
+@cache
+def held_out() -> Interactions:
+    """16 384 interactions of the year's last day, of a stream that is never trained on."""
+    return LOG.sample(16384, 1.0, seed=0, stream="validation", index=0)
+
+
+@torch.no_grad()
+def validate(model: nn.Module) -> float:
+    model.eval()
+    found = losses(model, held_out()).mean().item()
+    model.train()
+    return found
+
+
+RECSYS = Problem(
+    name="recsys",
+    steps=STEPS,
+    batch_size=INTERACTIONS,
+    build=build,
+    groups=lambda model: model.parameter_groups(weight_decay=0.01),
+    batch=lambda seed, step: interactions(INTERACTIONS, step, STEPS, seed),
+    losses=losses,
+    validate=validate,
+)

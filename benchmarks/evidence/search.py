@@ -1,0 +1,189 @@
+"""Equal compute against search: one HDET run against random search, successive halving and population-based training.
+
+    python benchmarks/evidence/search.py [--problems digits ...] [--methods hdet-probe ...] [--members 4 8] [--trials 16] [--draws 5]
+                                         [--seeds 5] [--jobs 2] [--quick] [--json FILE]
+    python benchmarks/evidence/search.py --table FILE ...
+
+All know as much about the rate: it is drawn log-uniformly from 2^-8 to 2^6 times the best fixed one, which `hero.py --find --methods
+onecycle` has found. A trial is a full run of AdamW under OneCycle on the full batch. HDET is one run from such a rate; population-based
+training has its members at such rates, each on its part of the batch. Random search and successive halving (Optuna's) are played through
+with the recorded trials in random orders, so nothing is trained twice. Runs that are in the file already are not repeated.
+
+The compute is counted in examples: one is a forward and a backward pass of it, a pass forward alone is a third. Validations are free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import hero
+import methods
+import pbt
+from methods import METHODS
+from problems import PROBLEMS, Batch, Problem
+from runs import Record, Task, read, run_missing
+
+from hdet.evidence.search import TRIAL, table
+
+RESULTS = "benchmarks/results/evidence/search.jsonl"
+LOW, HIGH = -8.0, 6.0
+"""log2 of the prior's ends, over the best fixed rate"""
+POINTS = 20
+"""of a run's curve, evenly spaced; population-based training is ready to exploit at each"""
+QUICK = 8
+"""steps of a run under --quick"""
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------------------
+
+
+def run(problem: str, method: str, draw: int, seed: int, best: float, steps: int) -> Record:
+    """One line of the results. Draw d of a seed is the same rate for a trial and for HDET; a population's is its best member's last."""
+    began = time.perf_counter()
+    chosen = replace(PROBLEMS[problem], steps=steps)
+    if method.startswith("pbt-"):
+        rng = random.Random(f"{problem} {method} {seed} {draw}")
+        rate, curve = pbt.train(
+            chosen, int(method[4:]), seed, rng, lambda: best * 2.0 ** rng.uniform(LOW, HIGH), shape(steps), interval(steps)
+        )
+        outcome: Record = {"validation": finite(curve[-1][1])}
+    else:
+        rate = best * 2.0 ** random.Random(f"{problem} {seed} {draw}").uniform(LOW, HIGH)
+        watch = Watch(chosen)
+        outcome = methods.train(watch.problem, METHODS["onecycle" if method == TRIAL else method], rate, seed).to_dict()
+        curve = [*watch.curve, (watch.samples, math.inf if outcome["validation"] is None else outcome["validation"])]
+    return {
+        "benchmark": "search", "problem": problem, "method": method, "exponent": math.log2(rate / best), "rate": rate, "best": best,
+        "draw": draw, "seed": seed, "steps": steps, "batch": chosen.batch_size, **outcome, "samples": curve[-1][0],
+        "curve": [(samples, finite(loss)) for samples, loss in curve], "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+class Watch:
+    """``problem`` is the one it was given, and writes down what its training costs and how good the model is in between.
+
+    The model is validated when a method asks for the batch of a step, `POINTS` times in a run. HDET's cycles are as long, so its
+    replicas have just been averaged then.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.inner = problem
+        self.problem = replace(problem, build=self._build, batch=self._batch, losses=self._losses)
+        self.curve: list[tuple[float, float]] = []  # (examples, loss)
+        self._forward_passes = 0  # of examples; backward counts as two
+
+    @property
+    def samples(self) -> float:
+        return self._forward_passes / 3
+
+    def _build(self, seed: int) -> nn.Module:
+        self.model = self.inner.build(seed)
+        return self.model
+
+    def _batch(self, seed: int, step: int) -> Batch:
+        if step < self.inner.steps and step == interval(self.inner.steps) * len(self.curve):
+            self.curve.append((self.samples, self.inner.validate(self.model)))
+        return self.inner.batch(seed, step)
+
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        losses = self.inner.losses(model, batch)
+        self._forward_passes += (3 if losses.requires_grad else 1) * len(losses)
+        return losses
+
+
+def interval(steps: int) -> int:
+    return max(1, steps // POINTS)
+
+
+def shape(steps: int) -> list[float]:
+    """The schedule of the trials, at a peak of 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=steps, pct_start=methods.WARMUP, cycle_momentum=False)
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def finite(loss: float) -> float | None:
+    """JSON has no infinity."""
+    return loss if math.isfinite(loss) else None
+
+
+def key(record: Record | Task) -> tuple[Any, ...]:
+    """What makes two runs the same run."""
+    return (*(record[name] for name in ("problem", "method", "draw", "seed", "steps")), f"{record['best']:.6g}")
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------------
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Seed by seed, so that a benchmark that is stopped has something of everything."""
+    best = {problem: best_fixed(problem, options) for problem in options.problems}
+    counts = {TRIAL: options.trials} | dict.fromkeys([*options.methods, *(f"pbt-{n}" for n in options.members)], options.draws)
+    for seed in range(max([options.seeds or 5, *hero.SEEDS.values()])):
+        for problem in options.problems:
+            if seed >= (options.seeds or hero.SEEDS.get(problem, 5)):
+                continue
+            for method, count in counts.items():
+                for draw in range(count):
+                    yield {"problem": problem, "method": method, "draw": draw, "seed": seed, "best": best[problem], "steps": QUICK if options.quick else PROBLEMS[problem].steps}  # fmt: skip
+
+
+def best_fixed(problem: str, options: argparse.Namespace) -> float:
+    """The middle of the prior."""
+    if options.quick:
+        return METHODS["onecycle"].start
+    try:
+        return hero.best_rate(read(options.hero), problem, "onecycle", PROBLEMS[problem].steps)
+    except KeyError:
+        raise SystemExit(
+            f"{options.hero} does not say the best fixed rate on {problem}: "
+            f"run benchmarks/evidence/hero.py --find --methods onecycle --problems {problem}"
+        ) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    ours = [name for name in METHODS if name.startswith("hdet-")]
+    parser.add_argument("--methods", nargs="*", choices=ours, default=[name for name in ours if name in ("hdet-probe", "hdet-line")])
+    parser.add_argument("--members", type=int, nargs="*", default=[4, 8], help="sizes of the populations")
+    parser.add_argument("--trials", type=int, default=16, help="of random search, for each seed")
+    parser.add_argument("--draws", type=int, default=5, help="runs of HDET and of populations, for each seed")
+    parser.add_argument("--seeds", type=int, help="how many; default 3 on the transformer, 5 on the others")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--quick", action="store_true", help="one seed, 8 steps on digits, 4 trials: checks the machinery")
+    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
+    parser.add_argument("--hero", default=hero.RESULTS, metavar="FILE", help="where the best fixed rates are")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the table of these result files")
+    options = parser.parse_args(arguments)
+    if options.table:
+        return print(table([line for name in options.table for line in read(name)]))
+    if options.quick:
+        options.problems, options.trials, options.draws, options.members, options.seeds = ["digits"], 4, 1, [4], 1
+    else:
+        options.json = options.json or RESULTS
+    records, wanted = read(options.json), list(tasks(options))
+    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
+    chosen = set(map(key, wanted))
+    print(table([record for record in records if key(record) in chosen]), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The hypergradient on real tensors: cosines of the gradient with the way since the cycle began (the rule: core/controllers/hypergradient.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .converge import Masters
+from .core.controllers import BaseController, Decision, Evidence, HypergradientRule
+from .core.controllers.base import check_run, is_idle
+from .ranges import ranged
+from .shards import local_parts
+
+__all__ = ["HypergradientController"]
+
+
+class HypergradientController(BaseController):
+    """Compares gradients with the displacement since the cycle began and lets a `HypergradientRule` decide. GREEDY: read that rule first.
+
+    Before ``samples`` of the steps in the second half of a cycle, <g, d>, <g, g> and <d, d> are taken by knob, of the gradient g that the
+    optimizer is about to use and the displacement d = weights - weights at the beginning. Learning rates only; works with one replica, and with
+    any spread, 0 included; cycles have at least 4 steps.
+
+    Args:
+        samples: gradients per cycle, >= 2; the error of the slope comes from their scatter.
+        rule: turns cosines into decisions; see `HypergradientRule` for its settings.
+        freeze_after: see `BaseController`; of a rule of your own it is the rule's.
+
+    Costs one copy of the parameters, and ``samples`` passes over parameters and gradients per cycle; no forward pass, no data. Each rank
+    looks at its own shards, and sums over a replica's ranks are taken in the slots; a tensor that several ranks of a replica hold
+    alike counts several times, which weights the cosine and leaves its meaning. No gradients (a closure makes them inside of the step,
+    or a captured graph steps), or ones that are not finite: that replica has no vote. Loss scaling and clipping change no cosine.
+    """
+
+    name = "hypergradient"
+    needs_replicas = False
+    measures = "inner"
+
+    def __init__(self, samples: int = 8, *, rule: HypergradientRule | None = None, freeze_after: float | None = None) -> None:
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 2:
+            raise ValueError(f"samples must be a whole number >= 2, got {samples!r}: the slope's error comes from their scatter")
+        if rule is not None and not hasattr(rule, "update"):
+            raise TypeError(f"rule must be a HypergradientRule, got {type(rule).__name__}")
+        if rule is not None and freeze_after is not None:
+            raise ValueError(
+                f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, HypergradientRule(freeze_after=...)"
+            )
+        self.samples = samples
+        self.rule = HypergradientRule(freeze_after=freeze_after) if rule is None else rule
+        super().__init__(getattr(self.rule, "freeze_after", None))
+        self._hook: Any = None
+        self._device = torch.device("cpu")
+        self._indices: list[list[int]] = []
+        self.forget()
+
+    # -- called by the Ensemble ------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return is_idle(self.rule)
+
+    def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = ()) -> None:
+        """Looks in before each step of the knobs' optimizer. (Replicas of one process share their gradient, so the first stands for all.)
+
+        Raises:
+            ValueError: a knob that is no learning rate: displacements do not scale with it.
+        """
+        for knob in knobs:
+            if knob.key != "lr":
+                raise ValueError(f"knob {knob.name!r} is no learning rate, and displacements scale with no other: use a ProbeController")
+        self._indices = [list(knob.indices) for knob in knobs]
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = knobs[0].optimizer.register_step_pre_hook(self._before_step)
+        self._device = local_parts(replicas[0][:1])[0].device
+        self.forget()
+
+    def forget(self) -> None:
+        self._step, self._length = 1, 0  # the step that comes next
+        self._anchor: list[list[torch.Tensor]] = []  # [knob][parameter]
+        self._found: dict[int, torch.Tensor] = {}  # products, [knob][3], by the step they belong to
+
+    def sample(self, position: int, length: int) -> None:
+        self._step, self._length = position + 1, length
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._step == 1 and not self.idle:
+            self._anchor = [[p.clone() for p in local_parts(own)] for own in self._parameters(optimizer)]
+            self._step = 0  # nothing to see before `sample` is called
+        elif self._step in self._positions() and not any(callable(x) for x in (*args, *kwargs.values())):
+            self._found[self._step] = torch.stack(
+                [_products(own, anchor).to(self._device) for own, anchor in zip(self._parameters(optimizer), self._anchor, strict=True)]
+            )
+
+    def _parameters(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
+        """[knob][parameter]"""
+        return [[p for i in own for p in optimizer.param_groups[i]["params"]] for own in self._indices]
+
+    def _positions(self) -> list[int]:
+        """The steps of the running cycle before which to look: spread over its second half, the last one included."""
+        half = self._length // 2
+        return sorted({self._length - i * half // self.samples for i in range(self.samples)} - {0, 1})
+
+    @ranged("hdet.hypergradient")
+    def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
+        """(3 * knobs * samples,) float64: the products by sample and knob; zeros where there were none."""
+        none = torch.zeros(len(self._indices), 3, dtype=torch.float64, device=self._device)
+        return torch.cat([none[:0], *(self._found.get(step, none) for step in self._positions())]).flatten()
+
+    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Added-up products -> cosines, [replica][knob * samples + sample]; 0 for a knob without a gradient, NaN for a replica without any."""
+        knobs, split = len(self._indices), []
+        for row in rows:
+            cosines = [_cosine(*row[i : i + 3]) for i in range(0, len(row), 3)]
+            blind = not any(row[1::3])
+            split.append([math.nan if blind else x for k in range(knobs) for x in cosines[k::knobs]])
+        return split
+
+    # -- the Controller protocol: all of it is the rule's ----------------------------------------------------------------
+
+    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+        check_run(self.rule, total_steps, floor)
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        return self.rule.update(evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rule.load_state_dict(state)
+
+
+def _products(parameters: Sequence[torch.Tensor], anchor: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(3,) float64: <g, d>, <g, g>, <d, d> over the parameters that have a gradient, of the shards on this rank."""
+    seen = [(p, a) for p, a in zip(parameters, anchor, strict=True) if p.grad is not None]
+    total = torch.zeros(3, dtype=torch.float64, device=anchor[0].device if anchor else None)
+    for (p, a), g in zip(seen, local_parts([p.grad for p, _ in seen if p.grad is not None]), strict=True):
+        d, g = (local_parts([p])[0].float() - a.float()).flatten(), g.float().flatten()
+        total += torch.stack([g @ d, g @ g, d @ d]).double().to(total.device)
+    return total
+
+
+def _cosine(inner: float, gradient: float, displacement: float) -> float:
+    """Of the sums of products. 0 without a gradient or a displacement; NaN where one is not finite."""
+    norm = math.sqrt(gradient * displacement) if gradient * displacement >= 0 else math.nan
+    return inner / norm if norm else 0.0

@@ -1,0 +1,247 @@
+"""What every controller does: it rests after freeze_after, its state continues exactly, and the bare protocol is enough."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdet.core.clock import Clock
+from hdet.core.controllers import (
+    BaseController,
+    Decision,
+    Evidence,
+    HypergradientRule,
+    ProbeRule,
+    RankController,
+    SlopeController,
+    SoftmaxController,
+)
+from hdet.core.controllers.base import check_run, is_idle, needs_replicas
+from hdet.core.engine import Engine, KnobSpec
+from tests.core.controller_runs import bowl, end_of
+
+
+def softmax(**settings: Any) -> SoftmaxController:
+    return SoftmaxController(decay=None, **settings)
+
+
+ALL: dict[str, Callable[..., BaseController]] = {
+    "softmax": softmax, "probe": ProbeRule, "slope": SlopeController, "rank": RankController, "hypergradient": HypergradientRule,
+}  # fmt: skip
+PEAKED = [name for name in ALL if name != "softmax"]
+
+
+@pytest.mark.parametrize("freeze_after", [15, 0.5])
+@pytest.mark.parametrize("name", ALL)
+def test_after_freeze_after_nothing_moves_and_the_spread_rests(name: str, freeze_after: float) -> None:
+    history = list(bowl(ALL[name](freeze_after=freeze_after), [30.0], cycles=30))
+    moved = [engine_outcome.decisions[0].factor != 1.0 for _, engine_outcome, _ in history]
+    assert any(moved[:15]) and not any(moved[15:])
+    assert history[-1][2] == history[14][2], "what was learned stays in force"
+    rested = [set(outcome.multipliers[0]) == {1.0} for _, outcome, _ in history]
+    assert rested == [False] * 15 + [True] * 15
+
+
+@pytest.mark.parametrize("name", ["probe", "slope", "rank", "hypergradient"])
+def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
+    """The engine lets the spread rest; somebody else may still bring evidence."""
+    frozen, free = ALL[name](freeze_after=3), ALL[name]()
+    reported = []
+    for controller in (frozen, free):
+        engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 20), None)
+        for step in range(1, 13):
+            rho = engine.multipliers()[0]
+            wrong = 0.01 * math.sin(step)
+            cosines = [0.5 + 0.1 * (-1) ** chunk for chunk in range(8)]
+            seen = evidence(
+                step=step, multipliers=[rho], losses=[(1 + wrong) * math.log(x) for x in rho],
+                probes=[[(1 + chunk / 100) * math.log(x) for chunk in range(8)] for x in rho], inner=[cosines] * 4,
+            )  # fmt: skip
+            decision = controller.update(seen)[0]
+            engine.tick()
+            engine.close([1.0] * 4, scheduled=[1.0])
+        reported.append(decision)
+    assert reported[0].factor == 1.0 and reported[1].factor < 1.0
+    assert (reported[0].slope, reported[0].error, reported[0].t) == (reported[1].slope, reported[1].error, reported[1].t)
+    assert reported[0].t is not None and reported[0].t > 2
+
+
+def evidence(**given: Any) -> Evidence:
+    return Evidence(**{
+        "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": ["lr"], "multipliers": [[0.7, 0.9, 1.1, 1.3]],
+        "losses": [1.0] * 4, "probes": None, "scheduled": [1.0], "peak": [1.0], "floor": [0.1], "values": [1.0], "corrections": [1.0], **given,
+    })  # fmt: skip
+
+
+def test_a_decision_at_freeze_after_still_moves() -> None:
+    rule = ProbeRule(freeze_after=10)
+    rows = [[math.log(rho) * (1 + c / 10) for c in range(8)] for rho in (0.7, 0.9, 1.1, 1.3)]
+    assert rule.update(evidence(step=10, probes=rows))[0].factor < 1.0
+    assert rule.idle
+    assert rule.update(evidence(step=11, probes=rows))[0].factor == 1.0
+
+
+def test_it_rests_in_a_cycle_that_would_end_too_late_but_not_in_a_last_one_cut_short() -> None:
+    early, last = ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
+    for rule in (early, last):
+        rule.update(evidence(step=20, sync_interval=10, total_steps=25))
+    assert not early.idle and not last.idle
+    early.update(evidence(step=20, sync_interval=10, total_steps=100))
+    assert early.idle
+
+
+def test_a_frozen_decay_goes_on_and_reacts_to_nothing() -> None:
+    """It stands for the schedule: a rate that stopped falling would end the run too high."""
+
+    def values(controller: SoftmaxController, slope: float) -> list[float]:
+        engine, found = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 10), controller), []
+        for _ in range(10):
+            engine.tick()
+            engine.close([slope * math.log(rho) for rho in engine.multipliers()[0]], scheduled=[1.0], floor=[0.1])
+            found.append(engine.value(0, 1.0))
+        return found
+
+    neutral, frozen = values(SoftmaxController(), 0.0), values(SoftmaxController(freeze_after=2), -1.0)
+    assert frozen[1] > neutral[1], "it has learned before"
+    factor = neutral[5] / neutral[4]
+    assert factor < 1 and [b / a for a, b in pairwise(frozen[1:])] == pytest.approx([factor] * 8)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 0.0, 1.5, -0.5, math.nan, True, "half"])
+def test_freeze_after_is_validated(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="freeze_after"):
+        ProbeRule(freeze_after=wrong)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_part_of_a_run_of_unknown_length_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"freeze_after=0\.5.*total_steps"):
+        ALL[name](freeze_after=0.5).check_run(None, [0.0])
+    ALL[name](freeze_after=0.5).check_run(100, [0.0])
+    ALL[name](freeze_after=50).check_run(None, [0.0])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_continues_exactly_also_through_json(name: str) -> None:
+    def fresh() -> Any:
+        return ALL[name](freeze_after=0.9)
+
+    whole = [values for _, _, values in bowl(fresh(), [0.05, 8.0], replicas=8, cycles=40, seed=3)]
+    run = bowl(resumed := Resumed(fresh(), fresh), [0.05, 8.0], replicas=8, cycles=40, seed=3)
+    assert [values for _, _, values in run] == whole
+    assert resumed.resumes == 40
+
+
+class Resumed:
+    """Hands its state to a new controller after every decision."""
+
+    needs_probe = False
+
+    def __init__(self, controller: BaseController, fresh: Callable[[], BaseController]) -> None:
+        self.name, self.inner, self.fresh, self.resumes = controller.name, controller, fresh, 0
+
+    @property
+    def idle(self) -> bool:
+        return self.inner.idle
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        decisions = self.inner.update(evidence)
+        state, self.inner = json.loads(json.dumps(self.inner.state_dict())), self.fresh()
+        self.inner.load_state_dict(state)
+        self.resumes += 1
+        return decisions
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_that_lacks_a_key_is_refused_and_changes_nothing(name: str) -> None:
+    controller = ALL[name]()
+    controller.update(evidence())
+    before = controller.state_dict()
+    for key in controller.state_keys:
+        state = controller.state_dict()
+        state.pop(key)
+        with pytest.raises(ValueError, match=f"{type(controller).__name__}.*lacks '{key}'"):
+            controller.load_state_dict(state)
+    assert controller.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_is_a_copy(name: str) -> None:
+    run = bowl(controller := ALL[name](), [0.1])
+    next(run)
+    state = json.dumps(before := controller.state_dict())
+    for _ in range(5):
+        next(run)
+    assert json.dumps(before) == state
+
+
+class Bare:
+    """The protocol and nothing else."""
+
+    name = "bare"
+    needs_probe = False
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        return [Decision(factor=1.1)] * len(evidence.knobs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def test_a_controller_with_the_bare_protocol_gets_the_documented_defaults() -> None:
+    assert (is_idle(Bare()), needs_replicas(Bare())) == (BaseController().idle, BaseController.needs_replicas) == (False, True)
+    check_run(Bare(), None, [])
+    assert not is_idle(None)
+    assert end_of(bowl(Bare(), cycles=3))[0] == pytest.approx(1.1**3)
+
+
+def test_a_controller_is_a_name_and_a_decision() -> None:
+    class Doubling(BaseController):
+        name = "doubling"
+
+        def decide(self, evidence: Evidence) -> list[Decision]:
+            return [Decision(factor=2.0)]
+
+    assert end_of(bowl(Doubling(freeze_after=3), cycles=10)) == [8.0]
+    with pytest.raises(NotImplementedError, match="decide"):
+        BaseController().update(evidence())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(ALL)),
+    seed=st.integers(0, 10_000),
+    start=st.floats(-8, 8).map(math.exp),
+    spoiled=st.lists(
+        st.tuples(st.integers(0, 19), st.integers(0, 3), st.sampled_from([None, math.nan, math.inf, -math.inf, 1e30])), max_size=40
+    ),
+)
+def test_whatever_the_losses_are_values_stay_finite_and_within_the_bound(
+    name: str, seed: int, start: float, spoiled: list[tuple[int, int, float | None]]
+) -> None:
+    def spoil(cycle: int, losses: list[float | None]) -> list[float | None]:
+        at = {replica: value for when, replica, value in spoiled if when == cycle}
+        return [at.get(r, loss) for r, loss in enumerate(losses)]
+
+    limit = {} if name == "softmax" else {"bound": 5.0}
+    for _, outcome, values in bowl(ALL[name](**limit), [start], cycles=20, seed=seed, spoil=spoil):
+        assert math.isfinite(values[0]) and values[0] > 0
+        if limit:
+            assert 0.2 * 0.999 <= values[0] / start <= 5.0 * 1.001
+        assert all(math.isfinite(x) for d in outcome.decisions for x in (d.slope, d.error, d.t) if x is not None)

@@ -1,0 +1,101 @@
+"""Every controller on a loss whose best value is known to be 1: it walks there from far, stays there, and listens near the peak only."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.core.controller_runs import bowl, end_of
+from tests.core.test_controllers_base import ALL, PEAKED, evidence
+
+BAD = [None, math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("start", [1 / 30, 1 / 3, 3.0, 30.0])
+@pytest.mark.parametrize("name", ALL)
+def test_it_walks_to_the_best_value_from_far_below_and_far_above(name: str, start: float) -> None:
+    assert 0.75 < end_of(bowl(ALL[name](), [start], shared=0.1))[0] < 1.35
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_harmless_at_the_best_value(name: str) -> None:
+    for seed in range(5):
+        for _, _, values in bowl(ALL[name](), shared=0.1, seed=seed):
+            assert 0.7 < values[0] < 1.4
+
+
+@pytest.mark.parametrize("name", PEAKED)
+def test_noise_alone_moves_it_little(name: str) -> None:
+    """120 cycles of a loss that does not depend on the value."""
+    ends = sorted(abs(math.log(end_of(bowl(ALL[name](), depth=0.0, cycles=120, seed=seed))[0])) for seed in range(8))
+    assert ends[4] < 0.3 and ends[-1] < 1.0
+
+
+@pytest.mark.parametrize("name", PEAKED)
+def test_several_knobs_are_told_apart(name: str) -> None:
+    low, high = end_of(bowl(ALL[name](), [0.1, 10.0], replicas=8))
+    assert 0.75 < low < 1.35 and 0.75 < high < 1.35
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", ["softmax", "slope", "rank"])
+def test_a_replica_without_a_loss_is_left_out_and_the_others_go_on(name: str, bad: float | None) -> None:
+    def spoil(cycle: int, losses: list[float | None]) -> list[float | None]:
+        return [bad if r == cycle % 8 else x for r, x in enumerate(losses)]
+
+    assert 0.75 < end_of(bowl(ALL[name](), [0.1], replicas=8, spoil=spoil))[0] < 1.35
+
+
+@pytest.mark.parametrize("name", ["slope", "rank"])
+def test_with_fewer_than_two_losses_nothing_moves(name: str) -> None:
+    controller = ALL[name]()
+    run = bowl(controller, [0.1], spoil=lambda cycle, losses: losses if cycle < 8 else [losses[0], None, None, None])
+    history = [(outcome.decisions[0], values) for _, outcome, values in run]
+    assert any(decision.factor != 1.0 for decision, _ in history[:8])
+    assert history[7][1] == history[-1][1]
+    assert "fewer than two" in history[-1][0].note
+
+
+@pytest.mark.parametrize("name", PEAKED)
+def test_it_stays_within_its_bound(name: str) -> None:
+    assert end_of(bowl(ALL[name](bound=3.0), [0.01]))[0] == pytest.approx(0.03)
+    assert end_of(bowl(ALL[name](bound=3.0), [100.0]))[0] == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize("name", PEAKED)
+def test_it_is_calm_in_the_schedules_warm_up_and_decay_and_then_rests(name: str) -> None:
+    def phase(part: float) -> float:
+        return min(1.0, part / 0.3, (1 - part) / 0.3)
+
+    history = list(bowl(ALL[name](), [1 / 30], cycles=60, phase=phase))
+    moved = [outcome.decisions[0].factor != 1.0 for _, outcome, _ in history]
+    assert not any(moved[:17]) and any(moved[18:42]) and not any(moved[45:])
+    assert [engine.explores for engine, _, _ in history[-1:]] == [False]
+    assert {tuple(outcome.multipliers[0]) for _, outcome, _ in history[46:]} == {(1.0,) * 4}
+
+
+@pytest.mark.parametrize("name", ["slope", "rank"])
+def test_votes_of_the_warm_up_are_forgotten_at_the_peak(name: str) -> None:
+    """There the value is low on purpose, and all of them say "higher"; at the peak nothing does, and nothing must move."""
+    controller, rho = ALL[name](), [0.7, 0.9, 1.1, 1.3]
+    for step in range(1, 40):
+        peak = step > 30
+        wrong = math.sin(7 * step) / 10
+        losses = [wrong * x for x in (1, -1, -1, 1)] if peak else [(wrong - 1) * math.log(x) for x in rho]
+        decision = controller.update(evidence(step=step, multipliers=[rho], losses=losses, scheduled=[1.0 if peak else 0.5]))[0]
+        assert decision.factor == 1.0
+        assert peak or step < 10 or (decision.t is not None and decision.t < -3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ({"step": 0}, PEAKED), ({"dead": -1}, PEAKED), ({"scale": math.nan}, PEAKED), ({"begin": 1.5}, PEAKED), ({"end": -0.1}, PEAKED),
+        ({"bound": 1.0}, PEAKED), ({"memory": 1.0}, ["slope", "rank"]), ({"reach": 0.0}, ["slope", "rank"]),
+    ],
+)  # fmt: skip
+def test_settings_are_validated(setting: dict[str, float], names: list[str]) -> None:
+    for name in names:
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            ALL[name](**setting)

@@ -1,0 +1,150 @@
+"""Orthogonal designs: balance, products of columns, fold-over, and that slopes can always be told apart."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdet.core.clock import Clock
+from hdet.core.controllers import Decision, Evidence
+from hdet.core.controllers.regression import slopes
+from hdet.core.design import columns, orthogonal
+from hdet.core.engine import Engine, KnobSpec
+from hdet.core.scale import Scale
+
+from .test_engine import Scripted
+
+KNOBS = [f"knob {k}" for k in range(40)]
+UNKNOWN = {52, 92, 100}
+
+
+def product(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def worst(design: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Largest sum of a column and product of two."""
+    products = [abs(product(a, b)) for i, a in enumerate(design) for b in design[:i]]
+    return max(abs(sum(column)) for column in design), max(products, default=0)
+
+
+@pytest.mark.parametrize("count", [n for n in range(4, 105, 4) if n not in UNKNOWN] + [512])
+def test_a_multiple_of_four_is_balanced_and_exactly_orthogonal(count: int) -> None:
+    design = columns(count, min(count - 1, 40))
+    assert worst(design) == (0, 0)
+    assert {level for column in design for level in column} == {-1, 1}
+
+
+@pytest.mark.parametrize("count", range(5, 42, 4))
+def test_one_replica_more_stands_in_the_middle(count: int) -> None:
+    design = columns(count, count - 2)
+    assert worst(design) == (0, 0)
+    assert all(sorted(column) == [-1] * (count // 2) + [0] + [1] * (count // 2) for column in design)
+
+
+@pytest.mark.parametrize("count", range(6, 43, 4))
+def test_two_more_are_balanced_and_no_product_could_be_smaller(count: int) -> None:
+    """Two balanced columns of length 2 mod 4 agree in an even number of places, so their product is 2 mod 4: never 0."""
+    design = columns(count, count - 3)
+    assert worst(design) == (0, 2)
+    assert all(set(column) == {-1, 1} for column in design)
+
+
+@pytest.mark.parametrize("count", range(7, 44, 4))
+def test_three_more_have_sums_and_products_of_one_the_least_for_odd_lengths(count: int) -> None:
+    assert worst(columns(count, count - 1)) == (1, 1)
+
+
+@pytest.mark.parametrize("count", [52, 53, 54, 92])
+def test_where_no_matrix_is_known_columns_are_nearly_orthogonal(count: int) -> None:
+    sums, products = worst(columns(count, 12))
+    assert sums <= count % 2 and products <= 4
+
+
+@pytest.mark.parametrize("count", range(2, 34))
+def test_as_many_knobs_as_there_can_be_are_told_apart(count: int) -> None:
+    """A linear loss in 1 .. N - 1 knobs is recovered."""
+    for knobs in range(1, count):
+        truth = [random.Random(k).gauss(0, 1) for k in range(knobs)]
+        levels = columns(count, knobs)
+        rows = [[sum(b * column[r] for b, column in zip(truth, levels, strict=True))] for r in range(count)]
+        # ln rho = level / 10, as levels lie evenly
+        found = slopes([[2.718281828459045 ** (level / 10) for level in column] for column in levels], rows)
+        assert found is not None
+        assert [one[0] / 10 for one in found] == pytest.approx(truth, abs=1e-6)
+
+
+@pytest.mark.parametrize(("count", "knobs"), [(4, 4), (1, 1), (8, 9)])
+def test_more_knobs_than_can_be_told_apart_are_refused(count: int, knobs: int) -> None:
+    with pytest.raises(ValueError, match=f"at most {count - 1} knobs apart, got {knobs}"):
+        columns(count, knobs)
+
+
+counts = st.integers(2, 40)
+seeds, pairs = st.integers(0, 2**31), st.integers(0, 1000)
+
+
+@given(seeds, pairs, counts, st.data())
+def test_the_second_cycle_of_a_pair_is_folded_over(seed: int, pair: int, count: int, data: st.DataObject) -> None:
+    knobs = KNOBS[: data.draw(st.integers(1, count - 1))]
+    first, second = (orthogonal(seed, 2 * pair + i, knobs, count) for i in range(2))
+    assert second == [[-level for level in row] for row in first]
+    random.random()  # whatever the user draws in between
+    assert first == orthogonal(seed, 2 * pair, knobs, count)
+
+
+@given(seeds, pairs, st.sampled_from([4, 8, 12, 20]), st.lists(st.floats(-5, 5), min_size=20, max_size=20))
+def test_what_replicas_differ_in_for_good_cancels_in_a_pair(seed: int, pair: int, count: int, fixed: list[float]) -> None:
+    knobs = KNOBS[:3]
+    truth = [0.3, -0.2, 0.1]
+    estimates = []
+    for cycle in (2 * pair, 2 * pair + 1):
+        levels = orthogonal(seed, cycle, knobs, count)
+        losses = [fixed[r] + sum(b * row[r] for b, row in zip(truth, levels, strict=True)) for r in range(count)]
+        estimates.append([sum(x * y for x, y in zip(row, losses, strict=True)) / count for row in levels])
+    assert [(a + b) / 2 for a, b in zip(*estimates, strict=True)] == pytest.approx(truth, abs=1e-12)
+
+
+def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
+    """Of 400 pairs each replica is up in about half, whichever the knob (5 standard deviations); and two knobs' signs are independent."""
+    rows = [orthogonal(3, 2 * pair, KNOBS[:3], 8) for pair in range(400)]
+    for k in range(3):
+        for r in range(8):
+            assert abs(sum(levels[k][r] for levels in rows)) < 5 * 20
+    assert len({tuple(map(tuple, levels)) for levels in rows}) > 390
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_gives_each_knob_its_own_two_levels() -> None:
+    engine = Engine([KnobSpec("a", 0.2), KnobSpec("b", 0.5)], 4, Clock(1), seed=5, design="orthogonal")
+    a, b = engine.multipliers()
+    assert sorted(a) == [0.8, 0.8, 1.2, 1.2] and sorted(b) == [0.5, 0.5, 1.5, 1.5]
+    assert sum((x - 1) * (y - 1) for x, y in zip(a, b, strict=True)) == pytest.approx(0)
+    engine.tick()
+    engine.close([1.0] * 4, scheduled=[1.0, 1.0])
+    assert engine.multipliers()[0] == pytest.approx([2 - x for x in a])
+
+
+def test_the_controller_sees_the_multipliers_that_acted_and_corrections_end_at_the_bounds() -> None:
+    controller = Scripted(Decision(factor=4.0), Decision(factor=0.5))
+    knobs = [KnobSpec("bounded", 0.5, Scale("log", low=0.1, high=1.25)), KnobSpec("free", 0.5)]
+    engine = Engine(knobs, 4, Clock(1), controller, design="orthogonal")
+    drawn = engine.multipliers()
+    engine.tick()
+    outcome = engine.close([1.0] * 4, scheduled=[1.0, 1.0])
+    seen: Evidence = controller.seen[0]
+    assert seen.multipliers[0] == [1.25 if rho == 1.5 else 0.5 for rho in drawn[0]]
+    assert seen.multipliers[1] == drawn[1]
+    assert engine.corrections == [1.25, 0.5] and engine.value(0, 1.0) == 1.25
+    assert any("bounded: correction 4 held at 1.25" in note for note in outcome.notes)
+
+
+def test_a_value_on_a_linear_scale_is_reported_as_such() -> None:
+    engine = Engine([KnobSpec("a", 0.5, Scale("linear", unit=0.1))], 2, Clock(1), Scripted(Decision(factor=2.718281828459045)))
+    engine.tick()
+    engine.close([1.0, 2.0], scheduled=[0.3])
+    assert engine.value(0, 0.3) == pytest.approx(0.4)

@@ -1,0 +1,254 @@
+"""Knobs that act inside `with ensemble.explore():`: their values there, at rest, after errors; co-resident replicas; state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+
+from .helpers import LOCAL, Net, Scripted, adamw, backward, ensemble
+
+
+class Held:
+    def __init__(self, value: float) -> None:
+        self.value, self.writes = value, 0
+
+    def knob(self, name: str = "mine", **settings: Any) -> hdet.Scalar:
+        return hdet.Scalar(name, lambda: self.value, self.write, **settings)
+
+    def write(self, value: float) -> None:
+        self.value = value
+        self.writes += 1
+
+
+def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None:
+    net, held, tasks, criterion = Net(), Held(4.0), {"click": 1.0, "like": 0.5}, nn.CrossEntropyLoss(label_smoothing=0.1)
+    knobs = [
+        hdet.Dropout(net), hdet.Temperature(net), hdet.LabelSmoothing(criterion), hdet.LossWeights(tasks, tasks=["like"]), held.knob(),
+        hdet.ClipNorm(2.0),
+    ]  # fmt: skip
+    run = ensemble(net, knobs, **LOCAL)
+    read = lambda: [net.drop.p, net.temperature, criterion.label_smoothing, tasks["like"], held.value, run.value("clip_norm")]  # noqa: E731
+    base, rho = read(), list(run.multipliers.values())
+    assert base == [0.2, 2.0, 0.1, 0.5, 4.0, 2.0]
+    assert list(run.multipliers) == ["dropout", "temperature", "label_smoothing", "loss_weight/like", "mine", "clip_norm"]
+    assert all(abs(x - 1) == pytest.approx(0.3) for x in rho)
+    with run.explore():
+        assert read() == [b * x for b, x in zip(base, rho, strict=True)]
+        assert run.values() == dict(zip(run.multipliers, base, strict=True))
+        assert tasks["click"] == 1.0
+    assert read() == base
+    with pytest.raises(MemoryError), run.explore():
+        raise MemoryError("out of memory")
+    assert read() == base
+
+
+def test_values_kept_by_the_knob_are_read_through_the_ensemble() -> None:
+    run = ensemble(Net(), [hdet.LabelSmoothing(0.1, spread=0.5), hdet.Scalar("noise", value=3.0)], **LOCAL)
+    assert (run.value("label_smoothing"), run.value("noise")) == (0.1, 3.0)
+    with run.explore():
+        assert run.value("label_smoothing") == 0.1 * run.multipliers["label_smoothing"]
+    with pytest.raises(ValueError, match="no knob 'lr', only"):
+        run.value("lr")
+
+
+def test_a_linear_scale_adds_and_may_pass_zero() -> None:
+    held = Held(0.0)
+    run = ensemble(Net(), [held.knob(scale="linear", unit=2.0, spread=0.5)], index=0, **LOCAL)
+    rho = run.multipliers["mine"]
+    with run.explore():
+        assert held.value == pytest.approx(2.0 * (rho - 1)) and held.value != 0
+    assert held.value == 0.0
+    run.engine.corrections = [math.exp(-1.5)]
+    run.schedule.write(run.engine)
+    assert held.value == pytest.approx(-3.0) == run.values()["mine"]
+
+
+def test_bounds_are_hard_for_the_base_and_for_replicas() -> None:
+    held = Held(0.8)
+    run = ensemble(Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], **LOCAL)
+    for correction, rho, base, used in ((1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)):
+        run.engine.corrections = [correction]
+        run.schedule.write(run.engine)
+        run._fan_out.assign([rho])
+        assert held.value == base
+        with run.explore():
+            assert held.value == pytest.approx(used)
+    with pytest.raises(ValueError, match="mine is 0.5, outside of its bounds"):
+        ensemble(Net(), [Held(0.5).knob(bounds=(0.6, 1.0))], **LOCAL)
+
+
+def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes_count() -> None:
+    held, net = Held(4.0), Net()
+    run = ensemble(net, [held.knob()], **LOCAL)
+    for _ in range(3):
+        backward(net)
+        run.optimizer.step()
+        run.step()
+    assert held.writes == 0
+    run.engine.corrections = [2.0]
+    run.schedule.write(run.engine)
+    assert (held.value, held.writes) == (8.0, 1)
+    held.value = 3.0  # a schedule of the user's own
+    run.step()
+    assert held.value == 6.0 and run.schedule.values() == [3.0]
+    run.step()
+    assert held.value == 6.0
+
+
+def test_dropout_moves_what_it_is_told_to() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.off = nn.Dropout(0.1), nn.Dropout2d(0.4), nn.Dropout(0.0)
+            self.attention, self.linear = nn.MultiheadAttention(4, 2, dropout=0.2), nn.Linear(4, 1)
+
+    net = Two()
+    read = lambda: [net.a.p, net.b.p, net.off.p, net.attention.dropout]  # noqa: E731
+
+    def at(rho: float, **settings: Any) -> list[float]:
+        run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, **settings)], **LOCAL)
+        run._fan_out.assign([rho])
+        with run.explore():
+            return read()
+
+    assert at(1.5) == pytest.approx([0.15, 0.6, 0.0, 0.3])
+    assert at(1.5, modules=["b"]) == pytest.approx([0.1, 0.6, 0.0, 0.2])
+    assert at(1.5, modules=["a", "off"], scale="linear", unit=0.2) == pytest.approx([0.2, 0.4, 0.1, 0.2])
+    assert at(1.99, bounds=(0.0, 0.5)) == pytest.approx([0.199, 0.5, 0.0, 0.398])
+    for settings, message in (({"modules": ["c"]}, "'c'"), ({"modules": ["linear"]}, "'linear'"), ({"modules": ["off"]}, "is 0")):
+        with pytest.raises(ValueError, match=message):
+            hdet.Dropout(net, **settings).bind(torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(ValueError, match="Linear has no dropout above 0"):
+        hdet.Dropout(net.linear).bind(torch.optim.SGD(net.parameters(), 0.1))
+
+
+def test_dropout_inside_explore_is_what_the_forward_pass_uses() -> None:
+    net = nn.Sequential(nn.Dropout(0.25), nn.Linear(1, 1))
+    run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, modules=["0"])], **LOCAL)
+    run._fan_out.assign([2.0 - 1e-9])
+    x = torch.ones(20_000, 1)
+    with run.explore():
+        inside = (net[0](x) == 0).float().mean().item()
+    outside = (net[0](x) == 0).float().mean().item()
+    assert (inside, outside) == (pytest.approx(0.5, abs=0.02), pytest.approx(0.25, abs=0.02))
+
+
+def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> None:
+    net = Net()
+    run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
+    with run.explore():
+        run.observe(1.0)
+        with run.explore():  # again: nothing happens twice
+            assert net.drop.p == 0.2 * run.multipliers["dropout"]
+        assert net.drop.p == 0.2 * run.multipliers["dropout"]
+        for call in (run.step, run.converge, run.state_dict, lambda: run.load_state_dict({})):
+            with pytest.raises(ValueError, match="inside `with ensemble.explore"):
+                call()
+    run.step()
+
+
+def test_states_hold_base_values_and_load() -> None:
+    net, held = Net(), Held(4.0)
+    run = ensemble(net, [hdet.Dropout(net), held.knob()], controller=Scripted(2.0, 0.5), **LOCAL)
+    run.engine.corrections = [2.0, 0.5]
+    run.schedule.write(run.engine)
+    with run.explore():
+        assert net.drop.p != 0.4
+    state = copy.deepcopy(run.state_dict())
+    assert state["scheduled"] == {"dropout": [0.2], "mine": [4.0]}
+    other, theirs = Net(), Held(4.0)
+    resumed = ensemble(other, [hdet.Dropout(other), theirs.knob()], controller=Scripted(2.0, 0.5), **LOCAL)
+    resumed.load_state_dict(state)
+    assert (other.drop.p, theirs.value) == (0.4, 2.0)
+    assert resumed.values() == run.values() == {"dropout": 0.4, "mine": 2.0}
+    resumed.step()
+    assert (other.drop.p, theirs.value) == (0.4, 2.0)
+
+
+def test_closing_leaves_base_values() -> None:
+    net = Net()
+    run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
+    run.close()
+    with run.explore():
+        assert net.drop.p == 0.2
+
+
+def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
+    net = Net()
+    with pytest.warns(UserWarning, match="replicas did not differ in dropout"):
+        run = ensemble(net, [hdet.Dropout(net)], sync_interval=2, count=2, **LOCAL)
+        run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])  # the other replica is as this one
+        run.weights.end_cycle = lambda weights: []
+        for _ in range(2):
+            backward(net)
+            run.optimizer.step()
+            run.step()
+    assert any("explore()" in note for note in run.history["notes"])
+
+
+# -- clipping in the user's loop ---------------------------------------------------------------------------------------------
+
+
+def test_the_loop_clips_to_the_replicas_norm() -> None:
+    net = Net()
+    run = ensemble(net, [hdet.ClipNorm(0.1, spread=0.5)], moments="average")
+    run._fan_out.assign([1.5])
+    with run.explore():
+        backward(net)
+        nn.utils.clip_grad_norm_(net.parameters(), run.value("clip_norm"))
+    assert nn.utils.get_total_norm([p.grad for p in net.parameters()]) == pytest.approx(0.15, rel=1e-4)
+    assert run.value("clip_norm") == 0.1
+
+
+# -- co-resident replicas ----------------------------------------------------------------------------------------------------
+
+
+def coresident(knobs: Any, net: Net, count: int = 4, **settings: Any) -> tuple[hdet.CoresidentReplicas, hdet.Ensemble]:
+    replicas = hdet.CoresidentReplicas(net, count)
+    return replicas, hdet.Ensemble(adamw(net, hdet.FusedAdamW), knobs=knobs(net), replicas=replicas, sync_interval=2, **settings)
+
+
+def test_each_co_resident_replica_explores_its_own_value() -> None:
+    net = Net()
+    replicas, run = coresident(lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net)
+    table = run.engine.multipliers()
+    assert len({*table[1]}) == 2
+    for k in range(4):
+        with replicas.use(k):
+            assert net.temperature == 2.0
+            with run.explore():
+                assert net.temperature == 2.0 * table[1][k] == run.value("temperature")
+                if k:
+                    with pytest.raises(ValueError, match=f"inside that of replica {k}"), replicas.use(0), run.explore():
+                        pass
+                assert net.temperature == 2.0 * table[1][k]
+            assert net.temperature == 2.0
+    with pytest.raises(ValueError, match="inside `with replicas.use"), run.explore():
+        pass
+
+
+def test_a_probe_scores_a_direct_knob_at_each_replicas_own_value_and_others_at_base_values() -> None:
+    net, seen = Net(), []
+
+    def loss_fn(model: Net, batch: torch.Tensor) -> torch.Tensor:
+        seen.append((model.temperature, model.drop.p))
+        return model(batch).square().mean()
+
+    controller = hdet.ProbeController(loss_fn, [torch.randn(4, 4) for _ in range(2)], 2, model=net, held_out=True)
+    replicas, run = coresident(lambda net: [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)], net, controller=controller)
+    table = run.engine.multipliers()
+    for _ in range(2):
+        for k in range(4):
+            with replicas.use(k), run.explore():
+                backward(net)
+        run.optimizer.step()
+        run.step()
+    assert seen == [(2.0 * table[1][k], 0.2) for k in range(4) for _ in range(2)]
+    assert net.temperature == run.values()["temperature"]

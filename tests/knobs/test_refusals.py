@@ -1,0 +1,245 @@
+"""What is refused when an Ensemble is made, by name and with the way out; and nothing is changed then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+
+from .helpers import LOCAL, Net, Pretend, adamw, ensemble, groups_of
+
+
+def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
+    return hdet.ProbeController(lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings)
+
+
+DISHONEST = {
+    "dropout": lambda net: hdet.Dropout(net),
+    "weight_decay": lambda net: hdet.WeightDecay(),
+    "label_smoothing": lambda net: hdet.LabelSmoothing(0.1),
+    "loss_weight/a": lambda net: hdet.LossWeights({"a": 1.0}),
+    "augmentation": lambda net: hdet.Scalar("augmentation", value=0.5),
+}
+HONEST = {
+    "lr": lambda net: hdet.LearningRate(),
+    "beta1": lambda net: hdet.Betas(),
+    "eps": lambda net: hdet.Eps(),
+    "clip_norm": lambda net: hdet.ClipNorm(1.0),
+    "temperature": lambda net: hdet.Temperature(net),
+    "mine": lambda net: hdet.Scalar("mine", value=1.0, honest=True),
+}
+
+
+@pytest.mark.parametrize("name", DISHONEST)
+def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
+    net = Net()
+    for controller in (hdet.SoftmaxController(decay=None), probe_of(net)):
+        optimizer = adamw(net)
+        with pytest.raises(ValueError, match=f"no honest judge of the knob '{name}'.*'{controller.name}'.*held_out=True"):
+            ensemble(net, [DISHONEST[name](net)], optimizer=optimizer, controller=controller, **LOCAL)
+        assert "step" not in optimizer.__dict__
+    ensemble(net, [DISHONEST[name](net)], controller=probe_of(net, held_out=True), **LOCAL)
+    ensemble(net, [DISHONEST[name](net)], controller=None, **LOCAL)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
+    net = Net()
+    run = ensemble(net, [HONEST[name](net)], controller=hdet.SoftmaxController(decay=None), **LOCAL)
+    assert name in run.multipliers
+
+
+@pytest.mark.parametrize("held_out", [1, "yes", None])
+def test_held_out_is_said_plainly(held_out: Any) -> None:
+    with pytest.raises(ValueError, match="held_out must be True or False"):
+        probe_of(Net(), held_out=held_out)
+
+
+FORWARD = ["dropout", "label_smoothing", "loss_weight/a", "augmentation"]
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference(name: str) -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=f"'{name}' acts in the forward pass, but with gradients='shared'.*gradients='local'"):
+        ensemble(net, [DISHONEST[name](net)], controller=probe_of(net, held_out=True))
+
+
+def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
+    net = Net()
+    run = ensemble(net, [hdet.Temperature(net), hdet.WeightDecay()], controller=probe_of(net, held_out=True))
+    assert list(run.multipliers) == ["temperature", "weight_decay"]
+
+
+PARTING = {
+    "beta2": lambda: hdet.Betas(which=[1]),
+    "clip_norm": lambda: hdet.ClipNorm(1.0),
+}
+
+
+@pytest.mark.parametrize("name", PARTING)
+def test_what_parts_moments_needs_a_choice_of_moments(name: str) -> None:
+    for moments in (None, "keep", "forget"):
+        with pytest.raises(ValueError, match=f"moments is {moments!r}, but replicas that differ in '{name}' differ in their moments"):
+            ensemble(Net(), [PARTING[name]()], moments=moments)
+    for moments in ("average", "reset"):
+        assert name in ensemble(Net(), [PARTING[name]()], moments=moments).multipliers
+
+
+def test_moments_are_a_choice_only_where_they_differ() -> None:
+    with pytest.raises(ValueError, match="with gradients='shared' they are equal on all replicas"):
+        ensemble(Net(), [hdet.LearningRate(), hdet.Eps(), hdet.WeightDecay()], moments="average")
+
+
+@pytest.mark.parametrize(
+    ("make", "coupled"),
+    [
+        (torch.optim.Adam, True), (torch.optim.AdamW, False), (torch.optim.SGD, False), (lambda p: torch.optim.SGD(p, momentum=0.9), True),
+        (lambda p: torch.optim.Adam(p, decoupled_weight_decay=True), False), (torch.optim.RMSprop, True), (torch.optim.NAdam, True),
+        (hdet.FusedAdamW, False), (hdet.FusedLion, False), (hdet.FusedAdam, True), (lambda p: hdet.FusedSGD(p, momentum=0.9), True),
+        (lambda p: hdet.FusedSGD(p, lr=0.1), False),
+    ],
+)  # fmt: skip
+def test_decay_that_is_part_of_the_gradient_parts_moments(make: Any, coupled: bool) -> None:
+    net = Net()
+    if coupled:
+        with pytest.raises(ValueError, match="'weight_decay' differ in their moments"):
+            ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)))
+    run = ensemble(net, [hdet.WeightDecay()], optimizer=make(groups_of(net)), **({"moments": "average"} if coupled else {}))
+    assert run.multipliers
+
+
+@pytest.mark.parametrize(
+    "knob", [hdet.WeightDecay(), hdet.Betas(), hdet.Eps(), hdet.ClipNorm(), hdet.ClipNorm(1.0), hdet.Scalar("x", value=1.0)]
+)
+def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob: Any) -> None:
+    net = Net()
+    replicas = hdet.CoresidentReplicas(net, 4)
+    with pytest.raises(ValueError, match="co-resident replicas.*one process per replica|gradients='local'"):
+        hdet.Ensemble(adamw(net, hdet.FusedAdamW, max_grad_norm=1.0), knobs=[knob], replicas=replicas)
+
+
+# -- how many ----------------------------------------------------------------------------------------------------------------
+
+
+def several(count: int) -> list[Any]:
+    return [hdet.Scalar(f"k{i}", value=1.0, honest=True) for i in range(count)]
+
+
+def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_that_regress() -> None:
+    from hdet.core.controllers.slope import SlopeController
+
+    net = Net()
+    for controller in (probe_of(net), SlopeController()):
+        ensemble(net, several(3), controller=controller, count=4, **LOCAL)
+        with pytest.raises(ValueError, match="4 replicas can tell at most 3 knobs apart, got 4"):
+            ensemble(net, several(4), controller=controller, count=4, **LOCAL)
+    ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), count=4, **LOCAL)
+
+
+def test_designs() -> None:
+    net = Net()
+    assert ensemble(net, several(1), **LOCAL).engine.design == "permutation"
+    assert ensemble(net, several(2), **LOCAL).engine.design == "orthogonal"
+    assert ensemble(net, several(2), design="permutation", **LOCAL).engine.design == "permutation"
+    assert ensemble(net, several(1), design="orthogonal", **LOCAL).engine.design == "orthogonal"
+    assert ensemble(net, several(4), count=4, **LOCAL).engine.design == "permutation"
+    with pytest.raises(ValueError, match="design is 'orthogonal', but 4 replicas can tell at most 3"):
+        ensemble(net, several(4), count=4, design="orthogonal", **LOCAL)
+    with pytest.raises(ValueError, match="design must be 'permutation', 'orthogonal' or None, got 'latin'"):
+        ensemble(net, several(1), design="latin", **LOCAL)
+
+
+def test_the_drop_in_keeps_permutations() -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
+    schedule = hdet.OneCycleAutoLR(
+        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1, ensemble_lr_spread_ratio=0.1, replicas=Pretend()
+    )
+    assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble.engine.design == "permutation"
+
+
+# -- single knobs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        (lambda: hdet.Scalar("", value=1.0), "name must be a text"),
+        (lambda: hdet.Scalar("x"), "needs get and set"),
+        (lambda: hdet.Scalar("x", get=lambda: 1.0), "needs get and set"),
+        (lambda: hdet.Scalar("x", value=1.0, scale="cubic"), "scale of 'x' must be 'log' or 'linear'"),
+        (lambda: hdet.Scalar("x", value=1.0, scale="linear"), "unit of 'x' is None"),
+        (lambda: hdet.Scalar("x", value=1.0, unit=2.0), "the log scale has none"),
+        (lambda: hdet.Scalar("x", value=1.0, bounds=(2.0, 1.0)), "low < high"),
+        (lambda: hdet.Scalar("x", value=1.0, bounds=3.0), "bounds must be"),
+        (lambda: hdet.Scalar("x", value=1.0, spread=1.0), "spread must be a number"),
+        (lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
+        (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
+        (lambda: hdet.Betas(which=[2]), "which must list 0"),
+        (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
+    ],
+)
+def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        knob()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
+        ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
+        ([hdet.WeightDecay(product=True)], "no knob moves the rate of its groups: add a LearningRate"),
+        ([hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)], "no knob moves the rate"),
+        ([hdet.LabelSmoothing(nn.MSELoss())], "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
+        ([hdet.LossWeights({})], "weights must be a dict"),
+        ([hdet.LossWeights({"a": 1.0}, tasks=["b"])], "tasks names 'b'"),
+        ([hdet.Temperature(nn.Linear(1, 1))], "no module of Linear has an attribute 'temperature'"),
+        ([hdet.Scalar("x", value=1.0), hdet.Scalar("x", value=2.0)], "different names"),
+    ],
+)
+def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ensemble(Net(), knobs, **LOCAL)
+
+
+def test_a_temperature_that_is_trained_and_one_value_with_two_knobs_are_refused() -> None:
+    net = Net()
+    net.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="is a parameter, which the optimizer trains"):
+        ensemble(net, [hdet.Temperature(net)], **LOCAL)
+    net = Net()
+    with pytest.raises(ValueError, match="'dropout' and 'again' share one Dropout.p"):
+        ensemble(net, [hdet.Dropout(net), hdet.Dropout(net, name="again")], **LOCAL)
+
+
+@pytest.mark.parametrize(("knob", "key"), [(hdet.Betas(), "betas"), (hdet.Eps(), "eps")])
+def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, key: str) -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=f"SGD have no '{key}': leave the knob out"):
+        ensemble(net, [knob], optimizer=torch.optim.SGD(net.parameters(), 0.1))
+
+
+def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:
+    with pytest.raises(ValueError, match="decay='printed' takes the place of a rate's schedule.*'eps'"):
+        ensemble(Net(), [hdet.Eps()], controller=hdet.SoftmaxController(decay="printed"), total_steps=100)
+
+
+def test_the_exact_local_mean_is_of_balanced_rates_alone() -> None:
+    net = Net()
+
+    def run(knobs: Any, count: int = 4) -> hdet.Ensemble:
+        optimizer = adamw(net, hdet.FusedAdamW, decay_at="base")
+        return ensemble(net, knobs, optimizer=optimizer, count=count, converge=hdet.converge.ExactLocal())
+
+    run([hdet.LearningRate(groups="each")])
+    with pytest.raises(ValueError, match="ExactLocal.*'weight_decay'"):
+        run([hdet.WeightDecay()])
+    with pytest.raises(ValueError, match="ExactLocal.*'lr'"):
+        run([hdet.LearningRate(bounds=(0.0, 1.0))])
+    with pytest.raises(ValueError, match="no orthogonal design of 3 replicas for 2 knobs is balanced"):
+        run([hdet.LearningRate(groups="each")], count=3)
