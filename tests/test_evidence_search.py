@@ -213,6 +213,10 @@ def test_successive_halving_prunes_at_its_rungs() -> None:
     assert played.halved([trials[-1], trials[0]])[0] == 9  # a crash ends it where it happened
     curve, final = played.played(trials, played.halved(trials))
     assert (curve[-1][0], final) == (160 * (16 + 1 + 16 + 4 + 1), 1.0)
+    assert played.halved([line(*early[:4], None), line(*early)]) == [5, 17]  # nobody is measured against a crash
+    assert played.halved([line(*early), line(3, 0.9, 2.9, 2.9, *[0.9] * 13)]) == [17, 17]  # no rungs at 2 and 3
+    late = [line(*early), line(*[3.0] * 16, 0.5)]
+    assert played.played(late, played.halved(late))[1] == 2.0  # nobody knows how well the second one would have ended
 
 
 def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +239,7 @@ def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = drawn["random search, 4 trials"].get_data()
     assert x[-1] == 4 and y[-1] == 1.5 and all(a >= b for a, b in itertools.pairwise(y))
     assert drawn["hdet-probe"].get_data()[1][-1] == pytest.approx(2.0)
+    assert played.table([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text  # of a shorter run: not mixed with the others
     assert played.search_tables(lines).endswith(text) and len(played.search_figure(lines).axes) == 1
     with pytest.raises(ValueError, match="of one problem"):
         played.figure([*lines, line(3, 2, problem="transformer")], axis)
@@ -243,7 +248,9 @@ def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the command ---------------------------------------------------------------------------------------------------------------
 
 
-def test_quick_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.timeout(600)  # two workers are started, which import everything
+def test_quick_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(played, "ORDERS", 2)
     path = tmp_path / "search.jsonl"
     search.main(["--quick", "--methods", "hdet-probe", "--jobs", "1", "--json", str(path)])
     whole = path.read_text().splitlines()

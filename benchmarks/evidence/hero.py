@@ -24,12 +24,12 @@ from methods import METHODS, Method, train
 from problems import PROBLEMS
 from runs import Record, Task, read, run_missing
 
+from hdet.evidence.curves import score
+from hdet.evidence.hero import SEEDS, STARTS
+
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
-EXPONENTS = [-8, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6]
-SEEDS = {"transformer": 3}
-"""five on the others"""
-FIND_SEEDS = (1000, 1001)
-"""others than those of the figure: the best rate is not chosen on the runs that are shown"""
+FIND_SEEDS = {"transformer": (1000,)}
+"""(1000, 1001) on the others; not those of the figure: the best rate is not chosen on the runs that are shown"""
 FARTHEST = 14
 """powers of 2 beyond which no best rate is looked for"""
 
@@ -54,11 +54,6 @@ def key(record: Record | Task) -> tuple[Any, ...]:
     return (*(record[name] for name in ("benchmark", "problem", "method", "seed", "steps")), f"{record['rate']:.6g}")
 
 
-def score(record: Record) -> float:
-    """Held-out loss; an untrained model's if the run crashed or ended above it."""
-    return record["untrained"] if record["validation"] is None else min(record["validation"], record["untrained"])
-
-
 # -- the best rate ---------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +63,7 @@ def means(records: Sequence[Record], problem: str, method: str, steps: int) -> d
     for record in records:
         if (record["benchmark"], record["problem"], record["method"], record["steps"]) == ("hero-find", problem, method, steps):
             found.setdefault(record["exponent"], {})[record["seed"]] = score(record)
-    return {exponent: statistics.mean(by_seed.values()) for exponent, by_seed in found.items() if set(FIND_SEEDS) <= set(by_seed)}
+    return {exponent: statistics.mean(by_seed.values()) for exponent, by_seed in found.items() if set(find_seeds(problem)) <= set(by_seed)}
 
 
 def next_exponents(method: Method, known: dict[int, float]) -> list[int]:
@@ -104,12 +99,16 @@ def find(options: argparse.Namespace, records: list[Record]) -> None:
         tasks = [
             {"benchmark": "hero-find", "problem": problem, "method": name, "exponent": e, "rate": METHODS[name].start * 2.0**e,
              "seed": seed, "steps": steps_of(problem, options)}
-            for problem in options.problems for name in names for seed in FIND_SEEDS
+            for problem in options.problems for name in names for seed in find_seeds(problem)
             for e in next_exponents(METHODS[name], means(records, problem, name, steps_of(problem, options)))
         ]  # fmt: skip
         if not tasks:
             return
         run_missing(run, tasks, records, key, path=options.json, jobs=options.jobs)
+
+
+def find_seeds(problem: str) -> tuple[int, ...]:
+    return FIND_SEEDS.get(problem, (1000, 1001))
 
 
 def steps_of(problem: str, options: argparse.Namespace) -> int:
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--exponents", type=int, nargs="+", default=EXPONENTS)
+    parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--seeds", type=int, help="how many; default 3 on the transformer, 5 on the others")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--find", action="store_true", help="only look for the best rates")

@@ -2,95 +2,117 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.record import RunFolderError, atomic_file
+from hdet.record import RunFolderError, atomic_file, read_history
 
 from .curves import Record
-from .hero import hero_figure, hero_tables
+from .hero import hero_tables
+from .hero_figure import hero_figure
+from .search import search_figure, search_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["read", "write_evidence"]
+__all__ = ["PAGE", "SECTIONS", "Section", "evidence_page", "read_evidence", "write_evidence"]
 
 PAGE = "evidence.md"
+SEARCH_FOR_BEST = "-find"
+"""how benchmarks end whose lines only say where another one's starts are"""
 
 
-def write_evidence(paths: Sequence[Path], out: Path) -> list[Path]:
-    """Write the tables to ``evidence.md`` in ``out`` and the figures beside it; returns what was written.
+@dataclass(frozen=True)
+class Section:
+    """What becomes of the lines of a benchmark."""
 
-    Raises:
-        RunFolderError: a file that cannot be read, a line without what a table needs, or nothing to show.
-    """
-    records = [record for path in paths for record in read(path)]
-    sections: list[str] = []
-    written: list[Path] = []
-    for name, (tables, plot) in SECTIONS.items():
-        own = [record for record in records if record["benchmark"] == name]
-        if not own:
-            continue
-        sections.append(tables(own))
-        if plot is not None:
-            written.append(out / f"{name}.png")
-            _save(plot(own), written[-1])
-    if not sections:
-        raise RunFolderError(
-            f"no line of {', '.join(map(repr, map(str, paths)))} is of {' or '.join(SECTIONS)}: pass results of benchmarks/evidence"
-        )
-    page = out / PAGE
-    with atomic_file(page) as file:
-        file.write("\n".join(sections).encode())
-    return [page, *written]
+    tables: Callable[[Sequence[Record]], str]
+    """Markdown, which begins with a heading and shows the figure as ``<benchmark>.png``."""
+    figure: Callable[[Sequence[Record]], Figure] | None
+    needs: Mapping[str, Any]
+    """Key -> what isinstance takes: a line without them is refused by name. Floats must be finite."""
 
 
-def read(path: Path) -> list[Record]:
-    """The lines of a results file, each with what its section needs.
+NUMBER = (int, float)
+RUN = {"problem": str, "method": str, "seed": int, "steps": int, "validation": (*NUMBER, type(None))}
+
+SECTIONS: dict[str, Section] = {
+    "hero": Section(
+        hero_tables, hero_figure,
+        RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "rates": list, "probe_percent": NUMBER, "copies": NUMBER},
+    ),
+    "search": Section(search_tables, search_figure, RUN | {"draw": int, "batch": int, "best": NUMBER, "curve": list}),
+    # Next: "paper", "signal", "horizon", "scalars", each in a file of its own beside this one.
+}  # fmt: skip
+"""benchmark -> its part of the page, in this order"""
+
+
+def read_evidence(paths: Sequence[Path]) -> list[Record]:
+    """The lines of results files; a last line that is just being written is left out.
 
     Raises:
         RunFolderError: names the file, the line and the remedy.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFolderError(
-            f"{str(path)!r} cannot be read ({type(error).__name__}): pass a file of benchmarks/results/evidence"
-        ) from error
     records = []
-    for number, line in enumerate(lines, 1):
-        where = f"line {number} of {str(path)!r}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise RunFolderError(f"{where} is no JSON: remove that line") from error
-        if not isinstance(record, dict) or not isinstance(record.get("benchmark"), str):
-            raise RunFolderError(f"{where} names no benchmark: pass files of benchmarks/results/evidence")
-        for key, kinds in NEEDED.get(record["benchmark"], {}).items():
-            if not isinstance(record.get(key), kinds) or (isinstance(record[key], float) and not math.isfinite(record[key])):
-                raise RunFolderError(f"{where} lacks {key}, or it is no number: remove that line")
-        records.append(record)
+    for path in paths:
+        if not path.is_file():
+            raise RunFolderError(f"evidence {str(path)!r} is not a file: pass results of benchmarks/evidence")
+        for number, record in enumerate(read_history(path), 1):
+            _check(record, f"line {number} of {str(path)!r}")
+            records.append(record)
     return records
 
 
-NEEDED: dict[str, dict[str, Any]] = {
-    "hero": {
-        "problem": str, "method": str, "exponent": int, "rate": (int, float), "seed": int, "steps": int, "untrained": (int, float),
-        "validation": (int, float, type(None)), "rates": list, "probe_percent": (int, float), "copies": (int, float),
-    }
-}  # fmt: skip
-"""what is read below, by benchmark"""
+def _check(record: Record, where: str) -> None:
+    benchmark = record.get("benchmark")
+    if not isinstance(benchmark, str):
+        raise RunFolderError(f"{where} names no benchmark: pass results of benchmarks/evidence")
+    for key, kinds in (SECTIONS[benchmark].needs if benchmark in SECTIONS else {}).items():
+        value = record.get(key)
+        if key not in record or not isinstance(value, kinds) or (isinstance(value, float) and not math.isfinite(value)):
+            raise RunFolderError(f"{where}, of benchmark {benchmark!r}, has no {key} that can be used: remove that line")
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")
+def evidence_page(records: Sequence[Record]) -> str:
+    """All tables, and which lines have none.
+
+    Raises:
+        RunFolderError: none of the lines has a table.
+    """
+    count = Counter(record["benchmark"] for record in records)
+    parts = [section.tables(_of(name, records)) for name, section in SECTIONS.items() if name in count]
+    if not parts:
+        raise RunFolderError(f"no line is of {' or '.join(SECTIONS)}: pass results of benchmarks/evidence that hold some")
+    unknown = [name for name in count if name not in SECTIONS and not name.endswith(SEARCH_FOR_BEST)]
+    parts += [f"No table is made of the {count[name]} lines of {name!r}.\n" for name in unknown]
+    return "\n".join(parts)
 
 
-SECTIONS: dict[str, tuple[Callable[[Sequence[Record]], str], Callable[[Sequence[Record]], Figure] | None]] = {
-    "hero": (hero_tables, hero_figure),
-}
-"""benchmark -> its tables, and its figure if it has one; in the order of the page"""
+def write_evidence(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Write the page to ``evidence.md`` in ``folder``, which is made if it is missing, and the figures beside it; returns the files.
+
+    Raises:
+        RunFolderError: none of the lines has a table, or the folder cannot be written to.
+    """
+    page, files = evidence_page(records), [folder / PAGE]
+    try:
+        folder.mkdir(exist_ok=True)
+        with atomic_file(files[0]) as file:
+            file.write(page.encode())
+        for name, section in SECTIONS.items():
+            own = _of(name, records)
+            if own and section.figure is not None:
+                files.append(folder / f"{name}.png")
+                with atomic_file(files[-1]) as file:
+                    section.figure(own).savefig(file, format="png")
+    except OSError as error:
+        raise RunFolderError(f"out is {str(folder)!r}, which cannot be written to ({error.strerror}): pass another folder") from error
+    return files
+
+
+def _of(benchmark: str, records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["benchmark"] == benchmark]

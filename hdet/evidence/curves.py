@@ -5,83 +5,119 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-__all__ = ["Curve", "Record", "curves", "recovered"]
+__all__ = ["Curve", "Record", "curves", "score"]
 
 Record = dict[str, Any]
+"""a line of the results"""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A method on a problem: one score for each seed and start. A score is a held-out loss in nats, at most an untrained model's."""
-
-    problem: str
-    method: str
-    scores: dict[int, list[float]]
-    """exponent (log2 of the start by the method's best rate) -> scores, in the order of seeds"""
-    records: list[Record]
-
-    def mean(self, exponent: int) -> float:
-        return statistics.mean(self.scores[exponent])
-
-    def error(self, exponent: int) -> float:
-        """Standard error of the mean; 0 for a single seed."""
-        scores = self.scores[exponent]
-        return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
-
-    @property
-    def best(self) -> int:
-        """The exponent with the lowest mean."""
-        return min(self.scores, key=self.mean)
-
-    @property
-    def worst(self) -> int:
-        return max(self.scores, key=self.mean)
-
-    @property
-    def crashed(self) -> int:
-        return sum(record["validation"] is None for record in self.records)
-
-    def above(self, floor: float) -> float:
-        """E[min(l, l0)] - ``floor`` over starts that are even in ln(rate): the trapezoid rule, so an uneven grid weighs right."""
-        starts = sorted(self.scores)
-        if len(starts) < 2:
-            return self.mean(starts[0]) - floor
-        area = sum((b - a) * (self.mean(a) + self.mean(b)) / 2 for a, b in itertools.pairwise(starts))
-        return area / (starts[-1] - starts[0]) - floor
-
-    @property
-    def sensitivity(self) -> float:
-        """LR sensitivity (Wortsman et al., arXiv 2309.14322): how much is lost on average by not knowing the method's own best rate."""
-        return self.above(self.mean(self.best))
-
-
-def curves(records: Iterable[Record]) -> dict[str, dict[str, Curve]]:
-    """{problem: {method: Curve}}. The latest of two lines of one run counts; a run that was made shorter is not mixed with whole ones."""
-    latest: dict[tuple[str, str, int, int], Record] = {}
-    for record in records:
-        latest[record["problem"], record["method"], record["exponent"], record["seed"]] = record
-    by: dict[str, dict[str, dict[int, list[Record]]]] = {}
-    for (problem, method, exponent, _), record in sorted(latest.items()):
-        by.setdefault(problem, {}).setdefault(method, {}).setdefault(exponent, []).append(record)
-    return {
-        problem: {
-            method: Curve(problem, method, {e: [_score(r) for r in runs] for e, runs in starts.items()}, [r for runs in starts.values() for r in runs])
-            for method, starts in methods.items()
-        }
-        for problem, methods in by.items()
-    }  # fmt: skip
-
-
-def _score(record: Record) -> float:
+def score(record: Record) -> float:
+    """Held-out loss in nats; an untrained model's if the run crashed or ended above it."""
     validation = record["validation"]
     return float(record["untrained"] if validation is None else min(validation, record["untrained"]))
 
 
-def recovered(curve: Curve, fixed: Curve, exponent: int) -> float | None:
-    """Part of the gap between the fixed schedule's loss from this start and its best one that ``curve`` closes; None below 0.02 nats."""
-    gap = fixed.mean(exponent) - fixed.mean(fixed.best)
-    return (fixed.mean(exponent) - curve.mean(exponent)) / gap if gap > 0.02 else None
+@dataclass(frozen=True)
+class Curve:
+    """A method on a problem, from several starts: exponents, which are log2 (start / the method's best rate)."""
+
+    method: str
+    runs: dict[int, dict[int, Record]]
+    """exponent -> seed -> line, both rising; no start is empty"""
+
+    @property
+    def starts(self) -> list[int]:
+        return list(self.runs)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for runs in self.runs.values() for record in runs.values()]
+
+    def scores(self, exponent: int) -> list[float]:
+        return [score(record) for record in self.runs[exponent].values()]
+
+    def mean(self, exponent: int) -> float:
+        return self._means[exponent]
+
+    def error(self, exponent: int) -> float:
+        """Standard error of the mean over seeds; 0 for a single seed."""
+        return standard_error(self.scores(exponent))
+
+    @property
+    def best(self) -> int:
+        """The start with the lowest mean."""
+        return min(self.runs, key=self.mean)
+
+    @property
+    def worst(self) -> int:
+        return max(self.runs, key=self.mean)
+
+    @property
+    def lowest(self) -> float:
+        return self.mean(self.best)
+
+    @property
+    def failed(self) -> int:
+        """Runs that crashed, or ended no better than untrained."""
+        return sum(record["validation"] is None or record["validation"] >= record["untrained"] for record in self.records)
+
+    def sensitivity(self, lowest: float) -> float:
+        """LR sensitivity E[min(l, l0)] - l* (Wortsman et al., arXiv 2309.14322), l0 an untrained model's loss, l* = ``lowest``; nats.
+
+        The expectation is over starts that are even in ln(rate): the trapezoid rule, so a grid that is denser somewhere weighs right.
+        """
+        if len(self.starts) == 1:
+            return self.mean(self.starts[0]) - lowest
+        area = sum((b - a) * (self.mean(a) + self.mean(b)) / 2 for a, b in itertools.pairwise(self.starts))
+        return area / (self.starts[-1] - self.starts[0]) - lowest
+
+    def over(self, other: Curve, exponent: int) -> tuple[float, float] | None:
+        """Mean and standard error of this loss minus the other's, seed by seed; None: no seed is there twice."""
+        own, others = self.runs.get(exponent, {}), other.runs.get(exponent, {})
+        pairs = [score(own[seed]) - score(others[seed]) for seed in own if seed in others]
+        return (statistics.mean(pairs), standard_error(pairs)) if pairs else None
+
+    def highest(self, key: str) -> float:
+        return float(max(record[key] for record in self.records))
+
+    @cached_property
+    def _means(self) -> dict[int, float]:
+        return {exponent: statistics.mean(self.scores(exponent)) for exponent in self.runs}
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def curves(records: Iterable[Record], rank: Callable[[str], Any] = str) -> dict[str, dict[str, Curve]]:
+    """{problem: {method: Curve}}, methods in the order of ``rank``.
+
+    What does not belong together is not mixed: shortened runs are left out where there are longer ones, runs around a best rate that the
+    method's last line has replaced are left out, and of two lines of one run the later one counts.
+    """
+    lines = list(records)
+    steps: dict[str, int] = {}
+    for line in lines:
+        steps[line["problem"]] = max(line["steps"], steps.get(line["problem"], 0))
+    lines = [line for line in lines if line["steps"] == steps[line["problem"]]]
+    best = {(line["problem"], line["method"]): best_rate(line) for line in lines}
+    latest = {
+        (line["problem"], line["method"], line["exponent"], line["seed"]): line
+        for line in lines
+        if math.isclose(best_rate(line), best[line["problem"], line["method"]], rel_tol=1e-5)
+    }
+    found: dict[str, dict[str, dict[int, dict[int, Record]]]] = {}
+    for problem, method, exponent, seed in sorted(latest, key=lambda key: (key[0], rank(key[1]), *key[2:])):
+        starts = found.setdefault(problem, {}).setdefault(method, {})
+        starts.setdefault(exponent, {})[seed] = latest[problem, method, exponent, seed]
+    return {problem: {method: Curve(method, runs) for method, runs in methods.items()} for problem, methods in found.items()}
+
+
+def best_rate(record: Record) -> float:
+    """The rate that the exponents of a method count from."""
+    return float(record["rate"] / 2.0 ** record["exponent"])

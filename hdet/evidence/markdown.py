@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["span", "table"]
-
-
-def span(numbers: Iterable[int]) -> str:
-    found = sorted(set(numbers))
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+__all__ = ["table"]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    columns = sum(head.count("|") + 1 for head in heads)
-    lines = [" | ".join(heads), "|".join(["---"] * columns), *(" | ".join(row) for row in rows)]
-    return "\n".join(f"| {line} |" if i != 1 else f"|{line}|" for i, line in enumerate(lines)) + "\n"
+    """A row with other than ``len(heads)`` cells is an error of the caller."""
+    for row in rows:
+        if len(row) != len(heads):
+            raise ValueError(f"{row} has {len(row)} cells under {len(heads)} heads: give one for each")
+    lines = [" | ".join(heads), "|".join(["---"] * len(heads)), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"|{line}|" if i == 1 else f"| {line} |" for i, line in enumerate(lines)) + "\n"

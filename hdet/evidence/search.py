@@ -136,8 +136,7 @@ def search_tables(records: Sequence[Record]) -> str:
 def table(lines: Sequence[Record]) -> str:
     """Markdown, for each problem: how many examples a method has seen, in runs, and where it ended."""
     rows = []
-    for problem in dict.fromkeys(line["problem"] for line in lines):
-        chosen = [line for line in lines if line["problem"] == problem]
+    for problem, chosen in by_problem(lines).items():
         losses = [[final(line) for line in pool] for pool in pools(chosen).values()]
         fewest = min(map(len, losses), default=0)
         for k in (k for k in (1, 2, 4, 8) if k < fewest):
@@ -158,11 +157,11 @@ def search_figure(records: Sequence[Record]) -> Figure:
     """A panel for each problem."""
     from matplotlib.figure import Figure
 
-    problems = list(dict.fromkeys(line["problem"] for line in records))
+    problems = by_problem(records)
     drawing = Figure(figsize=(4.8 * len(problems) + 1.2, 4.6), dpi=130, layout="constrained")
     panels = drawing.subplots(1, len(problems), squeeze=False)[0]
-    for problem, axis in zip(problems, panels, strict=True):
-        figure([line for line in records if line["problem"] == problem], axis)
+    for lines, axis in zip(problems.values(), panels, strict=True):
+        figure(lines, axis)
     panels[0].set_ylabel("best held-out loss so far, nats")
     return drawing
 
@@ -195,6 +194,12 @@ def figure(lines: Sequence[Record], axis: Axes) -> None:
     axis.grid(True, color="#E3E3E3", linewidth=0.7)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def by_problem(lines: Sequence[Record]) -> dict[str, list[Record]]:
+    """The lines of each problem that have the length and the prior of its last one."""
+    last = {line["problem"]: (line["steps"], line["best"]) for line in lines}
+    return {name: [line for line in lines if (line["problem"], line["steps"], line["best"]) == (name, *own)] for name, own in last.items()}
 
 
 def run_length(lines: Sequence[Record]) -> int:

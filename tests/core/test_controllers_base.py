@@ -179,6 +179,14 @@ def test_a_state_that_lacks_a_key_is_refused_and_changes_nothing(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_state_from_before_the_first_decision_is_that_of_a_new_controller(name: str) -> None:
+    used = ALL[name]()
+    next(bowl(used))
+    used.load_state_dict(json.loads(json.dumps(ALL[name]().state_dict())))
+    assert end_of(bowl(used, [0.1], cycles=20)) == end_of(bowl(ALL[name](), [0.1], cycles=20))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_state_is_a_copy(name: str) -> None:
     run = bowl(controller := ALL[name](), [0.1])
     next(run)

@@ -59,7 +59,7 @@ def test_from_far_below_it_raises_also_with_one_replica(start: float, replicas: 
 @pytest.mark.parametrize("start", [2.5, 4.0])
 def test_from_far_above_it_lowers_and_saves_the_run(start: float) -> None:
     """Above 2 a step is longer than the valley is wide, and the descent diverges."""
-    *_, (_, _, fixed) = quadratic(None, start, cycles=20, interval=5, replicas=1)
+    fixed = max(loss for _, _, loss in quadratic(None, start, cycles=20, interval=5, replicas=1))
     *_, (engine, _, controlled) = quadratic(HypergradientRule(), start, cycles=20, interval=5, replicas=1)
     assert fixed > 1e6 and start * engine.corrections[0] < 2 and controlled < 1
 
@@ -75,14 +75,14 @@ def test_at_short_horizons_it_votes_for_a_rate_that_is_too_low() -> None:
     def slope(interval: int) -> float:
         """Mean while the rate is at its peak, the first eighth of the run left out, and held there."""
         found = []
-        for seed in range(2):
+        for seed in range(4):
             held = HypergradientRule(bound=1 + 1e-12)
             run = quadratic(held, 0.8, cycles=(cycles := 800 // interval), interval=interval, replicas=1, seed=seed)
             found += [o.decisions[0].slope or 0.0 for i, (_, o, _) in enumerate(run) if cycles // 8 <= i < cycles // 2]
         return sum(found) / len(found)
 
     best, fixed, greedy = (
-        sum(loss(*case, seed) for seed in range(2)) for case in ((1.6, 20, None), (0.8, 20, None), (0.8, 8, HypergradientRule()))
+        sum(loss(*case, seed) for seed in range(4)) for case in ((1.6, 20, None), (0.8, 20, None), (0.8, 8, HypergradientRule()))
     )
     assert best < 0.5 * fixed and greedy > 1.1 * fixed
     assert slope(8) > 0.1 and slope(80) < -0.03

@@ -89,7 +89,7 @@ def too_regular(rank: int, world: int) -> Any:
         optimizer,
         knobs=[hdet.Dropout(net, 0.4), hdet.WeightDecay(0.4)],
         sync_interval=10,
-        total_steps=300,
+        total_steps=160,
         gradients="local",
         moments="keep",
         controller=hdet.ProbeController(
@@ -97,7 +97,7 @@ def too_regular(rank: int, world: int) -> Any:
         ),
     )
     seen = []
-    for step in range(300):
+    for step in range(160):
         with run.explore():
             torch.manual_seed(4 * step + rank)
             squared(net, endless(4 * step + rank)).backward()

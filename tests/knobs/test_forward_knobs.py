@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_every_forward_knob_has_the_replicas_value_inside_explore_only() -> None
         hdet.ClipNorm(2.0),
     ]  # fmt: skip
     run = ensemble(net, knobs, **LOCAL)
-    read = lambda: [net.drop.p, net.temperature, criterion.label_smoothing, tasks["like"], held.value, run.value("clip_norm")]  # noqa: E731
+    read = lambda: [net.drop.p, net.temperature, criterion.label_smoothing, tasks["like"], held.value, run.value("clip_norm")]
     base, rho = read(), list(run.multipliers.values())
     assert base == [0.2, 2.0, 0.1, 0.5, 4.0, 2.0]
     assert list(run.multipliers) == ["dropout", "temperature", "label_smoothing", "loss_weight/like", "mine", "clip_norm"]
@@ -110,7 +111,7 @@ def test_dropout_moves_what_it_is_told_to() -> None:
             self.attention, self.linear = nn.MultiheadAttention(4, 2, dropout=0.2), nn.Linear(4, 1)
 
     net = Two()
-    read = lambda: [net.a.p, net.b.p, net.off.p, net.attention.dropout]  # noqa: E731
+    read = lambda: [net.a.p, net.b.p, net.off.p, net.attention.dropout]
 
     def at(rho: float, **settings: Any) -> list[float]:
         run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, **settings)], **LOCAL)
@@ -182,15 +183,21 @@ def test_closing_leaves_base_values() -> None:
 
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     net = Net()
-    with pytest.warns(UserWarning, match="replicas did not differ in dropout"):
-        run = ensemble(net, [hdet.Dropout(net)], sync_interval=2, count=2, **LOCAL)
-        run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])  # the other replica is as this one
-        run.weights.end_cycle = lambda weights: []
+    run = ensemble(net, [hdet.Dropout(net)], sync_interval=2, count=2, **LOCAL)
+    run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])  # the other replica is as this one
+    run.weights.end_cycle = lambda weights: []
+
+    def cycle(explore: bool) -> list[str]:
         for _ in range(2):
-            backward(net)
+            with run.explore() if explore else nullcontext():
+                backward(net)
             run.optimizer.step()
             run.step()
-    assert any("explore()" in note for note in run.history["notes"])
+        return [note for note in run.history["notes"] if "explore()" in note]
+
+    with pytest.warns(UserWarning, match="replicas did not differ in dropout"):
+        assert len(cycle(explore=False)) == 1
+    assert cycle(explore=True) == []
 
 
 # -- clipping in the user's loop ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 import hdet
 
-from .helpers import Net, Scripted, adamw, backward, ensemble, seen_in_step
+from .helpers import Net, Pretend, Scripted, adamw, backward, ensemble, seen_in_step
 
 OPTIMIZERS = {"stock": torch.optim.AdamW, "fused": hdet.FusedAdamW}
 both = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -187,6 +187,24 @@ def test_bounds_hold_base_values_and_replicas_values_of_rates(kind: Any) -> None
         assert seen[0] == pytest.approx(used)
 
 
+@both
+def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> None:
+    """A multiplier is held back for as long as the bound is near, step by step."""
+    net = Net()
+    optimizer = adamw(net, kind, lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run = hdet.Ensemble(
+        optimizer, schedule, knobs=[hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))], replicas=Pretend(), sync_interval=1000
+    )
+    run._fan_out.assign([1.5])
+    used = seen_in_step(optimizer, lambda opt: opt.param_groups[0]["lr"] * (opt.multipliers[0][0] if hasattr(opt, "multipliers") else 1))
+    for _ in range(3):
+        backward(net)
+        optimizer.step()
+        run.step()
+    assert used == pytest.approx([0.012, 0.0075, 0.00375])
+
+
 def test_betas_stay_below_one_whatever_the_correction() -> None:
     net = Net()
     run = ensemble(net, [hdet.Betas(0.5, which=[1])], moments="average")
@@ -257,8 +275,9 @@ def test_states_hold_base_values_and_load(kind: Any) -> None:
     assert saved["param_groups"][0]["betas"] == pytest.approx((0.95, 0.998))
     for order in ((0, 1), (1, 0)):
         other, resumed = make()
+        loads = [(other, saved), (resumed, state)]
         for part in order:
-            (lambda: other.load_state_dict(saved), lambda: resumed.load_state_dict(state))[part]()
+            loads[part][0].load_state_dict(loads[part][1])
         assert resumed.values() == run.values()
         assert settings_of(other) == settings_of(optimizer)
         resumed.step()

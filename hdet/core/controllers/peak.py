@@ -20,6 +20,11 @@ class PeakController(BaseController):
     schedule has fallen below ``end`` the rule is idle. The correction multiplies the schedule and stays within [1 / bound, bound].
     """
 
+    warm: list[bool]
+    """[knob]: has the schedule been near its peak?"""
+    phase: list[float]
+    """[knob]: scheduled / peak when last seen."""
+
     def __init__(self, begin: float, end: float, bound: float, freeze_after: float | None) -> None:
         super().__init__(freeze_after)
         for name, value in (("begin", begin), ("end", end)):
@@ -28,9 +33,7 @@ class PeakController(BaseController):
         if not (math.isfinite(bound) and bound > 1):
             raise ValueError(f"bound must be a number above 1, got {bound!r}")
         self.begin, self.end, self.bound = begin, end, bound
-        # Per knob: has the schedule been near its peak; scheduled / peak when last seen.
-        self.warm: list[bool] = []
-        self.phase: list[float] = []
+        self.begin_run(0)
 
     @property
     def idle(self) -> bool:
@@ -46,8 +49,8 @@ class PeakController(BaseController):
         return self.vote(evidence)
 
     def begin_run(self, knobs: int) -> None:
-        """The state before the first decision, when the number of knobs is known."""
-        self.warm = [False] * knobs
+        """The state at the first decision, when the number of knobs is known; without knobs, that before it."""
+        self.warm, self.phase = [False] * knobs, [0.0] * knobs
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         """One Decision per knob, with `turn` for its factor."""

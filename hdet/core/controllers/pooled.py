@@ -44,12 +44,11 @@ class PooledController(PeakController):
             raise ValueError(f"reach must be a positive number, got {reach!r}")
         super().__init__(begin, end, bound, freeze_after)
         self.step, self.dead, self.scale, self.memory, self.reach = step, dead, scale, memory, reach
-        self.counted = False  # did votes count in the last cycle?
-        self.last: list[float] = []  # corrections then
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)
-        self.last = [1.0] * knobs
+        self.counted = False  # did votes count in the last cycle?
+        self.last = [1.0] * knobs  # corrections then
 
     def fade(self, evidence: Evidence) -> float:
         """The weight of what was known before this cycle; 0 where the peak begins: of the rise before it nothing is to be learned."""

@@ -55,11 +55,10 @@ class ProbeRule(PeakController):
         check_gate(step, dead, scale)
         super().__init__(begin, end, bound, freeze_after)
         self.step, self.dead, self.scale = step, dead, scale
-        self.last: list[float] = []  # the previous t of each knob
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)
-        self.last = [0.0] * knobs
+        self.last = [0.0] * knobs  # the previous t of each
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         found = None if evidence.probes is None else slopes(evidence.multipliers, evidence.probes)

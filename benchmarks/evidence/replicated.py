@@ -1,0 +1,78 @@
+"""HDET: co-resident replicas, each on its quarter of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from problems import Batch, Problem
+from torch import nn
+from training import BETAS, WARMUP, Parts, one_cycle_schedule
+
+import hdet
+
+REPLICAS, SPREAD, INTERVALS = 4, 0.3, 20
+"""the same for all starts and problems: N, alpha, cycles in a run"""
+
+
+def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+    return _hdet(problem, model, rate, seed, lambda probed: hdet.SoftmaxController(decay=None), warmup=WARMUP)
+
+
+def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+    def controller(probed: list[int]) -> hdet.ProbeController:
+        def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+            losses = problem.losses(model, batch)
+            probed.append(len(losses))
+            return losses.mean()
+
+        def batches(cycle: int) -> list[Batch]:
+            """Eight of a replica's size, of training data that no step uses."""
+            return [part for i in range(2) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
+
+        return hdet.ProbeController(loss_fn, batches, chunks=8, model=model)
+
+    return _hdet(problem, model, rate, seed, controller)
+
+
+def _hdet(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Callable[[list[int]], Any], warmup: float = 0.0) -> Parts:
+    """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part of the run in which it may not act."""
+    probed: list[int] = []
+    optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
+    replicas = hdet.CoresidentReplicas(model, REPLICAS)
+    ensemble = hdet.Ensemble(
+        optimizer,
+        one_cycle_schedule(optimizer, rate, problem.steps),
+        knobs=[hdet.LearningRate(SPREAD)],
+        replicas=replicas,
+        sync_interval=max(1, problem.steps // INTERVALS),
+        warmup_steps=round(warmup * problem.steps),
+        controller=controller(probed),
+        seed=seed,
+    )
+
+    def backward(batch: Batch) -> float:
+        total = 0.0
+        for k, part in enumerate(parts(batch)):
+            with replicas.use(k):
+                loss = problem.losses(model, part).mean()
+                ensemble.observe(loss)
+            (loss / REPLICAS).backward()
+            total += loss.item() / REPLICAS
+        return total
+
+    return Parts(
+        optimizer,
+        backward,
+        after=lambda batch: ensemble.step(),
+        rate=lambda: optimizer.param_groups[0]["lr"],
+        probed=probed,
+        heals=True,
+        crashes=(hdet.ReplicasDiverged,),
+    )
+
+
+def parts(batch: Batch) -> list[Batch]:
+    """One for each replica."""
+    return list(zip(*(tensor.chunk(REPLICAS) for tensor in batch), strict=True))

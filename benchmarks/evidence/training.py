@@ -1,0 +1,148 @@
+"""The loop that every method shares: what a method puts around a model, and how a run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from problems import Batch, Problem
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+__all__ = ["BETAS", "WARMUP", "Method", "Outcome", "Parts", "one_cycle_schedule", "plain", "scheduled", "train"]
+
+BETAS = (0.9, 0.95)
+WARMUP = 0.1
+"""part of a run in which every schedule rises; the peers whose READMEs advise against it have none"""
+POINTS = 20
+"""of the rate's trajectory"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. Plain data: it becomes a line of the results."""
+
+    validation: float | None
+    """Held-out loss in nats; None if the run crashed."""
+    crashed: bool
+    """A loss or the parameters became NaN or infinite."""
+    rates: list[float]
+    """The base rate in force, at `POINTS` even places of the run (fewer where it crashed; each step of a shorter one)."""
+    probe_percent: float
+    """Forward passes of the probe, as a part of the run's compute; a step is three forward passes."""
+    copies: float
+    """Memory beyond AdamW's parameters, gradients and two moments, in copies of the parameters on a device that holds one replica."""
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Parts:
+    """What a method puts around a model. ``backward`` fills the gradients of a batch and returns its mean loss."""
+
+    optimizer: Optimizer
+    backward: Callable[[Batch], float]
+    after: Callable[[Batch], object] = lambda batch: None
+    """Follows optimizer.step()."""
+    rate: Callable[[], float] = lambda: math.nan
+    """The base rate in force, right after optimizer.step()."""
+    final: Callable[[], nn.Module] | None = None
+    """The model to evaluate, at the end; None: the trained one."""
+    probed: list[int] = field(default_factory=list)
+    """Examples of each forward pass that trains nothing."""
+    heals: bool = False
+    """The method may survive a loss that is not finite; without, it ends the run."""
+    crashes: tuple[type[Exception], ...] = ()
+    """Errors by which the method itself says that the run has diverged."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of training, and how to look for its best rate."""
+
+    name: str
+    build: Callable[[Problem, nn.Module, float, int], Parts]
+    """(problem, fresh model, rate, seed)"""
+    start: float
+    """A rate near which the best one is looked for, in powers of 2."""
+    search: tuple[int, int] | None
+    """Exponents between which every second one is tried; None: ``start`` is the best rate by definition."""
+    copies: float = 0.0
+    borrows: str | None = None
+    """The method whose best rate this one starts from."""
+    package: str | None = None
+
+    def version(self) -> str | None:
+        return None if self.package is None else f"{self.package} {version(self.package)}"
+
+
+def train(problem: Problem, method: Method, rate: float, seed: int) -> Outcome:
+    """One run, from the first step to the validation. The mini-batches depend on the problem, the seed and the step alone."""
+    began = time.perf_counter()
+    model = problem.build(seed)
+    with contextlib.redirect_stdout(io.StringIO()):  # some peers print when they are made
+        parts = method.build(problem, model, rate, seed)
+    rates: list[float] = []
+    validation = math.nan
+    with contextlib.suppress(_Crashed, *parts.crashes):
+        for step in range(problem.steps):
+            batch = problem.batch(seed, step)
+            if not math.isfinite(parts.backward(batch)) and not parts.heals:
+                raise _Crashed
+            parts.optimizer.step()
+            if step * POINTS // problem.steps >= len(rates):
+                rates.append(float(parts.rate()))
+            parts.optimizer.zero_grad()
+            parts.after(batch)
+        validation = problem.validate(parts.final() if parts.final else model)
+    crashed = not math.isfinite(validation)
+    compute = 3 * problem.steps * problem.batch_size
+    return Outcome(
+        validation=None if crashed else validation,
+        crashed=crashed,
+        rates=[float(f"{r:.4g}") for r in rates if math.isfinite(r)],
+        probe_percent=100 * sum(parts.probed) / compute,
+        copies=method.copies,
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _Crashed(Exception):
+    """The loss is not finite."""
+
+
+# -- for methods ----------------------------------------------------------------------------------------------------------
+
+
+def plain(problem: Problem, model: nn.Module) -> Callable[[Batch], float]:
+    """The gradient of the whole batch's mean loss."""
+
+    def backward(batch: Batch) -> float:
+        loss = problem.losses(model, batch).mean()
+        loss.backward()
+        return loss.item()
+
+    return backward
+
+
+def one_cycle_schedule(optimizer: Optimizer, rate: float, steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, rate, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
+
+
+def scheduled(problem: Problem, model: nn.Module, optimizer: Optimizer, schedule: Any, found: str | None = None) -> Parts:
+    """A schedule that steps after the optimizer. ``found``: the key of what the optimizer multiplies the schedule's rate with."""
+
+    def rate() -> float:
+        group = optimizer.param_groups[0]
+        return float(group["lr"] * (group[found] if found else 1.0))
+
+    return Parts(optimizer, plain(problem, model), after=lambda batch: schedule.step(), rate=rate)

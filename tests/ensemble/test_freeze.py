@@ -1,0 +1,94 @@
+"""freeze_after on real tensors: no probes and no spread after it, in the probe and in the drop-in; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from tests.ensemble.helpers import batch, loss_of, model
+
+
+def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None:
+    scored = []
+    net = model()
+
+    def counting(m: torch.nn.Module, data: Any) -> torch.Tensor:
+        scored.append(ensemble.engine.step)
+        return loss_of(m, data)
+
+    controller = hdet.ProbeController(counting, [batch(i) for i in range(8)], model=net, freeze_after=0.5)
+    optimizer = hdet.FusedSGD(net.parameters(), lr=1e-4)
+    replicas = hdet.CoresidentReplicas(net, 2)
+    ensemble = hdet.Ensemble(optimizer, replicas=replicas, controller=controller, sync_interval=5, total_steps=60)
+    corrections = []
+    for step in range(60):
+        for k in range(2):
+            with replicas.use(k):
+                loss = loss_of(net, batch(2 * step + k))
+                ensemble.observe(loss)
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step()
+        corrections.append(ensemble.corrections["lr"])
+    assert sorted(set(scored)) == [5, 10, 15, 20, 25, 30]
+    assert corrections[29] != 1.0 and set(corrections[29:]) == {corrections[29]}
+    assert ensemble.multipliers == {"lr": 1.0} and controller.idle
+
+
+def drop_in(**settings: Any) -> tuple[torch.optim.Optimizer, hdet.OneCycleAutoLR]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    return optimizer, hdet.OneCycleAutoLR(optimizer, 0.1, 40, auto_lr_warmup_steps=0, model_sync_interval=5, **settings)
+
+
+def test_the_drop_in_passes_it_on() -> None:
+    with pytest.warns(UserWarning, match="one replica"):
+        _, scheduler = drop_in(enable_auto_lr=True, freeze_after=0.25)
+    controller = scheduler.ensemble.engine.controller
+    assert isinstance(controller, hdet.SoftmaxController) and controller.freeze_after == 0.25
+
+
+def test_freeze_after_without_somebody_to_freeze_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but a controller is given"):
+        drop_in(controller=hdet.SlopeController(), freeze_after=0.5)
+    with pytest.raises(ValueError, match=r"freeze_after is 0\.5, but enable_auto_lr is off"):
+        drop_in(freeze_after=0.5)
+    with pytest.raises(ValueError, match="pass it to the rule"):
+        hdet.ProbeController(loss_of, [batch(i) for i in range(8)], model=model(), rule=hdet.ProbeRule(), freeze_after=0.5)
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        hdet.SlopeController(freeze_after=0.5), hdet.HypergradientController(freeze_after=0.5),
+        hdet.ProbeController(loss_of, [batch(i) for i in range(8)], model=model(), freeze_after=0.5),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_run_of_unknown_length_is_refused_before_anything_is_touched(controller: Any) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"freeze_after=0\.5.*total_steps"):
+        hdet.Ensemble(optimizer, controller=controller)
+    assert getattr(optimizer, "_hdet_fan_out", None) is None
+
+
+@pytest.mark.parametrize("controller", [hdet.SlopeController, hdet.RankController])
+def test_training_losses_alone_raise_a_rate_that_is_far_too_low(controller: Any) -> None:
+    net = model()
+    optimizer = hdet.FusedSGD(net.parameters(), lr=1e-4)
+    replicas = hdet.CoresidentReplicas(net, 4)
+    ensemble = hdet.Ensemble(
+        optimizer, replicas=replicas, controller=controller(), knobs=[hdet.LearningRate(0.5)], sync_interval=10, total_steps=400
+    )
+    for _ in range(400):
+        for k in range(4):
+            with replicas.use(k):
+                loss = loss_of(net, batch(0))
+                ensemble.observe(loss)
+            (loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step()
+    assert ensemble.corrections["lr"] > 5

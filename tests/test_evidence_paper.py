@@ -1,0 +1,132 @@
+"""benchmarks/evidence/paper.py: what each configuration of the paper's table switches on, what counts as a crash, and that a benchmark goes
+on where it stopped. No figure is judged here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
+paper = importlib.import_module("paper")
+
+STEPS, RATE = 40, 1e-2
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out data, which is a part of the problem's cache, is cut to a few interactions."""
+    problem = importlib.import_module("problems.recsys")
+    held_out = problem.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
+    monkeypatch.setattr(problem, "held_out", lambda: held_out)
+
+
+def run(method: str, steps: int = STEPS, rate: float = RATE) -> dict[str, Any]:
+    return paper.run("paper", "recsys", method, 1.0, rate, 0, steps)
+
+
+def plain(steps: int = STEPS) -> float:
+    """The baseline without anything of ours."""
+    model = paper.PROBLEM.build(0)
+    optimizer = torch.optim.AdamW(paper.PROBLEM.groups(model), lr=RATE, betas=(0.9, 0.95))
+    schedule = paper.onecycle(optimizer, RATE, steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        paper.PROBLEM.losses(model, paper.interactions(paper.BATCH, step, steps, 0)).mean().backward()
+        optimizer.step()
+        schedule.step()
+    return float(paper.PROBLEM.validate(model))
+
+
+def test_the_baseline_is_plain_training() -> None:
+    line = run("baseline")
+    assert line["validation"] == pytest.approx(plain(), abs=1e-5)
+    assert not line["crashed"] or line["train"] > line["constant"]
+    assert all(value == pytest.approx(1 / 25e4, rel=1e-2) for value in line["bases"][-1].values())  # OneCycle's last rate
+
+
+def test_shared_and_local_gradients_of_one_replica_are_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(paper.METHODS, "alone", paper.Setup("alone", replicas=1, noise=0, local=True))
+    monkeypatch.setattr(paper, "noisy_starts", lambda setup, seed: [paper.PROBLEM.build(seed)])
+    assert run("alone")["validation"] == pytest.approx(plain(), abs=1e-5)
+
+
+def test_the_decay_of_eq_7_ends_at_the_floor_and_is_the_same_for_all_groups() -> None:
+    (*_, half, late, last) = run("decay", steps=400, rate=1e-9)["bases"]  # a rate at which nothing else happens
+    assert len({f"{value:.9g}" for value in half.values()}) == 1
+    half_way, near, end = (next(iter(bases.values())) for bases in (half, late, last))
+    assert end == pytest.approx(1 / 25e4, rel=1e-6)
+    assert half_way / near == pytest.approx(near / end, rel=0.05)  # a quarter of the run, the same factor
+
+
+def test_only_averaging_makes_replicas_equal_and_only_noise_parts_them() -> None:
+    warm = run("warm-init")
+    assert warm["validation"] != warm["averaged"]
+    averaged, cold = run("no-auto"), run("no-warm")
+    assert averaged["validation"] == averaged["averaged"]
+    models = paper.noisy_starts(paper.METHODS["local"], 0)
+    norms = [torch.stack([a - b for a, b in zip(*pair, strict=True)]).norm() for pair in [(models[0].user.weight, models[1].user.weight)]]
+    assert norms[0] == pytest.approx(0.01 * 2**0.5 * models[0].user.weight.norm().item(), rel=0.05)
+    bases = cold["bases"][1].values()
+    assert len(set(bases)) == 4  # the controller has told the groups apart
+    assert len(set(averaged["bases"][1].values())) == 1  # there is none
+
+
+def test_the_plain_mean_of_local_replicas() -> None:
+    models = paper.noisy_starts(paper.METHODS["local"], 0)
+    mean = torch.stack([model.out.weight.detach() for model in models]).mean(0)
+    paper.average_(models)
+    assert all(torch.equal(model.out.weight, mean) for model in models)
+    line = run("local", steps=20)
+    assert math.isfinite(line["validation"]) and "bases" not in line
+
+
+def test_what_a_crash_is() -> None:
+    engagement = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    constant = 2 / 3 * math.log(2)  # of three tasks two are tossed, one never happens
+    for loss, crashed in ((constant + 0.01, True), (constant - 0.01, False)):
+        history = paper.History(10)
+        for step in range(9):
+            history.add(step, [5.0], engagement)  # what was before the last tenth does not count
+        history.add(9, [loss - 0.1, loss + 0.1], engagement)
+        found = history.summary()
+        assert found == {"train": pytest.approx(loss), "constant": pytest.approx(constant, abs=1e-6), "crashed": crashed}
+    with pytest.raises(paper.Diverged):
+        history.add(9, [0.1, math.nan], engagement)
+    assert history.summary() == {"train": None, "constant": None, "crashed": True}
+
+
+def test_a_run_that_is_not_finite_has_crashed() -> None:
+    line = run("baseline", steps=20, rate=1e30)
+    assert line["crashed"] and line["validation"] is None and line["train"] is None
+    json.dumps(line, allow_nan=False)
+
+
+def test_the_best_rate_is_chosen_on_other_seeds_and_the_grid_has_the_baseline_below_it_alone() -> None:
+    tasks = list(paper.search(STEPS, [1e-3, 1e-2], (1000, 1001)))
+    assert len(tasks) == 4 and not {task["seed"] for task in tasks} & set(range(10))
+    losses = iter([0.6, 0.5, 0.6, None])
+    records = [{**task, "validation": next(losses)} for task in tasks]
+    assert paper.best_rate(records, STEPS) == 1e-3  # a crash is infinitely bad
+    options = type("Options", (), {"seeds": 2, "factors": [1 / 9, 4.0], "methods": ["baseline", "full"], "steps": STEPS})
+    grid = list(paper.grid(options, 1e-3))
+    assert [(t["seed"], t["method"]) for t in grid] == [(s, m) for s in (0, 1) for m in ("baseline", "baseline", "full")]
+    assert [t["rate"] for t in grid[:3]] == pytest.approx([1e-3 / 9, 4e-3, 4e-3])
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "paper.jsonl"
+    command = ["--quick", "--methods", "baseline", "--jobs", "1", "--json", str(path)]
+    paper.main(command)
+    assert capsys.readouterr().out.splitlines() == path.read_text().splitlines()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["benchmark"] for line in lines] == ["paper-find"] * 2 + ["paper"] * 2
+    path.write_text("".join(f"{line}\n" for line in lines[:-1]))
+    paper.main(command)
+    assert len(capsys.readouterr().out.splitlines()) == 1
