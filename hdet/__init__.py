@@ -29,6 +29,8 @@ _HOMES = {
     "HypergradientRule": "core.controllers",
     "LabelSmoothing": "knobs",
     "LearningRate": "knobs",
+    "LineController": "line",
+    "LineRule": "core.controllers",
     "LossWeights": "knobs",
     "OneCycleAutoLR": "schedulers",
     "ProbeController": "probe",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from . import kernels as kernels
     from .core.controllers import BaseController as BaseController
     from .core.controllers import HypergradientRule as HypergradientRule
+    from .core.controllers import LineRule as LineRule
     from .core.controllers import ProbeRule as ProbeRule
     from .core.controllers import RankController as RankController
     from .core.controllers import SlopeController as SlopeController
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from .knobs import Scalar as Scalar
     from .knobs import Temperature as Temperature
     from .knobs import WeightDecay as WeightDecay
+    from .line import LineController as LineController
     from .noise import warm_noise_ as warm_noise_
     from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW

@@ -31,6 +31,7 @@ from .fan_out import FanOut
 from .faults import ReplicaLost, during
 from .history import cycle_record
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
+from .line import Closure, LineController
 from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
@@ -150,6 +151,10 @@ class Ensemble:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             sets = self.replicas.sets(trained)
             self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))], knobs=self.knobs)
+        self._line = controller if isinstance(controller, LineController) else None
+        if self._line is not None:
+            assert clock.total_steps is not None  # or check_controller has refused
+            self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), self.knobs, clock.total_steps)
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,
@@ -178,7 +183,7 @@ class Ensemble:
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
-        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self.weights.depart, skippable=gradients == "local")
+        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local")
         self.replicas.attach(optimizer)
         self._begin_cycle()
 
@@ -194,8 +199,10 @@ class Ensemble:
         """
         self.weights.local[self.replicas.place(replica)].window.add(loss, weight)
 
-    def step(self, loss: torch.Tensor | float | None = None) -> None:
+    def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
+
+        ``closure``: computes the current batch's losses anew, for a `LineController`, which says what it has to return.
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule,
         as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The end of the
@@ -215,14 +222,17 @@ class Ensemble:
         if stepped and not self._compared:
             self._compare_gradients()
         try:
+            taken_at = self.schedule.base_values() if self._line is not None else []
             self.schedule.advance()
             ends = False
             if stepped:
                 ends = self.engine.tick()
+                if self._line is not None:
+                    self._line.sample(self.engine.step, taken_at, self.engine.clock.sync_interval)
                 if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
                     self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
             if ends or (self.schedule.is_over and self.engine.position > 0):
-                self._end_cycle()
+                self._end_cycle(closure)
             elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
@@ -407,6 +417,12 @@ class Ensemble:
         replicas = [[row[r] for row in table] for r in self.replicas.local]
         self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
 
+    def _depart(self) -> None:
+        """Before the first optimizer step after an average."""
+        self.weights.depart()
+        if self._line is not None:
+            self._line.depart(self.engine.step)
+
     def forget_window(self) -> None:
         for member in self.weights.local:
             member.window.reset()
@@ -424,7 +440,7 @@ class Ensemble:
         return left if clock.total_steps is None else min(left, max(0, clock.total_steps - self.engine.step))
 
     @ranged("hdet.cycle")
-    def _end_cycle(self) -> None:
+    def _end_cycle(self, closure: Closure | None) -> None:
         self._check_explored()
         started = self._now()
         compare = self.replicas.count > 1 and not self._replicas_part
@@ -439,7 +455,7 @@ class Ensemble:
         losses = [slot.loss for slot in slots]
         self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
-        outcome = self._control(verdict, losses, scores, slots)
+        outcome = self._control(verdict, losses, scores, slots, closure)
         self._settle()
         self.schedule.write(self.engine)
         self.history = cycle_record(
@@ -489,7 +505,12 @@ class Ensemble:
                 self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
 
     def _control(
-        self, verdict: Verdict, losses: list[float | None], scores: list[list[float]] | None, slots: Sequence[Slot]
+        self,
+        verdict: Verdict,
+        losses: list[float | None],
+        scores: list[list[float]] | None,
+        slots: Sequence[Slot],
+        closure: Closure | None,
     ) -> CycleOutcome:
         """Let the controller act on the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
@@ -501,14 +522,27 @@ class Ensemble:
         if scores is not None and self._probe is not None:
             measured[self._probe.measures] = [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
         peaks, floors = self.schedule.bounds()
-        return self.engine.close(
-            losses,
-            **measured,
-            scheduled=self.schedule.values(),
-            peak=peaks,
-            floor=floors,
-            schedule_step=self.schedule.step,
-        )
+
+        def close(**measured: Any) -> CycleOutcome:
+            return self.engine.close(
+                losses, **measured, scheduled=self.schedule.values(), peak=peaks, floor=floors, schedule_step=self.schedule.step
+            )
+
+        return close(**measured) if self._line is None else self._read_line(closure, close)
+
+    def _read_line(self, closure: Closure | None, close: Callable[..., CycleOutcome]) -> CycleOutcome:
+        """End the cycle; where an interval of the line ends with it, with what the line says."""
+        assert self._line is not None
+        if not self._line.is_due(self.engine.step):
+            return close()
+        if closure is None:
+            self._notes.append("the line was not read: pass ensemble.step(loss, closure=...)")
+            return close()
+        with self.during("line"), self._line.lines(closure, self.replicas) as lines:
+            outcome = close(line=lines)
+        if self._line.settle(self.engine.step, outcome.decisions):
+            self.weights.written()
+        return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -555,6 +589,8 @@ class Ensemble:
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._fan_out.unknown()
         self.weights.loaded()
+        if self._line is not None:
+            self._line.loaded()
         self._begin_cycle()
 
     def close(self) -> None:

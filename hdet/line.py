@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -170,7 +170,9 @@ class LineController(BaseController):
     def idle(self) -> bool:
         return self.rule.idle
 
-    def follow_run(self, optimizer: Optimizer, masters: Callable[[Sequence[torch.Tensor]], Masters], knobs: Sequence[Any], total: int) -> None:
+    def follow_run(
+        self, optimizer: Optimizer, masters: Callable[[Sequence[torch.Tensor]], Masters], knobs: Sequence[Any], total: int
+    ) -> None:
         """Once, before the first step. ``masters``: of some tensors. ``total``: steps of the run.
 
         Raises:

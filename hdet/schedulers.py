@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -120,8 +120,8 @@ class OneCycleAutoLR(OneCycleLR):
         """See `Ensemble.observe`: per micro-batch; then call `step` without a loss."""
         self.ensemble.observe(loss, weight, replica)
 
-    def step(self, loss: torch.Tensor | float | None = None) -> None:
-        """After optimizer.step(). Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
+    def step(self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None) -> None:
+        """After optimizer.step(). ``closure`` is for a `LineController`. Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
 
         Raises:
             ValueError: past total_steps, torch's own error.
@@ -129,7 +129,7 @@ class OneCycleAutoLR(OneCycleLR):
         if "ensemble" not in self.__dict__ or getattr(self, "_is_initial", False):
             super().step()  # torch's constructors take one step to set the first values
             return
-        self.ensemble.step(loss)
+        self.ensemble.step(loss, closure)
         self._take_last_lr()
 
     def _take_last_lr(self) -> None:
@@ -176,7 +176,7 @@ class OneCycleAutoLR(OneCycleLR):
 
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
     """As published, every parameter group is a knob; a probe tells at most N - 1 apart, so under it the groups move together."""
-    together = len(optimizer.param_groups) == 1 or getattr(controller, "needs_probe", False)
+    together = len(optimizer.param_groups) == 1 or getattr(controller, "needs_probe", False) or getattr(controller, "name", "") == "line"
     return None if together else "each"
 
 

@@ -143,6 +143,11 @@ class ReplicaWeights:
         self._average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
+    def written(self) -> None:
+        """Somebody else has written parameters, on all ranks alike: they are not those of an earlier cycle any more."""
+        self.loaded()
+        self._publish()
+
     @torch.no_grad()
     def _publish(self) -> None:
         """Parameters were written: whoever holds copies follows."""

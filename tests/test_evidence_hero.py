@@ -104,11 +104,11 @@ def test_a_loss_that_is_no_number_ends_a_run_of_the_fixed_schedule() -> None:
 def found(name: str, best: int, untrained: float = 2.0) -> list[dict[str, Any]]:
     """The lines that the search asks for, one call of `next_exponents` after the other, where the loss is lowest at 2^best."""
     records: list[dict[str, Any]] = []
-    while wanted := hero.next_exponents(methods.METHODS[name], hero.means(records, "digits", name, 600)):
-        for exponent in wanted:
+    for _ in range(20):  # it ends earlier
+        for exponent in hero.next_exponents(methods.METHODS[name], hero.means(records, "digits", name, 600)):
             loss = None if exponent > best + 2 else 0.1 * abs(exponent - best)
             line = {"benchmark": "hero-find", "problem": "digits", "method": name, "exponent": exponent, "steps": 600}
-            records += [{**line, "seed": seed, "validation": loss, "untrained": untrained} for seed in hero.FIND_SEEDS]
+            records += [{**line, "seed": seed, "validation": loss, "untrained": untrained} for seed in hero.find_seeds("digits")]
     return records
 
 
@@ -155,7 +155,8 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
         hero.main(command)
     whole = path.read_text().splitlines()
     lines = [json.loads(text, parse_constant=pytest.fail) for text in whole]  # no NaN
-    assert [(line["method"], line["exponent"]) for line in lines] == [(m, e) for m in ("onecycle", "hdet-probe") for e in (-4, 0, 4)]
+    runs_made = sorted((line["method"], line["exponent"]) for line in lines)
+    assert runs_made == [(method, exponent) for method in ("hdet-probe", "onecycle") for exponent in (-4, 0, 4)]
     for line in lines:
         assert line["rate"] == 1e-2 * 2.0 ** line["exponent"] and (line["steps"], line["seed"]) == (STEPS, 0)
         assert line["untrained"] == pytest.approx(math.log(10), abs=0.05) and line["seconds"] > 0 and line["on"]["torch"]

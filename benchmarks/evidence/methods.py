@@ -6,6 +6,7 @@ Betas are (0.9, 0.95) everywhere.
 
 from __future__ import annotations
 
+import line
 import peers
 import replicated
 from training import BETAS, WARMUP, Method, Outcome, Parts, train
@@ -28,6 +29,7 @@ METHODS: dict[str, Method] = {
         Method("dog", peers.dog, 1.0, _FREE, package="dog-optimizer"),
         Method("dog-movement", peers.dog_movement, 1e-4, (-6, 8), package="dog-optimizer"),
         Method("hdet-softmax", replicated.hdet_softmax, 1e-2, None, borrows="onecycle"),
+        Method("hdet-line", line.hdet_line, 1e-2, None, copies=2, borrows="onecycle"),
         Method("hdet-probe", replicated.hdet_probe, 1e-2, None, copies=1, borrows="onecycle"),
     )
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers.base import is_idle
+from .controllers.base import is_idle, spreads
 from .controllers.protocol import Controller, Decision, Evidence, require_keys
 from .design import orthogonal
 from .scale import Scale
@@ -83,6 +83,8 @@ class Engine:
         self.position = 0
         self.corrections = [1.0] * len(knobs)
         self.bases: list[float | None] = [None] * len(knobs)
+        self.eased: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
+        """By knob: what the correction was, and since which step and over how many the one in `corrections` comes into force."""
         self.level: float | None = None
         """Median loss of the healthy replicas in the last cycle that was not taken back."""
         self.rollbacks = 0
@@ -98,7 +100,9 @@ class Engine:
     @property
     def explores(self) -> bool:
         """Can replicas differ in the running cycle? Not without a spread, and not when the controller has nothing left to learn."""
-        return self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and not is_idle(self.controller)
+        return (
+            self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and spreads(self.controller) and not is_idle(self.controller)
+        )
 
     def multipliers(self) -> list[list[float]]:
         """[knob][replica]: rho of the running cycle (Eq. 1 and 8); all 1 while the spread rests. Not to be written to."""
@@ -119,7 +123,13 @@ class Engine:
     def value(self, knob: int, scheduled: float) -> float:
         """The base value in force, given the untouched schedule's."""
         base, scale = self.bases[knob], self.knobs[knob].scale
-        return scale.corrected(scheduled, self.corrections[knob]) if base is None else scale.hold(base)
+        return scale.corrected(scheduled, self.in_force(knob)) if base is None else scale.hold(base)
+
+    def in_force(self, knob: int) -> float:
+        """The correction in the step to come: a sudden rise of a rate is a shock to the moments, so it may come by and by."""
+        before, since, over = self.eased[knob]
+        part = (self.step - since + 1) / over if over else 1.0
+        return self.corrections[knob] if part >= 1 else before + (self.corrections[knob] - before) * part
 
     def _effective(self, table: list[list[float]], scheduled: Sequence[float]) -> list[list[float]]:
         """The multipliers that have really acted, where a bound has held replicas' values."""
@@ -146,7 +156,7 @@ class Engine:
         losses: Sequence[float | None],
         probes: Sequence[Sequence[float] | None] | None = None,
         *,
-        line: Sequence[tuple[float, float, float]] | None = None,
+        line: Sequence[Any] | None = None,
         inner: Sequence[Sequence[float] | None] | None = None,
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
@@ -189,6 +199,7 @@ class Engine:
         table = self.multipliers()
         for k in knobs:
             self.corrections[k] = max(self.corrections[k] * factor, 1 / LARGEST_CORRECTION)
+            self.eased[k] = (1.0, 0, 0)
             base = self.bases[k]
             self.bases[k] = None if base is None else base * factor
         self.rollbacks += 1
@@ -206,10 +217,14 @@ class Engine:
 
     def _apply(self, knob: int, decision: Decision, peak: float) -> list[str]:
         self.bases[knob] = decision.base
-        wanted = self.corrections[knob] * decision.factor
+        before, wanted = self.in_force(knob), self.corrections[knob] * decision.factor
         # What passes a knob's bound changes no value, but would take as long to come back.
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
+        if decision.restart:
+            self.eased[knob] = (0.0, self.step, decision.over)
+        elif decision.factor != 1:
+            self.eased[knob] = (before, self.step, decision.over if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []
         if self.corrections[knob] != wanted:
@@ -231,6 +246,7 @@ class Engine:
             "knobs": [knob.name for knob in self.knobs],
             "corrections": list(self.corrections),
             "bases": list(self.bases),
+            "eased": [list(eased) for eased in self.eased],
             "controller": None if self.controller is None else self.controller.name,
             "controller_state": None if self.controller is None else self.controller.state_dict(),
         }
@@ -283,6 +299,9 @@ class Engine:
         self.level = None if state["level"] is None else float(state["level"])
         self.corrections = [float(x) for x in state["corrections"]]
         self.bases = [None if x is None else float(x) for x in state["bases"]]
+        # Versions before the line had none.
+        eased = state.get("eased") or [(1.0, 0, 0)] * len(self.knobs)
+        self.eased = [(float(before), int(since), int(over)) for before, since, over in eased]
 
 
 def _finite_rows(rows: Sequence[Sequence[float] | None]) -> list[Sequence[float] | None]:

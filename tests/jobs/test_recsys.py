@@ -136,13 +136,13 @@ def test_training_beats_constants_and_does_not_reach_the_noise_floor() -> None:
     assert log.noise_floor(4096, 1.0) + 0.02 < trained < constant - 0.02 < untrained - 0.04
 
 
-@pytest.mark.parametrize("options", [[], ["--paper"], ["--fixed"]])
+@pytest.mark.parametrize("options", [[], ["--paper"]])
 def test_example_runs(options: list[str]) -> None:
     """One process: no replicas, but every line of the loop."""
     command = [sys.executable, "-W", "ignore", "examples/recsys.py", "--steps", "20", "--sync-interval", "5", *options]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, check=False
+        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, check=False
     )
     assert done.returncode == 0, done.stderr
     assert 0.5 < float(done.stdout.split("held-out loss")[1].split()[0]) < 0.8  # ln 2 is 0.693

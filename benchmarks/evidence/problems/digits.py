@@ -99,6 +99,4 @@ def validate(model: nn.Module) -> float:
     return found
 
 
-DIGITS = Problem(
-    name="digits", steps=STEPS, batch_size=IMAGES, build=build, groups=groups, batch=batch, losses=losses, validate=validate
-)
+DIGITS = Problem(name="digits", steps=STEPS, batch_size=IMAGES, build=build, groups=groups, batch=batch, losses=losses, validate=validate)

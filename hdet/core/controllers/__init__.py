@@ -2,6 +2,7 @@
 
 from .base import BaseController
 from .hypergradient import HypergradientRule
+from .line import LineRule
 from .probe import ProbeRule
 from .protocol import Controller, Decision, Evidence
 from .rank import RankController
@@ -14,6 +15,7 @@ __all__ = [
     "Decision",
     "Evidence",
     "HypergradientRule",
+    "LineRule",
     "ProbeRule",
     "RankController",
     "SlopeController",

@@ -9,7 +9,7 @@ from typing import Any
 
 from .protocol import Controller, Decision, Evidence, require_keys
 
-__all__ = ["BaseController", "check_run", "is_idle", "needs_replicas", "regresses"]
+__all__ = ["BaseController", "check_run", "is_idle", "needs_replicas", "regresses", "spreads"]
 
 
 class BaseController:
@@ -25,6 +25,8 @@ class BaseController:
     needs_probe = False
     needs_replicas = True
     """Does it learn from differences between replicas? If not, one replica is enough."""
+    spreads = True
+    """Do replicas train under different values for it? If not, the spread rests."""
     regresses = False
     """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1. (Every one with a probe does.)"""
     state_keys: Sequence[str] = ()
@@ -116,6 +118,11 @@ def is_idle(controller: Controller | None) -> bool:
 def needs_replicas(controller: Controller) -> bool:
     """`BaseController.needs_replicas`; True without it."""
     return bool(getattr(controller, "needs_replicas", True))
+
+
+def spreads(controller: Controller | None) -> bool:
+    """`BaseController.spreads`; True without it, and without a controller."""
+    return bool(getattr(controller, "spreads", True))
 
 
 def regresses(controller: Controller) -> bool:

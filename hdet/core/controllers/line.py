@@ -6,25 +6,25 @@ theta(rho) = anchor + rho * (average - anchor), from the weights at the interval
 
 What is read off, and why so (docs/controllers.md has the measurements):
 
-1. Intervals grow with the run: 1, 2, 4, 8, 14, 24, 40 % of it. As long as the run has gone on, a short interval says what the whole
-   run will: signal dominates noise. Later it votes for rates that are too low, and only long ones are unbiased.
-2. Far below the right value the losses still fall at rho = 4, 16, 64: the minimum along the line times the value in force is an estimate
-   of the right value. Near it the minimum is at 1, whatever the distance within a factor of two. So estimates are remembered.
-3. A value is moved for good reason only: as long as the estimates agree with it within a band, the user's own stays.
-4. Rising is done in two parts: to about half of the estimate within the schedule's warm-up, where a rate that is too high does lasting
-   damage and one that is too low costs nothing, and to all of it afterwards, where it is the other way round.
-5. A value that is found far too high within the first steps has done its damage: the weights of the interval's beginning are taken back.
+1. Intervals grow with the run: they end at 1, 2, 4, 8, 14, 24, 40 % of it. Early on signal dominates noise, and an interval as long as
+   half of the run so far says what the whole run will. Short ones vote for rates that are too low, the sooner the later they come.
+2. Far below the right value the loss still falls at rho = 4, 16, 64: the minimum along the line times the value in force is an estimate
+   of the right value. Near it the minimum is near 1 whatever the distance, so estimates are remembered.
+3. The user's own value stays as long as it lies within a band around the estimate.
+4. Rising is done in two parts: to half of the estimate within the schedule's warm-up, where a rate that is too high does lasting
+   damage and one that is too low costs nothing; and to all of it afterwards, where it is the other way round. And little by little:
+   a sudden rise is a shock to the moments, and does the same damage.
+5. A value that is found far too high in the first steps has done its damage: the weights of the interval's beginning are taken back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from .base import BaseController
-from .peak import LARGEST_T
 from .protocol import Decision, Evidence
 
 __all__ = ["Line", "LineRule", "Reading", "Stage", "read_line"]
@@ -51,34 +51,39 @@ class Stage(NamedTuple):
     aim: float
     """to aim * R, as any value that is no longer the user's."""
     high: float
-    """A value that would rise above high * R within the next interval is held there."""
+    """A value of the user's that would rise above high * R within the next interval is held there."""
 
 
 STAGES = (
     Stage(0.01, 0.3, 0.3, math.inf),
     Stage(0.02, 0.4, 0.4, 1.0),
-    Stage(0.04, 0.5, 0.5, 1.0),
-    Stage(0.08, 0.5, 0.6, 1.3),
-    Stage(0.14, 0.6, 1.5, 1.5),
-    Stage(0.24, 0.6, 1.0, 1.7),
-    Stage(0.40, 0.5, 1.0, 2.0),
+    Stage(0.04, 0.5, 0.5, 0.8),
+    Stage(0.08, 0.5, 0.6, 0.9),
+    Stage(0.14, 0.6, 1.6, 1.2),
+    Stage(0.24, 0.6, 1.0, math.inf),
+    Stage(0.40, 0.5, 1.0, math.inf),
 )
-EARLY = 2
-"""The last stage in which a value can be found far too high, and weights be taken back."""
-LATE = 4
-"""The stage in which the estimate is acted on in full; after it values rise on clear evidence only."""
+FIRST, EARLY, WARM, FULL = 1, 2, 3, 4
+"""Stages: the last of the first steps; the last in which a mere tendency makes a value fall; the last within a usual warm-up; the one in
+which the estimate is acted on in full, after which only clear evidence moves anything."""
+FALL = 4.0
+"""What is found too high goes to this part of what was in force."""
 
 
 class Reading(NamedTuple):
-    """What a line says."""
+    """What a line says. t of: rho = 2 against 1, 1/2 against 1, 2 against 1/2."""
 
-    kind: str
-    """"higher", "lower", "near", "nothing" (no difference is significant), or "dead" (nothing helps, not even 16 times as far)."""
-    rho: float | None
-    """Where the loss is lowest; None where nothing is known."""
+    up: float
+    down: float
+    across: float
     slope: float
     """d loss / d ln(rho) at 1, between rho = 1/2 and 2."""
-    t: float
+    rho: float | None
+    """Where the loss is lowest; None where no difference is significant."""
+    higher: bool
+    """Is it lower further along?"""
+    worse: bool
+    """Is the loss higher than at the anchor? (Only looked at where asked for.)"""
 
 
 class LineRule(BaseController):
@@ -87,33 +92,35 @@ class LineRule(BaseController):
     Args:
         significant: |t| of a paired difference that counts.
         farthest: the largest rho that is scored.
-        restart: weights are taken back when a value is lowered by more than this factor in the first 4 % of the run.
+        restart: weights are taken back when a value falls by more than this factor while the run is young.
         freeze_after: see `BaseController`.
 
-    State by knob: the estimate (as a part of the peak; 0: none), and whether the value is still the user's. No estimate, no move.
+    No estimate, no move. Losses that are not finite count as very high ones.
     """
 
     name = "line"
     needs_replicas = False
     spreads = False
-    state_keys = ("estimates", "moved", "stage", "restarted", "keeps")
+    state_keys = ("estimates", "moved", "stage", "restarted", "keeps", "fresh")
 
-    def __init__(
-        self, significant: float = 1.5, farthest: float = 256.0, restart: float = 2.5, freeze_after: float | None = None
-    ) -> None:
+    def __init__(self, significant: float = 1.5, farthest: float = 256.0, restart: float = 2.5, freeze_after: float | None = None) -> None:
         super().__init__(freeze_after)
         for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4), ("restart", restart, 1)):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
                 raise ValueError(f"{name} must be a number above {least}, got {value!r}")
         self.significant, self.farthest, self.restart = significant, farthest, restart
         self.estimates: list[float] = []
+        """[knob]: R as a part of the schedule's peak; 0: none yet."""
         self.moved: list[bool] = []
+        """[knob]: is the value no longer the user's?"""
         self.stage = -1.0
         """The last one that was decided, -1 before the first."""
         self.restarted = False
-        """Were weights taken back at the last decision? Then the next interval begins with an optimizer that has no moments yet."""
+        """Were weights taken back at the last decision? Then this interval began with an optimizer without moments, and says little."""
         self.keeps = False
-        """Does the interval go on with its anchor? The first does, and one in which nothing was found."""
+        """Does the interval go on with its anchor, because nothing healthy was seen in it yet?"""
+        self.fresh = True
+        """Is the anchor still the beginning of the run?"""
 
     @property
     def idle(self) -> bool:
@@ -135,109 +142,125 @@ class LineRule(BaseController):
         if evidence.line is None or evidence.total_steps is None:
             return [Decision() for _ in evidence.knobs]
         # Of the stages whose end has passed the last: with long cycles several may have.
-        self.stage = float(max(i for i, stage in enumerate(STAGES) if i == 0 or stage.until * evidence.total_steps <= evidence.step))
-        readings = [read_line(line, self.significant, self.farthest, last_chance=self._untouched(k)) for k, line in enumerate(evidence.line)]
-        skip, self.restarted = self.restarted, False
-        decisions = [self._decide(k, reading, evidence, skip) for k, reading in enumerate(readings)]
+        i = max(i for i, stage in enumerate(STAGES) if i == 0 or stage.until * evidence.total_steps <= evidence.step)
+        self.stage = float(i)
+        readings = [
+            read_line(line, self.significant, self.farthest, from_anchor=self.fresh and i <= WARM) for line in evidence.line
+        ]  # fmt: skip
+        if self.restarted:
+            readings = [reading if reading.higher else reading._replace(rho=None, worse=False) for reading in readings]
+        decisions = [self._decide(k, i, reading, evidence) for k, reading in enumerate(readings)]
         self.restarted = any(decision.restart for decision in decisions)
-        nothing = all(reading.rho is None for reading in readings)
-        self.keeps = not self.restarted and ((nothing and self.stage < LATE) or (self.stage == 0 and not any(self.moved)))
-        return decisions
+        if self.restarted:
+            decisions = [replace(decision, restart=True) for decision in decisions]
+        found, healthy = any(r.rho is not None for r in readings), any(r.higher for r in readings)
+        self.keeps = not self.restarted and (
+            i == 0 or (not found and i < FULL) or (self.fresh and i <= EARLY and not healthy)
+        )  # fmt: skip
+        self.fresh = self.fresh and (self.keeps or self.restarted)
+        over = max(0.02 * evidence.total_steps, min(0.05 * evidence.total_steps, evidence.step))
+        return [replace(decision, over=round(over)) for decision in decisions]
 
     def hold(self, evidence: Evidence) -> list[Decision]:
         return [Decision() for _ in evidence.knobs]
 
-    def _untouched(self, k: int) -> bool:
-        """Has nothing been found in 14 % of the run?"""
-        return self.stage == LATE and self.estimates[k] == 0.0
-
-    def _decide(self, k: int, reading: Reading, evidence: Evidence, skip: bool) -> Decision:
+    def _decide(self, k: int, i: int, reading: Reading, evidence: Evidence) -> Decision:
         assert evidence.line is not None
-        i, now = int(self.stage), evidence.corrections[k]
-        stage, value = STAGES[i], evidence.line[k].value
-        error = abs(reading.slope / reading.t) if reading.t else None
-        report = {"slope": reading.slope, "error": error, "t": reading.t}
-        if reading.kind == "dead":
-            self.moved[k] = True
-            return Decision(factor=1 / 32, restart=True, note="no progress from the start, and none further along: lowered 32 times", **report)
-        if reading.rho is not None and (reading.kind == "higher" or not skip):
-            if i <= EARLY and reading.t > self.significant and reading.rho < 0.9:
-                return self._fall(k, value, now, evidence, report)
-            self._learn(k, reading, value, i)
-        if not self.estimates[k]:
-            return Decision(note="nothing found yet", **report)
-        then = self._place(k, reading, now, stage, i, _coming(evidence, k))
-        return Decision(factor=then / now, **report)
+        now, value = evidence.corrections[k], evidence.line[k].value
+        coming = _coming(evidence, k)
+        then, note = now, ""
+        if reading.worse or _too_high(i, reading):
+            then = min(now, self._fall(k, i, value) / coming)
+            self.moved[k], note = self.moved[k] or then < now, "too high" if then < now else ""
+        else:
+            if reading.rho is not None and (i > FIRST or reading.rho >= 1 or max(reading.up, reading.across) > CLEAR):
+                self._learn(k, i, reading, value)
+            if self.estimates[k]:
+                then = self._place(k, i, reading, now, coming)
+        error = abs(reading.slope / reading.across) if reading.across else None
+        back = bool(note) and now / then > self.restart
+        return Decision(
+            factor=then / now, slope=reading.slope, error=error, t=reading.across, restart=back,
+            note=note + (": the interval is taken back" if back else ""),
+        )  # fmt: skip
 
-    def _fall(self, k: int, value: float, now: float, evidence: Evidence, report: dict[str, float | None]) -> Decision:
-        """Too high, early: to a quarter of what was in force, however high the schedule will be by then."""
-        estimate = self.estimates[k]
-        self.estimates[k] = min(estimate, 0.7 * value) if estimate else 0.5 * value
-        then = max(value / 4, STAGES[int(self.stage)].aim * self.estimates[k]) / _coming(evidence, k)
-        if then >= now:
-            return Decision(**report)
-        self.moved[k] = True
-        back = now / then > self.restart
-        return Decision(factor=then / now, restart=back, note="too high" + (": the interval is taken back" if back else ""), **report)
-
-    def _learn(self, k: int, reading: Reading, value: float, i: int) -> None:
-        """The estimate rises to what is found, and falls half the way: short intervals find too little, and ever less."""
-        assert reading.rho is not None
-        # Between 1 and 4 the minimum along the line understates the distance.
-        found = value * reading.rho ** (1.5 if 1 < reading.rho < 4 else 1.0)
+    def _fall(self, k: int, i: int, value: float) -> float:
+        """Where a value that is too high is to be by the end of the next interval."""
         before = self.estimates[k]
-        if not before or (found > before and (i <= LATE or reading.kind == "higher")):
+        self.estimates[k] = min(before, 0.7 * value) if before else 0.5 * value
+        return max(value / FALL, STAGES[i].aim * self.estimates[k])
+
+    def _learn(self, k: int, i: int, reading: Reading, value: float) -> None:
+        """The estimate goes up to what is found, and down half the way, or all of it on clear evidence in the warm-up."""
+        assert reading.rho is not None
+        # Along the line the minimum understates the distance, on both sides.
+        found = value * (max(reading.rho, 0.5) ** 2 if reading.rho < 1 else reading.rho**1.5 if reading.rho < 4 else reading.rho)
+        before = self.estimates[k]
+        if not before or (found > before and (i <= FULL or reading.higher)) or (i <= WARM and found < before and reading.across > 2):
             self.estimates[k] = found
-        elif i <= LATE:
+        elif i <= FULL:
             self.estimates[k] = math.sqrt(before * found)
 
-    def _place(self, k: int, reading: Reading, now: float, stage: Stage, i: int, coming: float) -> float:
+    def _place(self, k: int, i: int, reading: Reading, now: float, coming: float) -> float:
         """The correction that follows from the estimate. ``coming``: the schedule at the end of the next interval, as a part of its peak."""
-        estimate = self.estimates[k]
-        aim = stage.aim * estimate
+        stage, estimate = STAGES[i], self.estimates[k]
+        aim, then = stage.aim * estimate, now
         if not self.moved[k]:
-            if now < stage.low * estimate:
-                self.moved[k] = True
-                return aim
-            return min(now, stage.high * estimate / coming) if i > 0 else now
-        if i < LATE:
-            return aim if aim > now else max(aim, min(now, aim / coming)) if now * coming > 1.5 * aim else now
-        if i > LATE and not (reading.rho is not None and reading.rho > 1.25):
-            return now
-        return max(min(max(aim, 0.6 * now), 3 * now), now if i > LATE else 0.0)
+            if stage.low * estimate > 1:
+                self.moved[k], then = True, aim
+            elif 0 < i <= FULL:
+                then = min(1.0, stage.high * estimate / coming)
+        elif i < FULL:
+            then = aim if aim > now else max(aim, min(now, aim / coming)) if now * coming > 1.5 * aim else now
+        elif i == FULL:
+            then = min(max(aim, 0.6 * now), 3 * now)
+        elif reading.rho is not None and reading.rho > 1.25:
+            then = max(now, min(aim, 3 * now))
+        if i >= WARM and reading.rho is not None and reading.rho < 0.75 and reading.across > CLEAR:
+            self.moved[k], then = True, min(then, 0.67 * now)
+        return then
 
 
-def read_line(line: Line, significant: float, farthest: float, *, last_chance: bool = False) -> Reading:
-    """Score rho = 1/2, 1, 2 and go on where the loss falls. ``last_chance``: is it time to tell what is dead from what is slow?"""
+CLEAR = 2.5
+"""t of what is acted on by itself."""
+
+
+def _too_high(i: int, reading: Reading) -> bool:
+    """The younger the run, the higher is a healthy line's minimum, so the less it takes."""
+    if reading.rho is None:
+        return False
+    if i <= FIRST:
+        return reading.rho < 0.95 and max(reading.up, reading.across) > CLEAR
+    return (i <= EARLY and reading.rho < 0.9 or i == WARM and reading.rho < 0.6) and reading.across > 2.3
+
+
+def _coming(evidence: Evidence, k: int) -> float:
+    """The schedule at the end of the next interval, which is as long as the run so far: at most four times what it is, in a usual warm-up."""
+    now = evidence.scheduled[k] / evidence.peak[k] if evidence.peak[k] > 0 else 1.0
+    return max(min(1.0, 4 * now), 1e-3) if evidence.step < 0.1 * (evidence.total_steps or 0) else 1.0
+
+
+def read_line(line: Line, significant: float, farthest: float, *, from_anchor: bool = False) -> Reading:
+    """Score rho = 1/2, 1, 2 and go on where the loss falls. ``from_anchor``: also compare with rho = 0 where it does not."""
     up, down, across = line.difference(2.0, 1.0), line.difference(0.5, 1.0), line.difference(2.0, 0.5)
-    slope, t = across[0] / (2 * math.log(2)), max(-LARGEST_T, min(LARGEST_T, across[1]))
-    # Far from the right value a larger step shows what a small one hides.
-    if up[1] < -significant or (up[1] < 0 < down[1] and line.difference(8.0, 1.0)[1] < -significant):
+    # Far from the right value a large step shows what a small one hides.
+    higher = up[1] < 0 and (
+        min(up[1], across[1]) < -significant or (down[1] > 0 and line.difference(8.0, 1.0)[1] < -significant)
+    )  # fmt: skip
+    rho = None
+    if higher:
         rho = 2.0
         while rho < farthest and line.difference(2 * rho, rho)[0] < 0:
             rho *= 2
-        return Reading("higher", rho if rho >= farthest else _minimum(line, rho), slope, t)
-    if down[1] < -significant:
-        rho = 0.5
-        while rho > 1 / 16 and line.difference(rho / 2, rho)[0] < 0:
-            rho /= 2
-        return Reading("lower", rho if rho <= 1 / 16 else _minimum(line, rho), slope, t)
-    if max(abs(up[1]), abs(down[1]), abs(across[1])) > significant:
-        return Reading("near", _minimum(line, 1.0), slope, t)
-    if last_chance and all(line.difference(rho, 1.0)[1] > -0.5 for rho in (2.0, 4.0, 16.0)) and line.difference(0.0, 1.0)[1] < significant:
-        return Reading("dead", None, slope, t)
-    return Reading("nothing", None, slope, t)
+        rho = rho if rho >= farthest else _minimum(line, rho)
+    elif max(abs(up[1]), abs(down[1]), abs(across[1])) > significant:
+        rho = _minimum(line, 0.5 if up[1] > 0 > down[1] else 1.0)
+    worse = from_anchor and not higher and line.difference(1.0, 0.0)[1] > 2
+    return Reading(up[1], down[1], across[1], across[0] / (2 * math.log(2)), rho, higher, worse)
 
 
 def _minimum(line: Line, rho: float) -> float:
     """Of the parabola in ln(rho) through rho/2, rho and 2 rho, within half an octave."""
     left, right = line.difference(rho / 2, rho)[0], line.difference(2 * rho, rho)[0]
     bend = left + right
-    return rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else 0.0)
-
-
-def _coming(evidence: Evidence, k: int) -> float:
-    """The schedule at the end of the next interval, which is as long as the run so far: while it rises at most four times what it is."""
-    now = evidence.scheduled[k] / evidence.peak[k] if evidence.peak[k] > 0 else 1.0
-    rising = evidence.step < 0.1 * (evidence.total_steps or 0)
-    return max(min(1.0, 4 * now), 1e-3) if rising else 1.0
+    return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))

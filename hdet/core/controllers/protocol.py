@@ -45,8 +45,8 @@ class Evidence:
     """[knob]: the correction in force now, > 0; a decision's factor multiplies it."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
-    line: Sequence[tuple[float, float, float]] | None = None
-    """[knob]: (n, sum, sum of squares) of n paired slopes d loss / d ln(value), measured on a line; None where none were taken."""
+    line: Sequence[Any] | None = None
+    """[knob]: the `Line` of the interval that ends, which scores what it is asked for; None where no interval ends."""
     inner: Sequence[Sequence[float] | None] | None = None
     """[replica][knob * samples + sample]: cosines of gradient and displacement, see `HypergradientRule`; None where none were taken."""
 
@@ -63,6 +63,10 @@ class Decision:
     """One standard error of ``slope``."""
     t: float | None = None
     note: str = ""
+    over: int = 0
+    """Steps over which a higher value comes into force, in even steps; 0: at once. A lower one always does at once."""
+    restart: bool = False
+    """Weights and moments are to be those of the interval's beginning; the value comes into force from 0, over ``over`` steps."""
 
     def __post_init__(self) -> None:
         for name, number in (("factor", self.factor), ("base", self.base)):
