@@ -23,10 +23,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def spawn(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
+def spawn(function: Callable[..., Any], world_size: int, *args: Any, start_method: str = "spawn") -> Any:
     """Run ``function(rank, world_size, *args)`` in gloo processes of one thread each; return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        mp.start_processes(_rank, (world_size, folder, function, args), nprocs=world_size, start_method=start_method)
         return pickle.loads(Path(folder, "result").read_bytes())
 
 

@@ -22,6 +22,7 @@ from .core.design import columns
 from .core.divergence import Divergence
 from .core.engine import STATE_VERSION, Engine
 from .knobs import Bound
+from .line import LineController
 from .moments import POLICIES
 from .replicas import Replicas
 from .replicas.agreement import digest
@@ -207,11 +208,27 @@ def check_knobs(
     _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
     if isinstance(converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
+    if isinstance(controller, LineController):
+        _check_alike(replicas, gradients, converge)
+
+
+def _check_alike(replicas: Replicas, gradients: str, converge: Converge) -> None:
+    """Under a LineController replicas are equal, and so have one line."""
+    for wrong, remedy in (
+        (gradients == "local" and replicas.count > 1, "gradients is 'local': pass gradients='shared'"),
+        (converge != Plain(), f"converge is {converge!r}: leave it out"),
+        (len(replicas.local) > 1, "replicas are co-resident: give it one model, and all micro-batches of a step to its closure"),
+    ):
+        if wrong:
+            raise ValueError(f"a LineController has all replicas on one line, with nothing that makes them differ, but {remedy}")
 
 
 def _judges_held_out(controller: Controller | None) -> bool:
     """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""
-    return controller is None or controller.name == "none" or bool(getattr(controller, "held_out", False))
+    if controller is None or controller.name == "none":
+        return True
+    # A probe may have been given a rule that reads training losses all the same.
+    return bool(getattr(controller, "held_out", False)) and getattr(getattr(controller, "rule", None), "needs_probe", True)
 
 
 def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:
@@ -249,8 +266,14 @@ def check_controller(controller: Controller | None, engine: Engine, floor: Seque
     replicas, knobs = engine.replicas, len(engine.knobs)
     if not needs_replicas(controller):
         return
+    still = [knob.name for knob in engine.knobs if knob.spread == 0]
     if replicas == 1:
         warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=4)
+    elif regresses(controller) and 0 < len(still) < knobs:
+        raise ValueError(
+            f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from the others, and none would move: "
+            "give it a spread, or leave it out"
+        )
     elif regresses(controller) and knobs > replicas - 1:
         raise ValueError(
             f"{replicas} replicas can tell at most {replicas - 1} knobs apart, got {knobs}: "

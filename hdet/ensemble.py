@@ -514,6 +514,8 @@ class Ensemble:
     ) -> CycleOutcome:
         """Let the controller act on the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
+            if self._line is not None:
+                self._line.begin_anew()
             rates = [k for k, knob in enumerate(self.knobs) if knob.key == "lr"]
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(rates, self.divergence.lower)
@@ -533,7 +535,7 @@ class Ensemble:
     def _read_line(self, closure: Closure | None, close: Callable[..., CycleOutcome]) -> CycleOutcome:
         """End the cycle; where an interval of the line ends with it, with what the line says."""
         assert self._line is not None
-        if not self._line.is_due(self.engine.step):
+        if not (self.engine.clock.controls(self.engine.step) and self._line.is_due(self.engine.step)):
             return close()
         if closure is None:
             self._notes.append("the line was not read: pass ensemble.step(loss, closure=...)")
@@ -590,7 +592,7 @@ class Ensemble:
         self._fan_out.unknown()
         self.weights.loaded()
         if self._line is not None:
-            self._line.loaded()
+            self._line.begin_anew()
         self._begin_cycle()
 
     def close(self) -> None:

@@ -55,6 +55,10 @@ class Way:
         """mean <- mean + (theta - mean) / n."""
         self.samples += 1
         values = self._values()
+        if self.samples == 1:  # no lerp: whatever stands there may be NaN
+            for mean, now in zip(self._mean, values, strict=True):
+                mean.copy_(now)
+            return
         if all(m.dtype == v.dtype and m.device == v.device for m, v in zip(self._mean, values, strict=True)):
             torch._foreach_lerp_(self._mean, values, 1.0 / self.samples)
             return
@@ -71,36 +75,42 @@ class Way:
     def scored(self) -> Iterator[Callable[[Sequence[float]], None]]:
         """Gives ``put``: ``put(rho)`` makes the tensors anchor + rho[i] * (mean - anchor); afterwards they are what they were, to the bit.
 
-        A tensor whose mean has its dtype is kept in the mean's memory meanwhile, so there is no third copy (and the mean is lost).
+        A tensor whose mean has its dtype is kept in the mean's memory meanwhile, so there is no third copy (and the mean is lost): not in
+        16 bits, where the way from point to point would be lost in rounding.
         """
         tensors = local_parts(self._tensors)
-        swapped = [m.dtype == t.dtype for m, t in zip(self._mean, tensors, strict=True)]
+        swapped = [m.dtype == t.dtype and t.itemsize >= 4 for m, t in zip(self._mean, tensors, strict=True)]
         kept = [None if s else t.detach().to(m.device, copy=True) for s, t, m in zip(swapped, tensors, self._mean, strict=True)]
-        at = [1.0] * len(tensors)
+        at = [1.0 if s else math.nan for s in swapped]
+        aside: set[int] = set()
         with torch.no_grad():
             for swap, tensor, mean in zip(swapped, tensors, self._mean, strict=True):
                 if swap:
-                    held = tensor.clone()
-                    tensor.copy_(mean)
-                    mean.copy_(held)
+                    _exchange(tensor, mean)
         try:
-            yield lambda rho: self._put(tensors, swapped, at, rho)
+            yield lambda rho: self._put(tensors, at, aside, rho)
         finally:
             with torch.no_grad():
+                for i in aside:
+                    _exchange(tensors[i], self._anchor[i])
                 for tensor, mean, own in zip(tensors, self._mean, kept, strict=True):
                     tensor.copy_(mean if own is None else own)
             self.samples = 0
 
     @torch.no_grad()
-    def _put(self, tensors: list[torch.Tensor], swapped: list[bool], at: list[float], rho: Sequence[float]) -> None:
+    def _put(self, tensors: list[torch.Tensor], at: list[float], aside: set[int], rho: Sequence[float]) -> None:
+        """``at``: rho of the points that are there, NaN where the mean's memory still has the mean. ``aside``: the tensors that are at 0,
+        where nothing is left of the direction: the point before is in the anchor's memory."""
         for i, (tensor, anchor) in enumerate(zip(tensors, self._anchor, strict=True)):
-            origin = anchor.to(tensor.device)
-            if not swapped[i]:
+            if math.isnan(at[i]):
                 mean = self._mean[i].to(tensor.device, torch.float32)
-                tensor.copy_(torch.lerp(origin.float(), mean, rho[i]))
-            elif rho[i] != at[i]:
-                # From the point that is there: the mean's memory has something else now. At rho = 0 nothing is left of the direction.
-                assert at[i] != 0, "rho = 0 can only be scored last"
+                tensor.copy_(torch.lerp(anchor.to(tensor.device).float(), mean, rho[i]))
+                continue
+            if (i in aside) != (rho[i] == 0):
+                _exchange(tensor, anchor)
+                aside ^= {i}
+            if rho[i] not in (0, at[i]):
+                origin = anchor.to(tensor.device)
                 tensor.sub_(origin).mul_(rho[i] / at[i]).add_(origin)
                 at[i] = rho[i]
 
@@ -189,8 +199,8 @@ class LineController(BaseController):
         self._way = Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
 
-    def loaded(self) -> None:
-        """Parameters may be others now: the interval begins anew."""
+    def begin_anew(self) -> None:
+        """Parameters were loaded, or a cycle was taken back: the interval begins anew, with the next step."""
         self._begun = None
 
     def depart(self, step: int) -> None:
@@ -229,7 +239,7 @@ class LineController(BaseController):
                 if self.model is not None:
                     reshard(self.model)
                 losses = closure()
-            if losses is None:
+            if losses is None or (isinstance(losses, torch.Tensor) and losses.numel() == 0):
                 return None
             if not isinstance(losses, torch.Tensor) or losses.dim() > 1 or not losses.is_floating_point():
                 what = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
@@ -354,6 +364,13 @@ def _room(tensor: torch.Tensor, dtype: torch.dtype | None, place: str) -> torch.
     if place == "host" and tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
     return torch.empty_like(tensor, dtype=dtype)
+
+
+def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Contents change places, bit for bit; devices may differ."""
+    held = a.clone()
+    a.copy_(b)
+    b.copy_(held)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:

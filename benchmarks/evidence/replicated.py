@@ -17,27 +17,33 @@ REPLICAS, SPREAD, INTERVALS = 4, 0.3, 20
 
 
 def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    return _hdet(problem, model, rate, seed, lambda probed: hdet.SoftmaxController(decay=None), warmup=WARMUP)
+    return replicated(problem, model, rate, seed, lambda probed: hdet.SoftmaxController(decay=None), warmup=WARMUP)
 
 
 def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    def controller(probed: list[int]) -> hdet.ProbeController:
-        def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-            losses = problem.losses(model, batch)
-            probed.append(len(losses))
-            return losses.mean()
-
-        def batches(cycle: int) -> list[Batch]:
-            """Eight of a replica's size, of training data that no step uses."""
-            return [part for i in range(2) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
-
-        return hdet.ProbeController(loss_fn, batches, chunks=8, model=model)
-
-    return _hdet(problem, model, rate, seed, controller)
+    return replicated(problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed))
 
 
-def _hdet(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Callable[[list[int]], Any], warmup: float = 0.0) -> Parts:
-    """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part of the run in which it may not act."""
+def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], **settings: Any) -> hdet.ProbeController:
+    """On eight mini-batches of a replica's size, of training data that no step uses. ``settings``: further ones of the controller."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        losses = problem.losses(model, batch)
+        probed.append(len(losses))
+        return losses.mean()
+
+    def batches(cycle: int) -> list[Batch]:
+        return [part for i in range(2) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
+
+    return hdet.ProbeController(loss_fn, batches, chunks=8, model=model, **settings)
+
+
+def replicated(
+    problem: Problem, model: nn.Module, rate: float, seed: int, controller: Callable[[list[int]], Any],
+    *, warmup: float = 0.0, interval: int | None = None,
+) -> Parts:  # fmt: skip
+    """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part of the run in which it may not act;
+    ``interval``: steps of a cycle."""
     probed: list[int] = []
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     replicas = hdet.CoresidentReplicas(model, REPLICAS)
@@ -46,7 +52,7 @@ def _hdet(problem: Problem, model: nn.Module, rate: float, seed: int, controller
         one_cycle_schedule(optimizer, rate, problem.steps),
         knobs=[hdet.LearningRate(SPREAD)],
         replicas=replicas,
-        sync_interval=max(1, problem.steps // INTERVALS),
+        sync_interval=interval or max(1, problem.steps // INTERVALS),
         warmup_steps=round(warmup * problem.steps),
         controller=controller(probed),
         seed=seed,

@@ -14,7 +14,11 @@ from hdet.record import RunFolderError, atomic_file, read_history
 from .curves import Record
 from .hero import hero_tables
 from .hero_figure import hero_figure
+from .horizon import horizon_figure, horizon_tables
+from .paper import paper_tables
+from .scalars import scalars_figure, scalars_tables
 from .search import search_figure, search_tables
+from .signal import signal_figure, signal_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +50,14 @@ SECTIONS: dict[str, Section] = {
         RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "rates": list, "probe_percent": NUMBER, "copies": NUMBER},
     ),
     "search": Section(search_tables, search_figure, RUN | {"draw": int, "batch": int, "best": NUMBER, "curve": list}),
-    # Next: "paper", "signal", "horizon", "scalars", each in a file of its own beside this one.
+    "paper": Section(paper_tables, None, RUN | {"factor": NUMBER, "train": (*NUMBER, type(None)), "crashed": bool}),
+    "signal": Section(
+        signal_tables, signal_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "moment": NUMBER, "said": list}
+    ),
+    "horizon": Section(
+        horizon_tables, horizon_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "interval": NUMBER, "correction": NUMBER}
+    ),
+    "scalars": Section(scalars_tables, scalars_figure, RUN | {"corner": str, "start": dict, "values": dict, "compute": NUMBER}),
 }  # fmt: skip
 """benchmark -> its part of the page, in this order"""
 

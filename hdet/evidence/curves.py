@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Curve", "Record", "curves", "score"]
+__all__ = ["Curve", "Record", "curves", "of_one_kind", "score"]
 
 Record = dict[str, Any]
 """a line of the results"""
@@ -116,6 +116,18 @@ def curves(records: Iterable[Record], rank: Callable[[str], Any] = str) -> dict[
         starts = found.setdefault(problem, {}).setdefault(method, {})
         starts.setdefault(exponent, {})[seed] = latest[problem, method, exponent, seed]
     return {problem: {method: Curve(method, runs) for method, runs in methods.items()} for problem, methods in found.items()}
+
+
+def of_one_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """{problem: lines}, of benchmarks in which all methods count from one best rate: the longest runs, around the last line's best rate."""
+    by_problem: dict[str, list[Record]] = {}
+    for line in records:
+        by_problem.setdefault(line["problem"], []).append(line)
+    found = {}
+    for problem, lines in sorted(by_problem.items()):
+        longest = [line for line in lines if line["steps"] == max(line["steps"] for line in lines)]
+        found[problem] = [line for line in longest if math.isclose(best_rate(line), best_rate(longest[-1]), rel_tol=1e-5)]
+    return found
 
 
 def best_rate(record: Record) -> float:

@@ -138,10 +138,16 @@ class Bound:
         return self._correction
 
     def _is_ours(self, i: int, value: Any) -> bool:
-        """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device."""
-        return _mark(value) == self._marks[i] or (
-            isinstance(value, torch.Tensor) and float(value) == float(torch.as_tensor(self._left[i], dtype=value.dtype))
-        )
+        """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device.
+
+        A buffer of the model may have been averaged over the replicas, whose mean of equal values can be some ulps beside them.
+        """
+        if _mark(value) == self._marks[i]:
+            return True
+        if not isinstance(value, torch.Tensor):
+            return False
+        left, rounding = float(self._left[i]), torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+        return abs(float(value) - left) <= 8 * rounding * abs(left)
 
     def _remember_marks(self) -> None:
         self._marks = [_mark(value) for value in self._values()]
@@ -155,15 +161,17 @@ class Bound:
         if all(rho == 1.0 for rho in multipliers):
             yield
             return
-        before = [_copy(value) for value in self._values()]
+        values = self._values()
+        before, marks = [_copy(value) for value in values], [_mark(value) for value in values]
         try:
             for cell, value, rho in zip(self.cells, before, multipliers, strict=True):
                 cell.set(self.scale.fanned(value, rho))
             yield
         finally:
-            for cell, value in zip(self.cells, before, strict=True):
+            for i, (cell, value) in enumerate(zip(self.cells, before, strict=True)):
                 cell.set(value)
-            self._remember_marks()
+                if marks[i] == self._marks[i]:  # else it is the user's since the last `write`, and stays so
+                    self._marks[i] = _mark(cell.get())
 
     def _multiplier_of(self, i: int, multiplier: float) -> float:
         return multiplier

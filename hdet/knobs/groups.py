@@ -19,9 +19,9 @@ Bounds = tuple[float, float] | None
 
 
 def check_groups(groups: object) -> None:
-    wrong = isinstance(groups, str) and groups != "each"
-    if wrong or not (groups is None or isinstance(groups, (str, Sequence))):
-        raise ValueError(f"groups must be None, 'each' or a list of group names or indices, got {groups!r}")
+    listed = isinstance(groups, Sequence) and not isinstance(groups, str) and len(groups) > 0
+    if not (listed or groups is None or groups == "each"):
+        raise ValueError(f"groups must be None, 'each' or a list of group names or indices, which is not empty, got {groups!r}")
 
 
 def scale_of(bounds: Bounds, kind: str = "log", unit: float = 1.0) -> Scale:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -92,7 +93,12 @@ class Temperature:
         found = [module for module in self.model.modules() if hasattr(module, self.attribute)]
         if not found:
             raise ValueError(f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: name it, or use hdet.Scalar")
-        if any(isinstance(getattr(module, self.attribute), nn.Parameter) for module in found):
-            raise ValueError(f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a number or a buffer")
+        for value in (getattr(module, self.attribute) for module in found):
+            if isinstance(value, nn.Parameter):
+                raise ValueError(f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a number or a buffer")
+            if not (isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (int, float))):
+                raise ValueError(
+                    f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d tensor: name another attribute"
+                )
         cells = [AttributeCell(module, self.attribute) for module in found]
         return [scalar_knob(self.attribute, self.spread, cells, bounds=self.bounds, honest=True, direct=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,10 @@ def scalar_knob(
     direct: bool = False,
     on_gradients: bool = False,
 ) -> ScalarKnob:
-    """A knob that acts inside ``explore()``. Raises ValueError for values that no factor moves, or that are outside of the bounds."""
+    """A knob that acts inside ``explore()``. Raises ValueError for values that are not finite, that no factor moves, or outside of the bounds."""
+    for value in (float(cell.get()) for cell in cells):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}: begin with a finite number")
     still = [float(cell.get()) for cell in cells if not float(cell.get()) > 0]
     if scale == "log" and still:
         raise ValueError(f"{name} is {still[0]:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")

@@ -52,5 +52,7 @@ def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
                 if owner != knob.name:
                     raise ValueError(
                         f"the knobs {owner!r} and {knob.name!r} share one {place[0]} {knob.key!r}: name each group once, give each group a "
-                        "tensor of its own, or explore them together with LearningRate(groups=None)"
+                        "tensor of its own, or explore them together with groups=None"
+                        if knob.key
+                        else f"the knobs {owner!r} and {knob.name!r} share one {place[0]}: leave one of them out"
                     )

@@ -103,6 +103,37 @@ def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes
     assert held.value == 6.0
 
 
+@pytest.mark.parametrize("index", [0, 7])
+def test_what_the_user_writes_before_exploring_counts_too(index: int) -> None:
+    net = Net()
+    run = ensemble(net, [hdet.Dropout(net), hdet.LearningRate(0.3)], index=index, **LOCAL)
+    net.drop.p, run.optimizer.param_groups[0]["lr"] = 0.4, 0.05
+    with run.explore():
+        assert net.drop.p != 0.4
+        backward(net)
+    run.optimizer.step()
+    run.step()
+    assert net.drop.p == 0.4 and run.optimizer.param_groups[0]["lr"] == 0.05
+    assert run.schedule.values() == [0.05, 0.4]  # rates come first
+
+
+def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users() -> None:
+    net = Net()
+    del net.temperature
+    net.register_buffer("temperature", torch.tensor(1.0))
+    run = ensemble(net, [hdet.Temperature(net)])
+    run.engine.corrections = [2.0]
+    for _ in range(3):
+        run.schedule.write(run.engine)
+        net.temperature.copy_(torch.nextafter(net.temperature, torch.tensor(9.0)))
+        run.schedule.advance()
+    run.schedule.write(run.engine)
+    assert float(net.temperature) == 2.0 and run.schedule.values() == [1.0]
+    net.temperature.fill_(3.0)
+    run.schedule.advance()
+    assert run.schedule.values() == [3.0]
+
+
 def test_dropout_moves_what_it_is_told_to() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

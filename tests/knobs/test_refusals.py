@@ -141,6 +141,22 @@ def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_tha
     ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), count=4, **LOCAL)
 
 
+def test_a_rule_of_training_losses_does_not_become_held_out_inside_of_a_probe() -> None:
+    net = Net()
+    probe = probe_of(net, held_out=True, rule=hdet.SlopeController())
+    with pytest.raises(ValueError, match="no honest judge of the knob 'dropout'"):
+        ensemble(net, [hdet.Dropout(net)], controller=probe, **LOCAL)
+
+
+def test_a_knob_without_a_spread_would_keep_a_regression_from_telling_the_others() -> None:
+    net = Net()
+    knobs = [hdet.LearningRate(0.2), hdet.Eps(0.0)]
+    with pytest.raises(ValueError, match="the knob 'eps' has spread 0.*leave it out"):
+        ensemble(net, knobs, controller=probe_of(net))
+    ensemble(net, knobs, controller=hdet.RankController())
+    ensemble(net, [hdet.LearningRate(0.0)], controller=probe_of(net))
+
+
 def test_designs() -> None:
     net = Net()
     assert ensemble(net, several(1), **LOCAL).engine.design == "permutation"
@@ -181,6 +197,7 @@ def test_the_drop_in_keeps_permutations() -> None:
         (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
         (lambda: hdet.Betas(which=[2]), "which must list 0"),
         (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
+        (lambda: hdet.LearningRate(groups=[]), "groups must be None, 'each' or a list .* not empty"),
     ],
 )
 def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
@@ -192,6 +209,9 @@ def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
     ("knobs", "message"),
     [
         ([hdet.Scalar("x", value=0.0)], "x is 0, and scale='log' multiplies"),
+        ([hdet.Scalar("x", value=float("inf"))], "x is inf: begin with a finite number"),
+        ([hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)], "x is nan: begin with a finite number"),
+        ([hdet.Temperature(nn.Linear(1, 1), attribute="forward")], "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
         ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
         ([hdet.WeightDecay(product=True)], "no knob moves the rate of its groups: add a LearningRate"),
         ([hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)], "no knob moves the rate"),

@@ -59,7 +59,7 @@ STAGES = (
     Stage(0.02, 0.4, 0.4, 1.0),
     Stage(0.04, 0.5, 0.5, 0.8),
     Stage(0.08, 0.5, 0.6, 0.9),
-    Stage(0.14, 0.6, 1.6, 1.2),
+    Stage(0.14, 0.6, 1.6, 2.0),
     Stage(0.24, 0.6, 1.0, math.inf),
     Stage(0.40, 0.5, 1.0, math.inf),
 )
@@ -158,8 +158,7 @@ class LineRule(BaseController):
             i == 0 or (not found and i < FULL) or (self.fresh and i <= EARLY and not healthy)
         )  # fmt: skip
         self.fresh = self.fresh and (self.keeps or self.restarted)
-        over = max(0.02 * evidence.total_steps, min(0.05 * evidence.total_steps, evidence.step))
-        return [replace(decision, over=round(over)) for decision in decisions]
+        return [replace(decision, over=_easing(decision, evidence.total_steps)) for decision in decisions]
 
     def hold(self, evidence: Evidence) -> list[Decision]:
         return [Decision() for _ in evidence.knobs]
@@ -177,8 +176,10 @@ class LineRule(BaseController):
                 self._learn(k, i, reading, value)
             if self.estimates[k]:
                 then = self._place(k, i, reading, now, coming)
+            if i <= FIRST and self.fresh and now > FALL * then:
+                note = "far too high"
         error = abs(reading.slope / reading.across) if reading.across else None
-        back = bool(note) and now / then > self.restart
+        back = bool(note) and now > self.restart * then
         return Decision(
             factor=then / now, slope=reading.slope, error=error, t=reading.across, restart=back,
             note=note + (": the interval is taken back" if back else ""),
@@ -232,6 +233,12 @@ def _too_high(i: int, reading: Reading) -> bool:
     if i <= FIRST:
         return reading.rho < 0.95 and max(reading.up, reading.across) > CLEAR
     return (i <= EARLY and reading.rho < 0.9 or i == WARM and reading.rho < 0.6) and reading.across > 2.3
+
+
+def _easing(decision: Decision, total_steps: int) -> int:
+    """Steps over which a value rises: 2 % of the run for each octave, as in a warm-up, 10 % at most; and 8 % from nothing."""
+    octaves = 4.0 if decision.restart else math.log2(max(decision.factor, 1.0))
+    return round(0.02 * total_steps * min(max(octaves, 1.0), 5.0))
 
 
 def _coming(evidence: Evidence, k: int) -> float:

@@ -40,9 +40,9 @@ class Evidence:
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
-    """[knob]: the base value in force now, corrections included."""
+    """[knob]: the base value in force in the step to come, as far as a rise that comes by and by has come."""
     corrections: Sequence[float]
-    """[knob]: the correction in force now, > 0; a decision's factor multiplies it."""
+    """[knob]: the correction decided last, > 0, which a decision's factor multiplies. While a rise comes by and by, `values` are behind it."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
     line: Sequence[Any] | None = None

@@ -33,7 +33,7 @@ class SlopeController(PooledController):
     ``step(loss)``, but is greedy: it asks which rate had the lower loss within the cycle (docs/controllers.md).
 
     Args: see `PooledController`. Replicas without a loss are left out, with fewer than two the cycle teaches nothing; several knobs are
-    told apart by the cycles together, so they may be more than N - 1.
+    told apart by the cycles together, and an Ensemble refuses more than N - 1 of them.
     """
 
     name = "slope"

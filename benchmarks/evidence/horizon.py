@@ -1,0 +1,111 @@
+"""The horizon: how long must a cycle be, and at which weights must replicas be scored, for the probe to find the rate of the whole run?
+
+    python benchmarks/evidence/horizon.py [--problems digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 2] [--jobs 2]
+                                          [--quick] [--json FILE] [--hero FILE]
+
+Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are scored at the average of their weights
+over the cycle, or greedily at their last weights. All else is as in the hero figure (replicated.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from hero import RESULTS as HERO
+from hero import untrained
+from methods import METHODS
+from problems import PROBLEMS, Problem
+from replicated import probe, replicated
+from runs import Record, Task, read, run_missing
+from search import best_fixed
+from training import Method, Parts, train
+
+import hdet
+from hdet.evidence.horizon import AVERAGED, FIXED, INTERVALS, LAST, SEEDS, STARTS, horizon_tables
+
+RESULTS = "benchmarks/results/evidence/horizon.jsonl"
+QUICK = 40
+
+
+def run(problem: str, method: str, interval: float, exponent: int, rate: float, seed: int, steps: int) -> Record:
+    """One line of the results. ``interval``: part of the run that a cycle takes; 0 for the fixed schedule."""
+    controllers: list[Corrected] = []
+    length = max(1, round(interval * steps))
+
+    def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+        def controller(probed: list[int]) -> hdet.ProbeController:
+            controllers.append(Corrected())
+            # Sampled once a cycle is sampled at its end.
+            return probe(problem, model, seed, probed, rule=controllers[0], average_every=1 if method == AVERAGED else length)
+
+        return replicated(problem, model, rate, seed, controller, interval=length)
+
+    chosen = METHODS["onecycle"] if method == FIXED else Method(method, build, rate, None)
+    outcome = train(replace(PROBLEMS[problem], steps=steps), chosen, rate, seed)
+    return {
+        "benchmark": "horizon", "problem": problem, "method": method, "interval": interval, "exponent": exponent, "rate": rate, "seed": seed,
+        "steps": steps, **outcome.to_dict(), "correction": controllers[0].correction if controllers else 1.0, "untrained": untrained(problem, seed),
+    }  # fmt: skip
+
+
+class Corrected(hdet.ProbeRule):
+    """The rule as it is; keeps what the schedule has been multiplied by."""
+
+    correction = 1.0
+
+    def update(self, evidence: Any) -> Any:
+        decisions = super().update(evidence)
+        self.correction = evidence.corrections[0] * decisions[0].factor
+        return decisions
+
+
+def key(record: Record | Task) -> tuple[Any, ...]:
+    """What makes two runs the same run."""
+    return (*(record[name] for name in ("problem", "method", "interval", "seed", "steps")), f"{record['rate']:.6g}")
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Seed by seed, so that a benchmark that is stopped has something of everything."""
+    best = {problem: best_fixed(problem, options) for problem in options.problems}
+    cells = [(FIXED, 0.0), *((method, interval) for interval in options.intervals for method in (AVERAGED, LAST))]
+    for seed in range(options.seeds):
+        for problem in options.problems:
+            for method, interval in cells:
+                for e in options.exponents:
+                    yield {
+                        "problem": problem, "method": method, "interval": interval, "exponent": e, "rate": best[problem] * 2.0**e, "seed": seed,
+                        "steps": QUICK if options.quick else PROBLEMS[problem].steps,
+                    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["digits"])
+    parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
+    parser.add_argument("--intervals", type=float, nargs="+", default=list(INTERVALS), help="cycles, as parts of the run")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK} steps on digits, two cycles: checks the machinery")
+    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
+    parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.problems, options.exponents, options.intervals, options.seeds = ["digits"], [-4, 4], [0.05, 0.1], 1
+    else:
+        options.json = options.json or RESULTS
+    records, wanted = read(options.json), list(tasks(options))
+    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
+    chosen = set(map(key, wanted))
+    print(horizon_tables([record for record in records if key(record) in chosen]), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Several scalars at once: two groups' rates, weight decay, dropout and label smoothing from a bad corner, against tuning one at a time.
+
+    python benchmarks/evidence/scalars.py [--corners careful bold] [--seeds 2] [--jobs 2] [--quick] [--json FILE]
+
+Eight replicas, each a process with its own gradients, its own values and batches of 16 of scikit-learn's digits; a `ProbeController` scores
+them on images that are not trained on. Tuning trains one replica after the other, from the same corner, on the same budget: a trial for each
+replica, and one for the probe. What it has found is then trained on eight replicas, too, at twice the budget. A process for each replica:
+expect ``--jobs 1`` to keep several cores busy while replicas run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+from harness import spawn
+from problems.digits import Classifier, data, disturbed, held_out
+from runs import Record, Task, read, run_missing
+from search import finite
+from training import BETAS, WARMUP
+
+import hdet
+from hdet.evidence.scalars import CORNERS, EQUAL, GOOD, REPLICAS, SEEDS, scalars_tables
+
+RESULTS = "benchmarks/results/evidence/scalars.jsonl"
+STEPS, QUICK = 400, 20
+IMAGES, PROBED = 16, 12
+"""examples of a replica's step, and of each of the eight mini-batches of a probe"""
+CYCLES = 20
+SPREAD, RATE_SPREAD = 0.4, 0.3
+TRIALS = 16
+FACTOR = 4.0
+"""what tuning multiplies or divides a value by"""
+TRAINED = 1000
+"""images; the other 297 of the training set are for the probe, and for the choice between trials"""
+
+Values = dict[str, float]
+
+
+# -- the problem -----------------------------------------------------------------------------------------------------------
+
+
+class Dropped(Classifier):
+    """With dropout before the last layer."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.out = nn.Sequential(nn.Dropout(rate), self.out)
+
+
+def groups(model: Dropped, values: Values) -> list[dict[str, Any]]:
+    parts = {"conv": (model.conv1, model.conv2), "dense": (model.hidden, model.out)}
+    return [
+        {"name": name, "params": [p for part in modules for p in part.parameters()], "lr": values[f"lr/{name}"], "weight_decay": values["weight_decay"]}
+        for name, modules in parts.items()
+    ]  # fmt: skip
+
+
+def batch(seed: int, number: int) -> tuple[Tensor, Tensor]:
+    """One replica's step; of the trained images."""
+    return _drawn(0, TRAINED, IMAGES, 10**9 * (seed + 1) + number)
+
+
+def probe_batches(cycle: int) -> list[tuple[Tensor, Tensor]]:
+    return [_drawn(TRAINED, len(data()[0]), PROBED, 8 * cycle + i) for i in range(8)]
+
+
+def _drawn(first: int, end: int, count: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    chosen = torch.randint(first, end, (count,), generator=generator)
+    return disturbed(data()[0][chosen], generator), data()[1][chosen]
+
+
+@cache
+def chosen_by() -> tuple[Tensor, Tensor]:
+    """What tuning chooses by: the images of the probe, each disturbed four times."""
+    images, labels = data()[0][TRAINED:], data()[1][TRAINED:]
+    return disturbed(images.repeat(4, 1, 1, 1), torch.Generator().manual_seed(0)), labels.repeat(4)
+
+
+@torch.no_grad()
+def loss_on(model: nn.Module, examples: tuple[Tensor, Tensor]) -> float:
+    """Mean loss in nats, eval mode, without smoothing."""
+    model.eval()
+    loss = F.cross_entropy(model(examples[0]), examples[1]).item()
+    model.train()
+    return loss
+
+
+def prepared(values: Values, seed: int, steps: int) -> tuple[Dropped, torch.optim.Optimizer, OneCycleLR]:
+    torch.manual_seed(seed)
+    model = Dropped(values["dropout"])
+    optimizer = torch.optim.AdamW(groups(model, values), betas=BETAS)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return model, optimizer, OneCycleLR(optimizer, rates, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------------
+
+
+def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, control: bool) -> dict[str, Any]:
+    """One of the processes. Without ``control`` all replicas keep the values, and are averaged all the same."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which torch ends it with its parent
+    model, optimizer, schedule = prepared(values, seed, steps)
+    probed: list[int] = []
+
+    def loss_fn(model: nn.Module, examples: tuple[Tensor, Tensor]) -> Tensor:
+        probed.append(len(examples[1]))
+        return F.cross_entropy(model(examples[0]), examples[1])
+
+    smoothing = hdet.LabelSmoothing(values["label_smoothing"], SPREAD)
+    knobs = [hdet.LearningRate(RATE_SPREAD, groups="each"), hdet.WeightDecay(SPREAD), hdet.Dropout(model, SPREAD), smoothing]
+    ensemble = hdet.Ensemble(
+        optimizer,
+        schedule,
+        knobs=knobs if control else [hdet.LearningRate(0.0)],
+        sync_interval=max(1, steps // CYCLES),
+        gradients="local",
+        moments="keep",
+        controller=hdet.ProbeController(loss_fn, probe_batches, model=model, held_out=True) if control else None,
+        seed=seed,
+    )
+    torch.manual_seed(1000 * (seed + 1) + rank)  # replicas drop different units
+    for step in range(steps):
+        images, labels = batch(seed, world_size * step + rank)
+        with ensemble.explore():
+            smoothed = ensemble.value("label_smoothing") if control else values["label_smoothing"]
+            loss = F.cross_entropy(model(images), labels, label_smoothing=smoothed)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss)
+    found = {name: values[name] * ensemble.corrections.get(name, 1.0) for name in values}
+    percent = 100 * sum(probed) / (3 * steps * IMAGES)
+    return {"validation": finite(loss_on(model, held_out())), "values": found, "probe_percent": percent}
+
+
+def replicas(values: Values, seed: int, steps: int, *, control: bool, trials: int) -> dict[str, Any]:
+    """Forked from a server that has imported everything once: the import would cost more than the run."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed", "sklearn.datasets", "hdet.ensemble"])
+    result = spawn(replica, REPLICAS, values, seed, steps, control, start_method="forkserver")
+    return dict(result, compute=REPLICAS * (1 + result["probe_percent"] / 100))
+
+
+# -- one at a time ---------------------------------------------------------------------------------------------------------
+
+
+def trial(values: Values, seed: int, steps: int) -> tuple[float, float]:
+    """One replica by itself: the loss that is chosen by, and the held-out one."""
+    model, optimizer, schedule = prepared(values, seed, steps)
+    for step in range(steps):
+        images, labels = batch(seed, step)
+        F.cross_entropy(model(images), labels, label_smoothing=values["label_smoothing"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return loss_on(model, chosen_by()), loss_on(model, held_out())
+
+
+def tune(values: Values, trials: int, score: Callable[[Values], tuple[float, float]]) -> list[tuple[float, Values]]:
+    """(held-out loss, values) of the best trial so far, by the loss that is chosen by, after each trial.
+
+    Each value in turn is multiplied by `FACTOR`, and if that is not better divided by it; round after round. Values stay below 0.9 where
+    they are parts of 1. A direction that was just found is taken first in the next round.
+    """
+    best, chosen, held = dict(values), *score(values)
+    history, up = [(held, best)], dict.fromkeys(values, True)
+    for name in itertools.cycle(values):
+        for rising in (up[name], not up[name]):
+            if len(history) == trials:
+                return history
+            tried = {**best, name: best[name] * (FACTOR if rising else 1 / FACTOR)}
+            if name in ("dropout", "label_smoothing"):
+                tried[name] = min(tried[name], 0.9)
+            loss, validation = score(tried)
+            better = loss < chosen
+            if better:
+                best, chosen, held, up[name] = tried, loss, validation, rising
+            history.append((held, best))
+            if better:
+                break
+    raise AssertionError("values is empty")
+
+
+def one_at_a_time(values: Values, seed: int, steps: int, *, control: bool, trials: int) -> dict[str, Any]:
+    history = tune(values, trials, lambda tried: trial(tried, seed, steps))
+    held, found = history[min(EQUAL, trials) - 1]
+    return {
+        "validation": finite(held), "values": found, "probe_percent": 0.0, "compute": float(min(EQUAL, trials)),
+        "curve": [finite(loss) for loss, _ in history], "last_values": history[-1][1],
+    }  # fmt: skip
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def run(method: str, corner: str, seed: int, steps: int, values: Values, trials: int) -> Record:
+    """One line of the results. ``values``: those the run begins with."""
+    began = time.perf_counter()
+    result = (one_at_a_time if method == "one-at-a-time" else replicas)(values, seed, steps, control=method == "hdet-probe", trials=trials)
+    return {
+        "benchmark": "scalars", "problem": "digits", "method": method, "corner": corner, "seed": seed, "steps": steps, "start": values,
+        "curve": None, **result, "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def key(record: Record | Task) -> tuple[Any, ...]:
+    """What makes two runs the same run."""
+    return tuple(record[name] for name in ("method", "corner", "seed", "steps"))
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Seed by seed, so that a benchmark that is stopped has something of everything."""
+    more = {"steps": QUICK if options.quick else STEPS, "trials": 4 if options.quick else TRIALS}
+    for seed in range(options.seeds):
+        yield {"method": "good", "corner": "", "seed": seed, "values": GOOD, **more}
+        for corner in options.corners:
+            for method in ("hdet-probe", "corner", "one-at-a-time"):
+                yield {"method": method, "corner": corner, "seed": seed, "values": CORNERS[corner], **more}
+
+
+def trained_again(wanted: Sequence[Task], records: Sequence[Record]) -> list[Task]:
+    """What tuning has found at equal compute, on all replicas."""
+    found = {key(record): record["values"] for record in records}
+    return [{**task, "method": "tuned", "values": found[key(task)]} for task in wanted if task["method"] == "one-at-a-time"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corners", nargs="+", choices=CORNERS, default=list(CORNERS))
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--quick", action="store_true", help=f"one seed, one corner, {QUICK} steps, four trials: checks the machinery")
+    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.corners, options.seeds = options.corners[:1], 1
+    else:
+        options.json = options.json or RESULTS
+    records, wanted = read(options.json), list(tasks(options))
+    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
+    again = trained_again(wanted, records)
+    run_missing(run, again, records, key, path=options.json, jobs=options.jobs)
+    chosen = set(map(key, [*wanted, *again]))
+    print(scalars_tables([record for record in records if key(record) in chosen]), end="")
+
+
+if __name__ == "__main__":
+    main()

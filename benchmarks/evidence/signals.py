@@ -1,0 +1,242 @@
+"""Signal quality: does a controller know, at some moment of a run, whether a higher or a lower rate would end better?
+
+    python benchmarks/evidence/signals.py [--problems digits ...] [--exponents -4 -2 0 2 4] [--seeds 5] [--jobs 2] [--quick]
+                                          [--json FILE] [--hero FILE]
+
+The truth is forks: the same run from the same seed on the same mini-batches, whose schedule is multiplied by 0.7 or by 1.4 from the moment
+on, trained to the end; runs are deterministic, so a fork is the run until then, to the bit. Beside it each controller hears a run at the
+unchanged schedule, in which nothing is corrected, and says which way it would go. (The file is not called signal.py, which is Python's.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from hero import RESULTS as HERO
+from hero import untrained
+from problems import PROBLEMS, Batch, Problem
+from replicated import INTERVALS, probe, replicated
+from runs import Record, Task, read, run_missing
+from search import best_fixed, finite, shape
+from training import BETAS, Method, Parts, one_cycle_schedule, plain, scheduled, train
+
+import hdet
+from hdet.core.controllers import BaseController, Decision, Evidence
+from hdet.core.controllers.line import read_line
+from hdet.core.controllers.softmax import signal, softmax_weights
+from hdet.evidence.signal import FACTORS, MOMENTS, SEEDS, STARTS, signal_tables
+
+RESULTS = "benchmarks/results/evidence/signal.jsonl"
+QUICK = 80
+"""steps: a cycle has four, the least of the hypergradient"""
+
+Said = dict[str, Any]
+
+
+def run(problem: str, method: str, moment: float, exponent: int, rate: float, seed: int, steps: int) -> Record:
+    """One line of the results: a fork, or what a run has let controllers hear."""
+    began, chosen = time.perf_counter(), replace(PROBLEMS[problem], steps=steps)
+    said: list[Said] = []
+    if method in LISTENERS:
+        validation = listen(chosen, method, rate, seed, said)
+    else:
+        build = partial(fork, factor=FACTORS[method], start=round(moment * steps))
+        validation = train(chosen, Method(method, build, rate, None), rate, seed).validation
+    return {
+        "benchmark": "signal", "problem": problem, "method": method, "moment": moment, "exponent": exponent, "rate": rate, "seed": seed,
+        "steps": steps, "validation": validation, "untrained": untrained(problem, seed), "said": said, "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def key(record: Record | Task) -> tuple[Any, ...]:
+    """What makes two runs the same run."""
+    return (*(record[name] for name in ("problem", "method", "moment", "seed", "steps")), f"{record['rate']:.6g}")
+
+
+# -- the truth -------------------------------------------------------------------------------------------------------------
+
+
+def fork(problem: Problem, model: nn.Module, rate: float, seed: int, *, factor: float, start: int) -> Parts:
+    """The fixed schedule, times ``factor`` once ``start`` steps are done."""
+    optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
+    values = [value * (factor if step >= start else 1.0) for step, value in enumerate(_shape(problem.steps))]
+    return scheduled(problem, model, optimizer, LambdaLR(optimizer, lambda step: values[min(step, problem.steps - 1)]))
+
+
+@cache
+def _shape(steps: int) -> list[float]:
+    return shape(steps)
+
+
+# -- what controllers say --------------------------------------------------------------------------------------------------
+
+
+class Ears(BaseController):
+    """Gives rules the evidence of every cycle, lets none of them act, and writes down what they say at the moments."""
+
+    name = "ears"
+
+    def __init__(self, rules: Sequence[Any], moments: Mapping[int, float], said: list[Said], suffix: str = "") -> None:
+        super().__init__()
+        self.rules, self.moments, self.said, self.suffix = rules, moments, said, suffix
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        for rule in self.rules:
+            decision = rule.update(evidence)[0]
+            if evidence.step in self.moments:
+                slope = published(evidence, rule.temperature) if isinstance(rule, hdet.SoftmaxController) else decision.slope
+                self.said.append(_said(rule.name + self.suffix, self.moments[evidence.step], slope, decision.error, decision.t))
+        return [Decision() for _ in evidence.knobs]
+
+
+class LineEars(hdet.LineRule):
+    """The line over the intervals between the moments: each is as long as half of the run so far, or nearly, as the rule's own are."""
+
+    def __init__(self, moments: Mapping[int, float], said: list[Said]) -> None:
+        super().__init__()
+        self.moments, self.said, self.heard = moments, said, 0
+
+    @property
+    def idle(self) -> bool:
+        return self.heard >= max(self.moments)
+
+    def next_end(self, total_steps: int) -> float:
+        return min((step for step in self.moments if step > self.heard), default=math.inf)
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        if evidence.line is not None:
+            reading = read_line(evidence.line[0], self.significant, self.farthest)
+            error = abs(reading.slope / reading.across) if reading.across else None
+            self.heard = evidence.step
+            self.said.append(_said("line", self.moments[evidence.step], reading.slope, error, reading.across))
+        return [Decision() for _ in evidence.knobs]
+
+
+def published(evidence: Evidence, temperature: float) -> float | None:
+    """Eq. 5 with the sign of a slope, in multiples of the base value. It has no error."""
+    losses = [loss for loss in evidence.losses if loss is not None]
+    if len(losses) < len(evidence.losses):
+        return None
+    return -signal(softmax_weights(losses, temperature), evidence.multipliers[0])
+
+
+def _said(name: str, moment: float, slope: float | None, error: float | None, t: float | None) -> Said:
+    return {"signal": name, "moment": moment, "slope": slope, "error": error, "t": t}
+
+
+def hear_line(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
+    return alone(problem, model, rate, seed, hdet.LineController(model, rule=LineEars(moments, said)))
+
+
+def hear_hypergradient(
+    problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]
+) -> Parts:  # fmt: skip
+    return alone(problem, model, rate, seed, hdet.HypergradientController(rule=Ears([hdet.HypergradientRule()], moments, said)))
+
+
+def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Any) -> Parts:
+    """One replica with the whole batch."""
+    optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
+    schedule = one_cycle_schedule(optimizer, rate, problem.steps)
+    ensemble = hdet.Ensemble(optimizer, schedule, sync_interval=_cycle(problem.steps), controller=controller, seed=seed)
+
+    def after(batch: Batch) -> None:
+        ensemble.step(closure=lambda: problem.losses(model, batch))
+
+    return Parts(optimizer, plain(problem, model), after)
+
+
+def hear_replicas(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
+    """Four replicas: the probe at cycle averages, and what goes by training losses."""
+    rules = [hdet.ProbeRule(), hdet.SlopeController(), hdet.RankController(), hdet.SoftmaxController(decay=None)]
+    return replicated(problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed, rule=Ears(rules, moments, said)))
+
+
+def hear_last(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
+    """The same probe at the last weights of the cycle: sampled at its end only."""
+    ears, every = Ears([hdet.ProbeRule()], moments, said, suffix=" (last weights)"), _cycle(problem.steps)
+    return replicated(problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed, rule=ears, average_every=every))
+
+
+LISTENERS: dict[str, Callable[..., Parts]] = {
+    "hear-line": hear_line,
+    "hear-hypergradient": hear_hypergradient,
+    "hear-replicas": hear_replicas,
+    "hear-last": hear_last,
+}
+
+
+def listen(problem: Problem, name: str, rate: float, seed: int, said: list[Said]) -> float | None:
+    """Train up to the last moment; returns the held-out loss there, None after a crash. What was heard until then is in ``said``."""
+    moments = {round(moment * problem.steps): moment for moment in MOMENTS}
+    model = problem.build(seed)
+    parts = LISTENERS[name](problem, model, rate, seed, moments, said)
+    with contextlib.suppress(*parts.crashes):
+        for step in range(max(moments)):
+            batch = problem.batch(seed, step)
+            if not math.isfinite(parts.backward(batch)):
+                return None
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+            parts.after(batch)
+        return finite(problem.validate(model))
+    return None
+
+
+def _cycle(steps: int) -> int:
+    return max(1, steps // INTERVALS)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """Seed by seed, so that a benchmark that is stopped has something of everything."""
+    best = {problem: best_fixed(problem, options) for problem in options.problems}
+    forks = [(method, moment) for moment in (MOMENTS[0], MOMENTS[-1]) if options.quick for method in FACTORS]
+    forks = forks or [(method, moment) for moment in MOMENTS for method in FACTORS]
+    for seed in range(options.seeds):
+        for problem in options.problems:
+            for e in options.exponents:
+                for method, moment in [*forks, *((method, MOMENTS[-1]) for method in LISTENERS)]:
+                    yield {
+                        "problem": problem, "method": method, "moment": moment, "exponent": e, "rate": best[problem] * 2.0**e, "seed": seed,
+                        "steps": QUICK if options.quick else PROBLEMS[problem].steps,
+                    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["digits"])
+    parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK} steps on digits, two moments: checks the machinery")
+    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
+    parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.problems, options.exponents, options.seeds = ["digits"], [0], 1
+    else:
+        options.json = options.json or RESULTS
+    records, wanted = read(options.json), list(tasks(options))
+    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
+    chosen = set(map(key, wanted))
+    print(signal_tables([record for record in records if key(record) in chosen]), end="")
+
+
+if __name__ == "__main__":
+    main()
