@@ -222,7 +222,7 @@ class Ensemble:
         if stepped and not self._compared:
             self._compare_gradients()
         try:
-            taken_at = self.schedule.base_values() if self._line is not None else []
+            taken_at = self._parts_of_peak() if self._line is not None else []
             self.schedule.advance()
             ends = False
             if stepped:
@@ -532,13 +532,20 @@ class Ensemble:
 
         return close(**measured) if self._line is None else self._read_line(closure, close)
 
+    def _parts_of_peak(self) -> list[float]:
+        """The base value of each knob as a part of its schedule's peak; 0 where that has none."""
+        peaks, _ = self.schedule.bounds()
+        return [value / peak if peak > 0 else 0.0 for value, peak in zip(self.schedule.base_values(), peaks, strict=True)]
+
     def _read_line(self, closure: Closure | None, close: Callable[..., CycleOutcome]) -> CycleOutcome:
         """End the cycle; where an interval of the line ends with it, with what the line says."""
         assert self._line is not None
         if not (self.engine.clock.controls(self.engine.step) and self._line.is_due(self.engine.step)):
             return close()
         if closure is None:
-            self._notes.append("the line was not read: pass ensemble.step(loss, closure=...)")
+            note = "the LineController has read nothing, for want of losses: call step(loss, closure=...)"
+            warnings.warn(note, stacklevel=5)
+            self._notes.append(note)
             return close()
         with self.during("line"), self._line.lines(closure, self.replicas) as lines:
             outcome = close(line=lines)

@@ -173,6 +173,7 @@ class LineController(BaseController):
         self.rule = LineRule(freeze_after=freeze_after) if rule is None else rule
         super().__init__(self.rule.freeze_after)
         self._way: Way | None = None
+        self._values: list[float] = []  # by knob: mean over the samples, as a part of the schedule's peak
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
@@ -210,7 +211,8 @@ class LineController(BaseController):
             self._begin(step)
 
     def sample(self, step: int, values: Sequence[float], interval: int) -> None:
-        """After optimizer step ``step``, taken at these base values (by knob). Decisions fall on multiples of ``interval``."""
+        """After optimizer step ``step``, taken at these base values (by knob, as parts of their schedules' peaks). Decisions fall on
+        multiples of ``interval``."""
         if self._begun is None or self.idle:
             return
         end = math.ceil(self.rule.next_end(self._total) / interval) * interval
@@ -219,8 +221,7 @@ class LineController(BaseController):
         if step > self._begun + length / 2 and (end - step) % stride == 0:
             way = self._way_or_fail()
             way.add()
-            for k, (value, knob) in enumerate(zip(values, self._knobs, strict=True)):
-                self._values[k] += (value / knob.bounds()[0] - self._values[k]) / way.samples
+            self._values = [mean + (value - mean) / way.samples for mean, value in zip(self._values, values, strict=True)]
 
     def is_due(self, step: int) -> bool:
         return self._begun is not None and step >= self.rule.next_end(self._total) and self._way_or_fail().samples > 0

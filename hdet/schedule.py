@@ -9,7 +9,7 @@ import torch
 
 from .core.controllers.protocol import require_keys
 from .core.engine import Engine
-from .knobs import Bound
+from .knobs import Bound, GroupKnob
 
 __all__ = ["Schedule", "Scheduler", "plain"]
 
@@ -28,6 +28,7 @@ class Schedule:
     def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
+        self._highest = _highest_factors(scheduler, self.total_steps)
 
     @property
     def step(self) -> int | None:
@@ -65,7 +66,10 @@ class Schedule:
     def bounds(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""
         pairs = [knob.bounds() for knob in self.knobs]
-        return [peak for peak, _ in pairs], [floor for _, floor in pairs]
+        return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
+
+    def _highest_of(self, knob: Bound) -> float:
+        return self._highest[knob.indices[0]] if self._highest and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -85,6 +89,19 @@ class Schedule:
             self.scheduler.load_state_dict(state["scheduler"])
         for knob in self.knobs:
             knob.scheduled = scheduled[knob.name]
+
+
+def _highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | None:
+    """LambdaLR alone multiplies a group's rate by what can lie far from 1 at all times (Noam's): its factors' highest values, by group.
+
+    Looked at in a thousand places of the run; None for other schedulers, whose peak the group has, and where the length is not known.
+    """
+    lambdas = getattr(scheduler, "lr_lambdas", None)
+    if type(scheduler).__name__ != "LambdaLR" or not lambdas or total_steps is None:
+        return None
+    steps = sorted({round(i * total_steps / 1000) for i in range(1001)} | set(range(min(total_steps, 100))))
+    highest = [max(float(factor(step)) for step in steps) for factor in lambdas]
+    return [factor if factor > 0 else 1.0 for factor in highest]
 
 
 def _scheduled(state: Mapping[str, Any], knobs: Sequence[Bound], scheduler: Any) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """The horizon: how long must a cycle be, and at which weights must replicas be scored, for the probe to find the rate of the whole run?
 
-    python benchmarks/evidence/horizon.py [--problems digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 2] [--jobs 2]
+    python benchmarks/evidence/horizon.py [--problems digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
                                           [--quick] [--json FILE] [--hero FILE]
 
 Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are scored at the average of their weights
@@ -52,18 +52,24 @@ def run(problem: str, method: str, interval: float, exponent: int, rate: float, 
     outcome = train(replace(PROBLEMS[problem], steps=steps), chosen, rate, seed)
     return {
         "benchmark": "horizon", "problem": problem, "method": method, "interval": interval, "exponent": exponent, "rate": rate, "seed": seed,
-        "steps": steps, **outcome.to_dict(), "correction": controllers[0].correction if controllers else 1.0, "untrained": untrained(problem, seed),
+        "steps": steps, **outcome.to_dict(), "correction": controllers[0].correction if controllers else 1.0, "votes": controllers[0].votes if controllers else [],
+        "untrained": untrained(problem, seed),
     }  # fmt: skip
 
 
 class Corrected(hdet.ProbeRule):
-    """The rule as it is; keeps what the schedule has been multiplied by."""
+    """The rule as it is; keeps what the schedule has been multiplied by, and each t that counted, near the schedule's peak."""
 
-    correction = 1.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.correction = 1.0
+        self.votes: list[float] = []
 
     def update(self, evidence: Any) -> Any:
         decisions = super().update(evidence)
         self.correction = evidence.corrections[0] * decisions[0].factor
+        if self.counts(0) and decisions[0].t is not None:
+            self.votes.append(round(decisions[0].t, 2))
         return decisions
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import signal
 import sys
@@ -30,7 +31,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from harness import spawn
 from problems.digits import Classifier, data, disturbed, held_out
 from runs import Record, Task, read, run_missing
-from search import finite
 from training import BETAS, WARMUP
 
 import hdet
@@ -151,7 +151,7 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
 
 def replicas(values: Values, seed: int, steps: int, *, control: bool, trials: int) -> dict[str, Any]:
     """Forked from a server that has imported everything once: the import would cost more than the run."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed", "sklearn.datasets", "hdet.ensemble"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "sklearn.datasets", "hdet.ensemble"])
     result = spawn(replica, REPLICAS, values, seed, steps, control, start_method="forkserver")
     return dict(result, compute=REPLICAS * (1 + result["probe_percent"] / 100))
 
@@ -203,6 +203,11 @@ def one_at_a_time(values: Values, seed: int, steps: int, *, control: bool, trial
         "validation": finite(held), "values": found, "probe_percent": 0.0, "compute": float(min(EQUAL, trials)),
         "curve": [finite(loss) for loss, _ in history], "last_values": history[-1][1],
     }  # fmt: skip
+
+
+def finite(loss: float) -> float | None:
+    """JSON has no infinity."""
+    return loss if math.isfinite(loss) else None
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------

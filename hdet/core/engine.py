@@ -198,7 +198,7 @@ class Engine:
         """End a cycle that is taken back: nothing was learned in it but that the values of these knobs were too high."""
         table = self.multipliers()
         for k in knobs:
-            self.corrections[k] = max(self.corrections[k] * factor, 1 / LARGEST_CORRECTION)
+            self.corrections[k] = max(self.in_force(k) * factor, 1 / LARGEST_CORRECTION)
             self.eased[k] = (1.0, 0, 0)
             base = self.bases[k]
             self.bases[k] = None if base is None else base * factor
@@ -278,6 +278,11 @@ class Engine:
                 f"the ensemble's state has corrections {state['corrections']!r} and bases {state['bases']!r}, "
                 f"but {len(self.knobs)} finite positive numbers are needed: it is damaged"
             )
+        for eased in state.get("eased") or []:
+            if not (isinstance(eased, (list, tuple)) and len(eased) == 3 and all(isinstance(x, (int, float)) and x >= 0 for x in eased)):
+                raise ValueError(
+                    f"the ensemble's state has eased {state['eased']!r}, which is no list of (value, step, steps): it is damaged"
+                )
         if state["level"] is not None and not (isinstance(state["level"], (int, float)) and math.isfinite(state["level"])):
             raise ValueError(f"the ensemble's state has level {state['level']!r}, which is no loss: it is damaged")
         if (state["controller"] is not None) != isinstance(state["controller_state"], Mapping):

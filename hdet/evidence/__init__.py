@@ -55,7 +55,7 @@ SECTIONS: dict[str, Section] = {
         signal_tables, signal_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "moment": NUMBER, "said": list}
     ),
     "horizon": Section(
-        horizon_tables, horizon_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "interval": NUMBER, "correction": NUMBER}
+        horizon_tables, horizon_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "interval": NUMBER, "correction": NUMBER, "votes": list}
     ),
     "scalars": Section(scalars_tables, scalars_figure, RUN | {"corner": str, "start": dict, "values": dict, "compute": NUMBER}),
 }  # fmt: skip

@@ -23,10 +23,12 @@ NAMES = {AVERAGED: "cycle-averaged weights", LAST: "last weights (greedy)", FIXE
 INTERVALS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """parts of the run"""
 STARTS = (-4, 0, 4)
-SEEDS = 2
+SEEDS = 3
+SIGNIFICANT = 2.0
 
 CAPTION = """
 Held-out loss at the end in nats, mean over seeds ± one standard error, and where the rate went: 2^x times the best fixed rate, mean of x.
+*Higher : lower*: of the cycles near the schedule's peak, where votes count, those in which |t| > 2 said so. From the best rate neither should win.
 Starts are 2^start times the best fixed rate. A run that crashed, or ended above it, counts as an untrained model.
 """
 
@@ -44,9 +46,9 @@ def horizon_tables(records: Sequence[Record]) -> str:
             row = [NAMES.get(method, method), f"{100 * interval:g} %" if interval else "-"]
             for start in starts:
                 own = found.get((method, interval, start))
-                row += [_loss(own), f"2^{went_to(own):+.1f}"] if own else ["", ""]
+                row += [_loss(own), f"2^{went_to(own):+.1f}", _votes(own)] if own else [""] * 3
             rows.append(row)
-        heads = [text for start in starts for text in (f"loss from 2^{start}", "rate went to")]
+        heads = [text for start in starts for text in (f"loss from 2^{start}", "rate went to", "higher : lower")]
         parts += [f"## {problem}\n", table(["scored at", "cycle", *heads], rows)]
     return "\n".join(parts)
 
@@ -61,6 +63,12 @@ def cells(lines: Sequence[Record]) -> Cells:
 def went_to(lines: Sequence[Record]) -> float:
     """log2 of the corrected peak over the best fixed rate."""
     return statistics.mean(line["exponent"] + math.log2(line["correction"]) for line in lines)
+
+
+def _votes(lines: Sequence[Record]) -> str:
+    """How often a higher and a lower rate was significantly better."""
+    votes = [t for line in lines for t in line["votes"]]
+    return f"{sum(t < -SIGNIFICANT for t in votes)} : {sum(t > SIGNIFICANT for t in votes)} of {len(votes)}" if votes else ""
 
 
 def _loss(lines: Sequence[Record]) -> str:

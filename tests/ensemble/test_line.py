@@ -7,6 +7,7 @@ import gc
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.checks import _check_alike as check_alike
 from hdet.core.controllers import Decision, Evidence, LineRule
 from hdet.line import Way
 from tests.ensemble.helpers import model
@@ -202,7 +204,7 @@ def test_there_are_two_copies_of_the_parameters_and_no_third() -> None:
 
     def closure() -> torch.Tensor:
         gc.collect()
-        counted.append(len({x.data_ptr() for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.numel() == 1_000_000}))
+        counted.append(len({x.data_ptr() for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.numel() == 1_000_000}))
         return torch.rand(4)
 
     weight.grad = torch.ones_like(weight)
@@ -328,6 +330,9 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         build(together=True)
     with pytest.raises(ValueError, match=r"converge is ExactLocal\("):
         build(converge=hdet.converge.ExactLocal())
+    two: Any = SimpleNamespace(count=2, local=[0])
+    with pytest.raises(ValueError, match="gradients is 'local'"):
+        check_alike(two, "local", hdet.converge.Plain())
     build(gradients="local", moments="keep")  # one replica: the same as shared
 
 

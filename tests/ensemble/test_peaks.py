@@ -1,0 +1,44 @@
+"""The peak of a schedule, and what a rollback does to a rise under way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hdet
+from hdet.core.clock import Clock
+from hdet.core.controllers import Decision, Evidence
+from hdet.core.engine import Engine, KnobSpec
+
+
+class _Doubles(hdet.BaseController):
+    name = "doubles"
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        return [Decision(factor=8.0, over=8)]
+
+
+def test_a_lambda_schedule_s_peak_is_its_highest_factor_s() -> None:
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    noam = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.008 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
+    ensemble = hdet.Ensemble(optimizer, noam, total_steps=200)
+    assert ensemble.schedule.bounds()[0] == [pytest.approx(0.008)]
+
+
+def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> None:
+    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2, total_steps=100), _Doubles())
+    engine.tick(), engine.tick()
+    engine.close([1.0], scheduled=[1.0])
+    assert engine.corrections == [8.0] and engine.in_force(0) == pytest.approx(1 + 7 / 8)
+    before = engine.in_force(0)
+    engine.roll_back([0], 0.5)
+    assert engine.in_force(0) == pytest.approx(before / 2)
+
+
+def test_a_damaged_easing_is_refused_before_anything_changes() -> None:
+    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2, total_steps=100), _Doubles())
+    state = {**engine.state_dict(), "eased": [[1.0, "x", 0]], "corrections": [3.0]}
+    with pytest.raises(ValueError, match="eased"):
+        engine.load_state_dict(state)
+    assert engine.corrections == [1.0]
