@@ -197,8 +197,9 @@ class LineController(BaseController):
         listed = [(p, owners[g]) for g, group in enumerate(optimizer.param_groups) if g in owners for p in group["params"]]
         tensors = [p for p, _ in listed]
         self._owner = [k for _, k in listed]
-        self._way = Way(tensors, masters(tensors), self.dtype, self.place)
+        self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
+        self._values = []
 
     def begin_anew(self) -> None:
         """Parameters were loaded, or a cycle was taken back: the interval begins anew, with the next step."""
@@ -207,7 +208,8 @@ class LineController(BaseController):
     def depart(self, step: int) -> None:
         """Before the first optimizer step after ``step`` of them."""
         if self._begun is None and not self.idle:
-            self._way_or_fail().begin()
+            self._way = self._way or self._make_way()
+            self._way.begin()
             self._begin(step)
 
     def sample(self, step: int, values: Sequence[float], interval: int) -> None:
@@ -260,7 +262,8 @@ class LineController(BaseController):
             begin_anew(self._optimizer, keep=(*MASTER_KEYS, *REPLICA_KEYS))
             if self.model is not None:
                 reshard(self.model)
-        if self.idle:
+        if self.idle:  # for good, and the memory is free again
+            self._way, self._begun = None, None
             return back
         if self.rule.keeps:
             self._values = [0.0] * len(self._knobs)

@@ -283,7 +283,8 @@ def test_an_error_of_the_closures_own_passes_and_weights_stay() -> None:
 def test_without_a_closure_there_is_a_note_and_no_move() -> None:
     run = Run()
     run.closure = None
-    run.steps(20)
+    with pytest.warns(UserWarning, match="closure"):
+        run.steps(20)
     assert run.ensemble.corrections == {"lr": 1.0} and run.line.rule.stage == -1
     assert any("closure" in note for note in run.notes())
 
