@@ -76,7 +76,9 @@ def test_without_averaging_replicas_stay_apart() -> None:
 
 def test_the_controller_tells_the_groups_apart() -> None:
     assert len(set(run("no-warm")["bases"][1].values())) == 4
-    assert len(set(run("no-auto")["bases"][1].values())) == 1  # there is none
+    (onecycle,) = set(run("no-auto")["bases"][1].values())  # there is none
+    steered = list(run("on-onecycle")["bases"][1].values())
+    assert len(set(steered)) == 4 and steered == pytest.approx([onecycle] * 4, rel=0.05)  # the schedule keeps its shape
 
 
 def test_the_noise_is_of_the_papers_size_and_each_replicas_own() -> None:

@@ -3,8 +3,9 @@
     python benchmarks/evidence/paper.py [--methods full ...] [--factors 1 8 ...] [--seeds 10] [--jobs 2] [--quick] [--json FILE]
 
 N = 8 replicas, spread 1/9, AdamW, one pass, the same interactions for all. The best rate of the baseline is looked for first, then
-everything runs at ``factors`` times it. Runs that are in the file already are not repeated. A run has crashed if a loss is not finite, or
-if over its last tenth the training loss is above that of the best constant prediction for the very same interactions, in hindsight.
+everything runs at ``factors`` times it. Runs that are in the file already are not repeated. A run has crashed, or learned nothing, if a
+loss is not finite, or if over its last tenth the training loss is above that of the best constant prediction, in hindsight, for the very
+same interactions. ``decay`` tells what is due to Eq. 7's decay alone, which freezes a run early.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Setup:
     noise: float = NOISE
     averages: bool = True
     sigma: float | None = None
-    """of the softmax controller, with its decay (Eq. 7, corrected); None: OneCycle as it is"""
+    """of the softmax controller; None: OneCycle as it is"""
+    decay: str | None = "floor"
+    """of that controller: Eq. 7, corrected, which replaces OneCycle; or None, and it multiplies OneCycle"""
     local: bool = False
 
 
@@ -65,6 +68,7 @@ METHODS = {
     "no-warm": Setup("HDET without warm init", noise=0, sigma=0.1),
     "full": Setup("HDET, full", sigma=0.1),
     "sharp": Setup("HDET, full, the code's sigma 0.002", sigma=0.002),
+    "on-onecycle": Setup("HDET, full, but multiplying OneCycle instead of the decay of Eq. 7", sigma=0.1, decay=None),
     "local": Setup("HDET without auto-LR, local gradients", local=True),
 }
 
@@ -127,7 +131,7 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
         ensemble = hdet.Ensemble(
             optimizer, onecycle(optimizer, rate, steps), replicas=replicas, seed=seed, design="permutation",
             knobs=[hdet.LearningRate(SPREAD, groups="each")], sync_interval=INTERVAL if setup.averages else steps + 1,
-            warmup_steps=int(WARMUP * steps), controller=None if setup.sigma is None else hdet.SoftmaxController(setup.sigma),
+            warmup_steps=int(WARMUP * steps), controller=None if setup.sigma is None else hdet.SoftmaxController(setup.sigma, decay=setup.decay),
         )  # fmt: skip
     bases, apart = [], []
     for step in range(steps):

@@ -14,19 +14,19 @@ __all__ = ["paper_tables"]
 
 CAPTION = """
 Rates are multiples of the baseline's best one, which was found on other seeds. The paper's low and high rates are 9 times apart. Losses are
-in nats, means over seeds ± one standard error. A run has crashed if a loss is not finite, or if over its last tenth the training loss is
-above that of the best constant prediction for the same interactions; one that is not finite is left out of the means.
+in nats, means over seeds ± one standard error. A run has crashed, or learned nothing, if a loss is not finite, or if over its last tenth
+the training loss is above that of the best constant prediction for the same interactions; where it is not finite it is left out of the means.
 """
 ORDER = """
 A group's rate against the geometric mean of the four, in %, halfway through the run (means over seeds ± one standard error; then floors
-interfere): the lowest has decayed fastest.
+interfere): the lowest has decayed fastest. Only where a controller steers the groups.
 """
 
 
 def paper_tables(records: Sequence[Record]) -> str:
     """Markdown: training loss, held-out loss and crashes by configuration and rate; then the groups' rates."""
     parts = ["# The paper's configurations on a recommender\n", CAPTION]
-    parts += ["Crashes:\n", _by_factor(records, _crashes)]
+    parts += ["Crashed, or learned nothing:\n", _by_factor(records, _crashes)]
     parts += ["Final training loss:\n", _by_factor(records, lambda lines: _mean([line["train"] for line in lines]))]
     parts += ["Held-out loss:\n", _by_factor(records, lambda lines: _mean([line["validation"] for line in lines]))]
     steered = [line for line in records if line.get("bases") and len({f"{x:.9g}" for x in line["bases"][1].values()}) > 1]

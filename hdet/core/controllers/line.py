@@ -66,6 +66,8 @@ STAGES = (
 FIRST, EARLY, WARM, FULL = 1, 2, 3, 4
 """Stages: the last of the first steps; the last in which a mere tendency makes a value fall; the last within a usual warm-up; the one in
 which the estimate is acted on in full, after which only clear evidence moves anything."""
+HELD = 1 / 3
+"""A value of the user's is not held below this part of it without a clear minimum below: estimates from the warm-up can be too low by more."""
 FALL = 4.0
 """What is found too high goes to this part of what was in force."""
 
@@ -209,8 +211,10 @@ class LineRule(BaseController):
         if not self.moved[k]:
             if stage.low * estimate > 1:
                 self.moved[k], then = True, aim
-            elif 0 < i <= FULL:
+            elif 0 < i <= FULL and not reading.higher:
                 then = min(1.0, stage.high * estimate / coming)
+                far = i <= FIRST and self.fresh and now > FALL * then  # then it is taken back, and not held
+                then = then if far or (reading.rho or 1.0) < 0.75 else max(then, HELD)
         elif i < FULL:
             then = aim if aim > now else max(aim, min(now, aim / coming)) if now * coming > 1.5 * aim else now
         elif i == FULL:
