@@ -128,7 +128,7 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
         optimizer,
         schedule,
         knobs=knobs if control else [hdet.LearningRate(0.0)],
-        sync_interval=max(1, steps // CYCLES),
+        sync_interval=max(5, steps // CYCLES),
         gradients="local",
         moments="keep",
         controller=hdet.ProbeController(loss_fn, probe_batches, model=model, held_out=True) if control else None,
@@ -150,8 +150,8 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
 
 
 def replicas(values: Values, seed: int, steps: int, *, control: bool, trials: int) -> dict[str, Any]:
-    """Forked from a server that has imported everything once: the import would cost more than the run."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "sklearn.datasets", "hdet.ensemble"])
+    """Forked from a server that has imported everything once, also what optimizers import late: imports would cost more than the run."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "sklearn.datasets", "hdet.ensemble", "torch._dynamo"])
     result = spawn(replica, REPLICAS, values, seed, steps, control, start_method="forkserver")
     return dict(result, compute=REPLICAS * (1 + result["probe_percent"] / 100))
 
