@@ -55,6 +55,22 @@ def test_the_engines_calls_exist_as_written() -> None:
     assert run_ranks(run_the_engine, 2) == [True, True]
 
 
+def test_the_loop_of_the_line_runs_as_written() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    names = {
+        "hdet": __import__("hdet"),
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1.0),
+        "losses_of": lambda m, batch: (m(batch[0]) - batch[1]).square().flatten(),
+        "loader": [(x := torch.randn(8, 4), x.sum(1, keepdim=True)) for _ in range(120)],
+    }
+    exec(BLOCKS[2], names)  # noqa: S102
+    ensemble = names["scheduler"].ensemble  # type: ignore[attr-defined]
+    assert ensemble.cycle == 6 and ensemble.engine.controller.rule.stage >= 2
+    assert ensemble.corrections["lr"] > 1  # 3e-4 is far too low for this
+
+
 def test_the_loop_with_coresident_replicas_runs_as_written() -> None:
     torch.manual_seed(0)
     data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(8)]
@@ -64,7 +80,7 @@ def test_the_loop_with_coresident_replicas_runs_as_written() -> None:
         "probe_batches": data,
         "loader": [data[:4]] * 100,
     }
-    exec(BLOCKS[2], names)  # noqa: S102
+    exec(BLOCKS[3], names)  # noqa: S102
     ensemble = names["ensemble"]
     assert ensemble.cycle == 2 and ensemble.converged  # type: ignore[attr-defined]
     assert ensemble.history["slopes"]["lr"] is not None  # type: ignore[attr-defined]
