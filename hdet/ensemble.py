@@ -222,7 +222,7 @@ class Ensemble:
         if stepped and not self._compared:
             self._compare_gradients()
         try:
-            taken_at = self._parts_of_peak() if self._line is not None else []
+            taken_at = self._parts_of_peak() if self._line is not None and not self._line.idle else []
             self.schedule.advance()
             ends = False
             if stepped:
@@ -550,6 +550,7 @@ class Ensemble:
         with self.during("line"), self._line.lines(closure, self.replicas) as lines:
             outcome = close(line=lines)
         if self._line.settle(self.engine.step, outcome.decisions):
+            self.weights.moments.reset()
             self.weights.written()
         return outcome
 

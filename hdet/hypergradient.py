@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from .converge import Masters
-from .core.controllers import BaseController, Decision, Evidence, HypergradientRule
-from .core.controllers.base import check_run, is_idle
+from .core.controllers import HypergradientRule
+from .core.controllers.base import RuledController
 from .ranges import ranged
 from .shards import local_parts
 
 __all__ = ["HypergradientController"]
 
 
-class HypergradientController(BaseController):
+class HypergradientController(RuledController):
     """Compares gradients with the displacement since the cycle began and lets a `HypergradientRule` decide. GREEDY: read that rule first.
 
     Before ``samples`` of the steps in the second half of a cycle, <g, d>, <g, g> and <d, d> are taken by knob, of the gradient g that the
@@ -50,18 +50,13 @@ class HypergradientController(BaseController):
                 f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, HypergradientRule(freeze_after=...)"
             )
         self.samples = samples
-        self.rule = HypergradientRule(freeze_after=freeze_after) if rule is None else rule
-        super().__init__(getattr(self.rule, "freeze_after", None))
+        super().__init__(HypergradientRule(freeze_after=freeze_after) if rule is None else rule)
         self._hook: Any = None
         self._device = torch.device("cpu")
         self._indices: list[list[int]] = []
         self.forget()
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        return is_idle(self.rule)
 
     def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = ()) -> None:
         """Looks in before each step of the knobs' optimizer. (Replicas of one process share their gradient, so the first stands for all.)
@@ -120,20 +115,6 @@ class HypergradientController(BaseController):
             blind = not any(row[1::3])
             split.append([math.nan if blind else x for k in range(knobs) for x in cosines[k::knobs]])
         return split
-
-    # -- the Controller protocol: all of it is the rule's ----------------------------------------------------------------
-
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        check_run(self.rule, total_steps, floor)
-
-    def update(self, evidence: Evidence) -> list[Decision]:
-        return self.rule.update(evidence)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rule.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rule.load_state_dict(state)
 
 
 def _products(parameters: Sequence[torch.Tensor], anchor: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .anchor import begin_anew
 from .converge import Masters
-from .core.controllers import BaseController, Decision, Evidence, LineRule
+from .core.controllers import Decision, LineRule
+from .core.controllers.base import RuledController
 from .core.controllers.peak import LARGEST_T
-from .optim.state import MASTER_KEYS, REPLICA_KEYS
 from .probe import undisturbed
 from .ranges import ranged
 from .replicas import Replicas
@@ -122,7 +121,7 @@ class Way:
         ]
 
 
-class LineController(BaseController):
+class LineController(RuledController):
     """Scores multipliers that no replica has, on the current training batch: no probe data, no spread, N = 1 and every layout included.
 
     Each rank calls the closure of ``ensemble.step(loss, closure=...)`` at several points of the line from the interval's beginning through
@@ -170,16 +169,11 @@ class LineController(BaseController):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
         self.model, self.place, self.dtype = model, place, dtype
-        self.rule = LineRule(freeze_after=freeze_after) if rule is None else rule
-        super().__init__(self.rule.freeze_after)
+        super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._way: Way | None = None
         self._values: list[float] = []  # by knob: mean over the samples, as a part of the schedule's peak
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        return self.rule.idle
 
     def follow_run(
         self, optimizer: Optimizer, masters: Callable[[Sequence[torch.Tensor]], Masters], knobs: Sequence[Any], total: int
@@ -192,14 +186,13 @@ class LineController(BaseController):
         for knob in knobs:
             if knob.key != "lr":
                 raise ValueError(f"knob {knob.name!r} is no learning rate, and the line scales with no other: use a ProbeController")
-        self._optimizer, self._knobs, self._total = optimizer, list(knobs), total
+        self._knobs, self._total = len(knobs), total
         owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
         listed = [(p, owners[g]) for g, group in enumerate(optimizer.param_groups) if g in owners for p in group["params"]]
         tensors = [p for p, _ in listed]
         self._owner = [k for _, k in listed]
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
-        self._values = []
 
     def begin_anew(self) -> None:
         """Parameters were loaded, or a cycle was taken back: the interval begins anew, with the next step."""
@@ -232,7 +225,7 @@ class LineController(BaseController):
     def lines(self, closure: Closure, replicas: Replicas) -> Iterator[list[_Line]]:
         """The lines of the interval that ends, by knob, to be read inside; afterwards the weights are what they were."""
         with self._way_or_fail().scored() as put, torch.no_grad():
-            scores = _Scores(lambda rho: put([rho[k] for k in self._owner]), self._evaluate(closure), replicas, len(self._knobs))
+            scores = _Scores(lambda rho: put([rho[k] for k in self._owner]), self._evaluate(closure), replicas, self._knobs)
             yield [_Line(k, value, scores) for k, value in enumerate(self._values)]
 
     def _evaluate(self, closure: Closure) -> Callable[[], torch.Tensor | None]:
@@ -254,19 +247,16 @@ class LineController(BaseController):
 
     @ranged("hdet.line")
     def settle(self, step: int, decisions: Sequence[Decision]) -> bool:
-        """After the decisions of `rule`: go on, or begin the next interval. Returns whether weights were taken back."""
+        """After the decisions of `rule`: go on, or begin the next interval. Returns whether weights were taken back (moments are not)."""
         way = self._way_or_fail()
         back = any(decision.restart for decision in decisions)
         if back:
             way.take_back()
-            begin_anew(self._optimizer, keep=(*MASTER_KEYS, *REPLICA_KEYS))
-            if self.model is not None:
-                reshard(self.model)
         if self.idle:  # for good, and the memory is free again
             self._way, self._begun = None, None
             return back
         if self.rule.keeps:
-            self._values = [0.0] * len(self._knobs)
+            self._values = [0.0] * self._knobs
             way.begin_mean()
             return back
         if not back:
@@ -276,25 +266,11 @@ class LineController(BaseController):
         return back
 
     def _begin(self, step: int) -> None:
-        self._begun, self._values = step, [0.0] * len(self._knobs)
+        self._begun, self._values = step, [0.0] * self._knobs
 
     def _way_or_fail(self) -> Way:
         assert self._way is not None, "follow_run comes first"
         return self._way
-
-    # -- the Controller protocol: all of it is the rule's ----------------------------------------------------------------
-
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        self.rule.check_run(total_steps, floor)
-
-    def update(self, evidence: Evidence) -> list[Decision]:
-        return self.rule.update(evidence)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rule.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rule.load_state_dict(state)
 
 
 class _Scores:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from .converge import Masters, digest
-from .core.controllers import BaseController, Decision, Evidence, ProbeRule
-from .core.controllers.base import check_run, is_idle
+from .core.controllers import ProbeRule
+from .core.controllers.base import RuledController
 from .kernels import PairPlan
 from .kernels.checks import FLOATS
 from .optim.finish import values_to
@@ -114,7 +114,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
-class ProbeController(BaseController):
+class ProbeController(RuledController):
     """Scores replicas on common mini-batches and lets a `ProbeRule` decide. The recommended controller.
 
     Args:
@@ -180,17 +180,11 @@ class ProbeController(BaseController):
             raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
         self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.rule = ProbeRule(freeze_after=freeze_after) if rule is None else rule
-        super().__init__(getattr(self.rule, "freeze_after", None))
+        super().__init__(ProbeRule(freeze_after=freeze_after) if rule is None else rule)
         self.average_every, self.average_from, self.held_out = average_every, average_from, held_out
         self._averages: list[CycleAverage] = []
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is left to decide: no more probes, and the spread rests."""
-        return is_idle(self.rule)
 
     @property
     def row_width(self) -> int:
@@ -271,20 +265,6 @@ class ProbeController(BaseController):
                 raise ValueError(f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for {self.chunks}")
             return chosen
         return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
-
-    # -- the Controller protocol: all of it is the rule's ----------------------------------------------------------------
-
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        check_run(self.rule, total_steps, floor)
-
-    def update(self, evidence: Evidence) -> list[Decision]:
-        return self.rule.update(evidence)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rule.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rule.load_state_dict(state)
 
 
 def _scalar(loss: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .protocol import Controller, Decision, Evidence, require_keys
 
-__all__ = ["BaseController", "check_run", "is_idle", "needs_replicas", "regresses", "spreads"]
+__all__ = ["BaseController", "RuledController", "check_run", "is_idle", "needs_replicas", "regresses", "spreads"]
 
 
 class BaseController:
@@ -98,6 +98,35 @@ class BaseController:
         self.frozen = bool(state.get("frozen", False))
         for key, value in loaded.items():
             setattr(self, key, value)
+
+
+class RuledController(BaseController):
+    """A controller that measures on tensors and leaves the decisions, and the state, to a pure rule.
+
+    Args:
+        rule: anything with a controller's protocol.
+    """
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = rule
+        super().__init__(getattr(rule, "freeze_after", None))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to decide: nothing is measured any more, and the spread rests."""
+        return is_idle(self.rule)
+
+    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+        check_run(self.rule, total_steps, floor)
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        return self.rule.update(evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rule.load_state_dict(state)
 
 
 def _plain(value: Any) -> Any:

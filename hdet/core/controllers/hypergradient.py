@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from .peak import PeakController, check_gate, gated, ratio
+from .peak import PeakController, gated, ratio
 from .protocol import Decision, Evidence
 from .regression import mean_and_error
 
@@ -48,9 +48,7 @@ class HypergradientRule(PeakController):
         bound: float = 1e3,
         freeze_after: float | None = None,
     ) -> None:
-        check_gate(step, dead, scale)
-        super().__init__(begin, end, bound, freeze_after)
-        self.step, self.dead, self.scale = step, dead, scale
+        super().__init__(step, dead, scale, begin, end, bound, freeze_after)
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         knobs = len(evidence.knobs)

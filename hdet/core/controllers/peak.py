@@ -25,13 +25,15 @@ class PeakController(BaseController):
     phase: list[float]
     """[knob]: scheduled / peak when last seen."""
 
-    def __init__(self, begin: float, end: float, bound: float, freeze_after: float | None) -> None:
+    def __init__(self, step: float, dead: float, scale: float, begin: float, end: float, bound: float, freeze_after: float | None) -> None:
         super().__init__(freeze_after)
+        check_gate(step, dead, scale)
         for name, value in (("begin", begin), ("end", end)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be a part of the peak, in [0, 1], got {value!r}")
         if not (math.isfinite(bound) and bound > 1):
             raise ValueError(f"bound must be a number above 1, got {bound!r}")
+        self.step, self.dead, self.scale = step, dead, scale
         self.begin, self.end, self.bound = begin, end, bound
         self.begin_run(0)
 

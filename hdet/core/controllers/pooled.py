@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .peak import PeakController, check_gate
+from .peak import PeakController
 from .protocol import Evidence
 
 __all__ = ["PooledController"]
@@ -37,13 +37,12 @@ class PooledController(PeakController):
         bound: float = 1e3,
         freeze_after: float | None = None,
     ) -> None:
-        check_gate(step, dead, scale)
         if not 0 <= memory < 1:
             raise ValueError(f"memory must lie in [0, 1), got {memory!r}")
         if not (math.isfinite(reach) and reach > 0):
             raise ValueError(f"reach must be a positive number, got {reach!r}")
-        super().__init__(begin, end, bound, freeze_after)
-        self.step, self.dead, self.scale, self.memory, self.reach = step, dead, scale, memory, reach
+        super().__init__(step, dead, scale, begin, end, bound, freeze_after)
+        self.memory, self.reach = memory, reach
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)

@@ -16,7 +16,7 @@ Of these 1, 4 and 5 are `PeakController`'s.
 
 from __future__ import annotations
 
-from .peak import PeakController, check_gate, gated, ratio
+from .peak import PeakController, gated, ratio
 from .protocol import Decision, Evidence
 from .regression import mean_and_error, slopes
 
@@ -52,9 +52,7 @@ class ProbeRule(PeakController):
         bound: float = 1e3,
         freeze_after: float | None = None,
     ) -> None:
-        check_gate(step, dead, scale)
-        super().__init__(begin, end, bound, freeze_after)
-        self.step, self.dead, self.scale = step, dead, scale
+        super().__init__(step, dead, scale, begin, end, bound, freeze_after)
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)
