@@ -84,7 +84,11 @@ def check_arguments(
             "pass hdet.SoftmaxController() or hdet.ProbeController(...)"
         )
     if controller is not None and controller.needs_probe:
-        missing = [name for name in ("watch", "forget", "sample", "measure", "split", "measures", "idle") if not hasattr(controller, name)]
+        missing = [
+            name
+            for name in ("watch", "begin_anew", "depart", "forget", "sample", "measure", "split", "measures", "idle")
+            if not hasattr(controller, name)
+        ]
         if missing:
             raise TypeError(
                 f"controller {type(controller).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"

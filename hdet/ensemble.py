@@ -36,7 +36,7 @@ from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
-from .sensor import Sensor
+from .sensor import Run, Sensor
 from .slots import Slot, gather_slots, masters_of
 from .weights import ReplicaWeights, Tied, average_weights, check_tied
 
@@ -150,11 +150,13 @@ class Ensemble:
         if self._probe is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             sets = self.replicas.sets(trained)
-            self._probe.watch(*sets, masters=[masters_of(optimizer, trained, place) for place in range(len(sets))], knobs=self.knobs)
+            masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
+            run = Run(clock, self.replicas, gradients, lambda: self._fan_out.multipliers)
+            self._probe.watch(*sets, masters=masters, knobs=self.knobs, run=run)
         self._line = controller if isinstance(controller, LineController) else None
         if self._line is not None:
             assert clock.total_steps is not None  # or check_controller has refused
-            self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), self.knobs, clock.total_steps)
+            self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), self.knobs, clock)
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,
@@ -185,6 +187,8 @@ class Ensemble:
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
         self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local")
         self.replicas.attach(optimizer)
+        if self.engine.corrections != [1.0] * len(self.knobs):  # the controller's opening counts from the first step on
+            self.schedule.write(self.engine)
         self._begin_cycle()
 
     # -- the loop --------------------------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ class Ensemble:
     def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
 
-        ``closure``: computes the current batch's losses anew, for a `LineController`, which says what it has to return.
+        ``closure``: computes the current batch's losses anew, for a `LineController`, which says what it has to return, and needs ``loss`` too.
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule,
         as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The end of the
@@ -222,13 +226,14 @@ class Ensemble:
         if stepped and not self._compared:
             self._compare_gradients()
         try:
-            taken_at = self._parts_of_peak() if self._line is not None and not self._line.idle else []
+            if self._line is not None:
+                self._line.check_closure(closure)
             self.schedule.advance()
             ends = False
             if stepped:
                 ends = self.engine.tick()
                 if self._line is not None:
-                    self._line.sample(self.engine.step, taken_at, self.engine.clock.sync_interval)
+                    self._line.sample(self.engine.step)
                 if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
                     self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
             if ends or (self.schedule.is_over and self.engine.position > 0):
@@ -422,6 +427,8 @@ class Ensemble:
         self.weights.depart()
         if self._line is not None:
             self._line.depart(self.engine.step)
+        if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
+            self._probe.depart(self.engine.step)
 
     def forget_window(self) -> None:
         for member in self.weights.local:
@@ -450,17 +457,23 @@ class Ensemble:
             slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, mark=self.weights.mark())
         self.weights.check_marks(slots)
         scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
-        verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
+        if self._line is not None and self._line.sweeping:  # what breaks in a sweep is taken back
+            if all(slot.finite and slot.raw_loss is None for slot in slots):
+                raise ValueError("a LineController reads the training losses too: call step(loss, closure=...), or observe(loss)")
+            verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
+        else:
+            verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
         self._notes += verdict.notes
         losses = [slot.loss for slot in slots]
         self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
         outcome = self._control(verdict, losses, scores, slots, closure)
+        read = self._now() if self._line is not None else averaged
         self._settle()
         self.schedule.write(self.engine)
         self.history = cycle_record(
             self.engine, self.schedule, outcome, losses=losses, scores=self._as_losses(scores), rolled_back=verdict.roll_back, notes=self._notes,
-            probe_ms=1e3 * (probed - started), converge_ms=1e3 * (averaged - probed),
+            probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed),
         )  # fmt: skip
         self._notes = []
         self._begin_cycle()
@@ -514,8 +527,10 @@ class Ensemble:
     ) -> CycleOutcome:
         """Let the controller act on the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
+            if self._probe is not None:
+                self._probe.begin_anew()
             if self._line is not None:
-                self._line.begin_anew()
+                self._line.begin_anew(self.engine.step)
             rates = [k for k, knob in enumerate(self.knobs) if knob.key == "lr"]
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(rates, self.divergence.lower)
@@ -532,23 +547,14 @@ class Ensemble:
 
         return close(**measured) if self._line is None else self._read_line(closure, close)
 
-    def _parts_of_peak(self) -> list[float]:
-        """The base value of each knob as a part of its schedule's peak; 0 where that has none."""
-        peaks, _ = self.schedule.bounds()
-        return [value / peak if peak > 0 else 0.0 for value, peak in zip(self.schedule.base_values(), peaks, strict=True)]
-
     def _read_line(self, closure: Closure | None, close: Callable[..., CycleOutcome]) -> CycleOutcome:
         """End the cycle; where an interval of the line ends with it, with what the line says."""
         assert self._line is not None
         if not (self.engine.clock.controls(self.engine.step) and self._line.is_due(self.engine.step)):
             return close()
-        if closure is None:
-            note = "the LineController has read nothing, for want of losses: call step(loss, closure=...)"
-            warnings.warn(note, stacklevel=5)
-            self._notes.append(note)
-            return close()
-        with self.during("line"), self._line.lines(closure, self.replicas) as lines:
-            outcome = close(line=lines)
+        assert closure is not None  # or check_closure has refused
+        with self.during("line"), self._line.scores(closure, self.replicas) as line:
+            outcome = close(line=line)
         if self._line.settle(self.engine.step, outcome.decisions):
             self.weights.moments.reset()
             self.weights.written()
@@ -599,8 +605,10 @@ class Ensemble:
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._fan_out.unknown()
         self.weights.loaded()
+        if self._probe is not None:
+            self._probe.begin_anew()
         if self._line is not None:
-            self._line.begin_anew()
+            self._line.begin_anew(self.engine.step)
         self._begin_cycle()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def cycle_record(
     - by replica: losses (mean training loss, None if it must not count), probe (mean probe loss; None without one);
     - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
       cycles taken back, replicas left out of an average);
-    - converge_ms, probe_ms (milliseconds on this rank), notes (text).
+    - converge_ms, probe_ms (milliseconds on this rank; reading a line counts as a probe), notes (text).
     """
 
     def by_knob(values: Iterable[Any]) -> dict[str, Any]:

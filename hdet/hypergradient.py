@@ -13,6 +13,7 @@ from .converge import Masters
 from .core.controllers import HypergradientRule
 from .core.controllers.base import RuledController
 from .ranges import ranged
+from .sensor import Run
 from .shards import local_parts
 
 __all__ = ["HypergradientController"]
@@ -58,7 +59,9 @@ class HypergradientController(RuledController):
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
-    def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = ()) -> None:
+    def watch(
+        self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = (), run: Run | None = None
+    ) -> None:
         """Looks in before each step of the knobs' optimizer. (Replicas of one process share their gradient, so the first stands for all.)
 
         Raises:
@@ -73,6 +76,12 @@ class HypergradientController(RuledController):
         self._hook = knobs[0].optimizer.register_step_pre_hook(self._before_step)
         self._device = local_parts(replicas[0][:1])[0].device
         self.forget()
+
+    def begin_anew(self) -> None:
+        self.forget()
+
+    def depart(self, step: int) -> None:
+        """`_before_step` sees it."""
 
     def forget(self) -> None:
         self._step, self._length = 1, 0  # the step that comes next

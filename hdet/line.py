@@ -12,113 +12,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .converge import Masters
+from .core.clock import Clock
 from .core.controllers import Decision, LineRule
 from .core.controllers.base import RuledController
 from .core.controllers.peak import LARGEST_T
 from .probe import undisturbed
 from .ranges import ranged
 from .replicas import Replicas
-from .shards import local_parts, reshard
+from .shards import reshard
+from .way import Way
 
-__all__ = ["LineController", "Way"]
+__all__ = ["LineController"]
 
 LARGEST_LOSS = 1e30
 """What a loss that is not finite is taken for."""
 
+LONGEST = 0.015
+"""A cycle's longest part of the run."""
+
 Closure = Callable[[], Any]
-
-
-class Way:
-    """Where an interval began and the mean of where it has been since its middle, of some tensors; and any point on the line through both.
-
-    Two copies of the tensors: float32 (or better) beside them, ``dtype`` and in the host's memory where ``place`` is "host".
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], masters: Masters | None, dtype: torch.dtype | None, place: str) -> None:
-        self._tensors, self._masters = list(tensors), masters or (lambda: [None] * len(tensors))
-        self._anchor, self._mean = ([_room(t, dtype, place) for t in local_parts(self._tensors)] for _ in range(2))
-        self.samples = 0
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        for anchor, now in zip(self._anchor, self._values(), strict=True):
-            anchor.copy_(now)
-        self.samples = 0
-
-    def begin_mean(self) -> None:
-        """The anchor stays, the mean begins anew."""
-        self.samples = 0
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """mean <- mean + (theta - mean) / n."""
-        self.samples += 1
-        values = self._values()
-        if self.samples == 1:  # no lerp: whatever stands there may be NaN
-            for mean, now in zip(self._mean, values, strict=True):
-                mean.copy_(now)
-            return
-        if all(m.dtype == v.dtype and m.device == v.device for m, v in zip(self._mean, values, strict=True)):
-            torch._foreach_lerp_(self._mean, values, 1.0 / self.samples)
-            return
-        for mean, now in zip(self._mean, values, strict=True):
-            mean.copy_(torch.lerp(mean.to(now.device, torch.float32), now.float(), 1.0 / self.samples))
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """The tensors as they were at the anchor, in place."""
-        for tensor, anchor in zip(local_parts(self._tensors), self._anchor, strict=True):
-            tensor.copy_(anchor)
-
-    @contextmanager
-    def scored(self) -> Iterator[Callable[[Sequence[float]], None]]:
-        """Gives ``put``: ``put(rho)`` makes the tensors anchor + rho[i] * (mean - anchor); afterwards they are what they were, to the bit.
-
-        A tensor whose mean has its dtype is kept in the mean's memory meanwhile, so there is no third copy (and the mean is lost): not in
-        16 bits, where the way from point to point would be lost in rounding.
-        """
-        tensors = local_parts(self._tensors)
-        swapped = [m.dtype == t.dtype and t.itemsize >= 4 for m, t in zip(self._mean, tensors, strict=True)]
-        kept = [None if s else t.detach().to(m.device, copy=True) for s, t, m in zip(swapped, tensors, self._mean, strict=True)]
-        at = [1.0 if s else math.nan for s in swapped]
-        aside: set[int] = set()
-        with torch.no_grad():
-            for swap, tensor, mean in zip(swapped, tensors, self._mean, strict=True):
-                if swap:
-                    _exchange(tensor, mean)
-        try:
-            yield lambda rho: self._put(tensors, at, aside, rho)
-        finally:
-            with torch.no_grad():
-                for i in aside:
-                    _exchange(tensors[i], self._anchor[i])
-                for tensor, mean, own in zip(tensors, self._mean, kept, strict=True):
-                    tensor.copy_(mean if own is None else own)
-            self.samples = 0
-
-    @torch.no_grad()
-    def _put(self, tensors: list[torch.Tensor], at: list[float], aside: set[int], rho: Sequence[float]) -> None:
-        """``at``: rho of the points that are there, NaN where the mean's memory still has the mean. ``aside``: the tensors that are at 0,
-        where nothing is left of the direction: the point before is in the anchor's memory."""
-        for i, (tensor, anchor) in enumerate(zip(tensors, self._anchor, strict=True)):
-            if math.isnan(at[i]):
-                mean = self._mean[i].to(tensor.device, torch.float32)
-                tensor.copy_(torch.lerp(anchor.to(tensor.device).float(), mean, rho[i]))
-                continue
-            if (i in aside) != (rho[i] == 0):
-                _exchange(tensor, anchor)
-                aside ^= {i}
-            if rho[i] not in (0, at[i]):
-                origin = anchor.to(tensor.device)
-                tensor.sub_(origin).mul_(rho[i] / at[i]).add_(origin)
-                at[i] = rho[i]
-
-    def _values(self) -> list[torch.Tensor]:
-        """Masters where there are full ones: rounded weights stand still while they move."""
-        return [
-            m if m is not None and m.is_floating_point() else t
-            for t, m in zip(local_parts(self._tensors), map(_local, self._masters()), strict=True)
-        ]
 
 
 class LineController(RuledController):
@@ -171,62 +83,89 @@ class LineController(RuledController):
         self.model, self.place, self.dtype = model, place, dtype
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._way: Way | None = None
-        self._values: list[float] = []  # by knob: mean over the samples, as a part of the schedule's peak
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
     def follow_run(
-        self, optimizer: Optimizer, masters: Callable[[Sequence[torch.Tensor]], Masters], knobs: Sequence[Any], total: int
+        self, optimizer: Optimizer, masters: Callable[[Sequence[torch.Tensor]], Masters], knobs: Sequence[Any], clock: Clock
     ) -> None:
-        """Once, before the first step. ``masters``: of some tensors. ``total``: steps of the run.
+        """Once, before the first step. ``masters``: of some tensors.
 
         Raises:
-            ValueError: a knob that is no learning rate: displacements do not scale with it.
+            ValueError: a knob that is no learning rate (displacements do not scale with it), cycles that are too long to sweep in, or
+                a warm-up of the controller: what it has to find, it finds at the run's beginning.
         """
         for knob in knobs:
             if knob.key != "lr":
                 raise ValueError(f"knob {knob.name!r} is no learning rate, and the line scales with no other: use a ProbeController")
-        self._knobs, self._total = len(knobs), total
+        total, interval = clock.total_steps or 0, clock.sync_interval
+        if clock.warmup_steps:
+            raise ValueError(
+                f"warmup_steps (auto_lr_warmup_steps) is {clock.warmup_steps}, but a LineController finds the rate at the run's beginning: pass 0"
+            )
+        if interval > max(1, LONGEST * total):
+            raise ValueError(
+                f"sync_interval (model_sync_interval) is {interval} of {total} steps, but a LineController sweeps through the rates cycle by cycle, and "
+                f"must be done soon: pass at most {max(1, int(LONGEST * total))} (replicas train alike under it, so short cycles cost one small "
+                "collective each)"
+            )
+        self._knobs, self._total, self._interval = len(knobs), total, interval
         owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
         listed = [(p, owners[g]) for g, group in enumerate(optimizer.param_groups) if g in owners for p in group["params"]]
         tensors = [p for p, _ in listed]
         self._owner = [k for _, k in listed]
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
+        self._keep_buffers()  # not later: a step's forward pass comes before anything that the Ensemble sees of it
 
-    def begin_anew(self) -> None:
-        """Parameters were loaded, or a cycle was taken back: the interval begins anew, with the next step."""
+    @property
+    def sweeping(self) -> bool:
+        """Are the weights those of a sweep, which will be taken back?"""
+        return self.rule.sweeping
+
+    def check_closure(self, closure: Closure | None) -> None:
+        """Raises TypeError for a step without a closure while there is something left to decide."""
+        if closure is None and not self.idle:
+            raise TypeError("a LineController scores the current batch: call step(loss, closure=...)")
+
+    def begin_anew(self, step: int) -> None:
+        """Parameters were loaded, or a cycle was taken back: what is under way begins anew, with the next step."""
         self._begun = None
+        self.rule.anew(step)
+        self._keep_buffers()
 
     def depart(self, step: int) -> None:
         """Before the first optimizer step after ``step`` of them."""
         if self._begun is None and not self.idle:
             self._way = self._way or self._make_way()
             self._way.begin()
-            self._begin(step)
+            self._begun = step
 
-    def sample(self, step: int, values: Sequence[float], interval: int) -> None:
-        """After optimizer step ``step``, taken at these base values (by knob, as parts of their schedules' peaks). Decisions fall on
-        multiples of ``interval``."""
+    def sample(self, step: int) -> None:
+        """After optimizer step ``step``: a sweep is read where it stands at an octave's end, a late interval at the mean of its second half."""
         if self._begun is None or self.idle:
             return
-        end = math.ceil(self.rule.next_end(self._total) / interval) * interval
+        end = self.rule.next_end(self._total, self._interval)
+        if self.sweeping:
+            if step >= end:
+                self._way_or_fail().begin_mean()
+                self._way_or_fail().add()
+            return
+        end = math.ceil(end / self._interval) * self._interval
         length = max(1, end - self._begun)
         stride = max(1, length // 100)
         if step > self._begun + length / 2 and (end - step) % stride == 0:
-            way = self._way_or_fail()
-            way.add()
-            self._values = [mean + (value - mean) / way.samples for mean, value in zip(self._values, values, strict=True)]
+            self._way_or_fail().add()
 
     def is_due(self, step: int) -> bool:
-        return self._begun is not None and step >= self.rule.next_end(self._total) and self._way_or_fail().samples > 0
+        return self._begun is not None and step >= self.rule.next_end(self._total, self._interval) and self._way_or_fail().samples > 0
 
     @contextmanager
-    def lines(self, closure: Closure, replicas: Replicas) -> Iterator[list[_Line]]:
-        """The lines of the interval that ends, by knob, to be read inside; afterwards the weights are what they were."""
+    def scores(self, closure: Closure, replicas: Replicas) -> Iterator[_Scores]:
+        """The line of the interval that ends, to be read inside; afterwards the weights are what they were."""
         with self._way_or_fail().scored() as put, torch.no_grad():
-            scores = _Scores(lambda rho: put([rho[k] for k in self._owner]), self._evaluate(closure), replicas, self._knobs)
-            yield [_Line(k, value, scores) for k, value in enumerate(self._values)]
+            yield _Scores(lambda rho: put([rho[k] for k in self._owner]), self._evaluate(closure), replicas, self._knobs)
 
     def _evaluate(self, closure: Closure) -> Callable[[], torch.Tensor | None]:
         def evaluate() -> torch.Tensor | None:
@@ -252,21 +191,21 @@ class LineController(RuledController):
         back = any(decision.restart for decision in decisions)
         if back:
             way.take_back()
+            with torch.no_grad():
+                for buffer, before in self._buffers:
+                    buffer.copy_(before)
         if self.idle:  # for good, and the memory is free again
-            self._way, self._begun = None, None
+            self._way, self._begun, self._buffers = None, None, []
             return back
-        if self.rule.keeps:
-            self._values = [0.0] * self._knobs
-            way.begin_mean()
-            return back
-        if not back:
-            way.begin()
+        if not self.sweeping:
+            if not back:
+                way.begin()
+            self._begun = step
         way.begin_mean()
-        self._begin(step)
         return back
 
-    def _begin(self, step: int) -> None:
-        self._begun, self._values = step, [0.0] * self._knobs
+    def _keep_buffers(self) -> None:
+        self._buffers = [] if self.model is None else [(b, b.detach().clone()) for b in self.model.buffers()]
 
     def _way_or_fail(self) -> Way:
         assert self._way is not None, "follow_run comes first"
@@ -274,7 +213,7 @@ class LineController(RuledController):
 
 
 class _Scores:
-    """Losses at points of the line: each point is evaluated once on this rank, each pair of points compared once over all ranks."""
+    """`hdet.core.controllers.line.Line`: each point is evaluated once on this rank, each pair of points compared once over all ranks."""
 
     def __init__(
         self, put: Callable[[Sequence[float]], None], evaluate: Callable[[], torch.Tensor | None], replicas: Replicas, knobs: int
@@ -283,14 +222,19 @@ class _Scores:
         self._losses: dict[tuple[float, ...], torch.Tensor | None] = {}
         self._compared: dict[tuple[tuple[float, ...], tuple[float, ...]], tuple[float, float]] = {}
 
-    def difference(self, k: int, a: float, b: float) -> tuple[float, float]:
-        pair = (self._point(k, a), self._point(k, b))
+    def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
+        pair = (self._point(a, knob), self._point(b, knob))
         if pair not in self._compared:
-            self._compared[pair] = self._compare(*pair)
+            mean, error = self._mean_and_error(*map(self._at, pair))
+            t = mean / error if error else math.copysign(LARGEST_T, mean) if mean else 0.0
+            self._compared[pair] = mean, max(-LARGEST_T, min(LARGEST_T, t))
         return self._compared[pair]
 
-    def _point(self, k: int, rho: float) -> tuple[float, ...]:
-        return tuple(rho if i == k else 1.0 for i in range(self._knobs))
+    def mean(self, rho: float) -> tuple[float, float]:
+        return self._mean_and_error(self._at(self._point(rho, None)))
+
+    def _point(self, rho: float, knob: int | None) -> tuple[float, ...]:
+        return tuple(rho if knob in (None, i) else 1.0 for i in range(self._knobs))
 
     def _at(self, point: tuple[float, ...]) -> torch.Tensor | None:
         if point not in self._losses:
@@ -298,17 +242,16 @@ class _Scores:
             self._losses[point] = self._evaluate()
         return self._losses[point]
 
-    def _compare(self, a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, float]:
-        """Mean and t of the paired differences. One all_reduce of four numbers a replica.
+    def _mean_and_error(self, a: torch.Tensor | None, *b: torch.Tensor | None) -> tuple[float, float]:
+        """Of a's losses, or of their paired differences to b's, over all ranks. One all_reduce of four numbers a replica.
 
         The ranks of one replica may see the same examples (tensor parallel) or others (context parallel); their sums are taken for
-        the same, which at worst understates t.
+        the same, which at worst overstates the error.
         """
-        at_b, at_a = self._at(b), self._at(a)
-        if at_a is None or at_b is None:
+        if a is None or None in b:
             row = torch.zeros(4, dtype=torch.float64, device=self._device)
         else:
-            d = at_a - at_b
+            d = a - sum(x for x in b if x is not None)
             row = torch.stack([torch.ones_like(d[0]), d.new_tensor(float(len(d))), d.sum(), (d * d).sum()])
         rows = self._replicas.sum_rows(row).tolist()
         seen = [[x / row[0] for x in row[1:]] for row in rows if row[0] > 0]
@@ -319,39 +262,8 @@ class _Scores:
                 "each example, e.g. cross_entropy(..., reduction='none').mean(-1)"
             )
         mean = total / n
-        variance = max(squares / n - mean * mean, 0.0) * n / (n - 1)
-        if variance == 0:
-            return mean, math.copysign(LARGEST_T, mean) if mean else 0.0
-        return mean, max(-LARGEST_T, min(LARGEST_T, mean / math.sqrt(variance / n)))
+        return mean, math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))
 
     @property
     def _device(self) -> torch.device:
         return next((x.device for x in self._losses.values() if x is not None), torch.device("cpu"))
-
-
-class _Line:
-    """`hdet.core.controllers.line.Line`."""
-
-    def __init__(self, k: int, value: float, scores: _Scores) -> None:
-        self.value, self._k, self._scores = value, k, scores
-
-    def difference(self, a: float, b: float) -> tuple[float, float]:
-        return self._scores.difference(self._k, a, b)
-
-
-def _room(tensor: torch.Tensor, dtype: torch.dtype | None, place: str) -> torch.Tensor:
-    dtype = torch.promote_types(tensor.dtype, torch.float32) if dtype is None else dtype
-    if place == "host" and tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
-    return torch.empty_like(tensor, dtype=dtype)
-
-
-def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Contents change places, bit for bit; devices may differ."""
-    held = a.clone()
-    a.copy_(b)
-    b.copy_(held)
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else local_parts([tensor])[0]

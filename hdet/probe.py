@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from operator import truediv
 from typing import Any
 
@@ -17,66 +18,15 @@ import torch
 from torch import nn
 
 from .converge import Masters, digest
-from .core.controllers import ProbeRule
+from .core.controllers import Decision, Evidence, ProbeRule
 from .core.controllers.base import RuledController
-from .kernels import PairPlan
-from .kernels.checks import FLOATS
-from .optim.finish import values_to
+from .points import CyclePoints, LinePoints
 from .ranges import ranged
+from .sensor import Run
 from .shards import local_parts, reshard
+from .way import check_room
 
-__all__ = ["CycleAverage", "ProbeController", "undisturbed"]
-
-
-class CycleAverage:
-    """Running mean of some tensors, in place: one more copy of the parameters, at least in float32.
-
-    ``masters``: gives the master of each tensor or None, asked at every sample; the mean is that of the masters' values.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
-        self.tensors = list(tensors)
-        # In 16 bits the n-th sample, which counts 1 / n, would mostly be rounded away.
-        self.means = [torch.empty_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in local_parts(self.tensors)]
-        self.samples = 0
-        self._masters = masters or (lambda: [None] * len(self.tensors))
-        self._addresses: list[int] = []
-        self._plans: list[PairPlan] = []
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """mean <- mean + (theta - mean) / n."""
-        self.samples += 1
-        self._plan()
-        for plan in self._plans:
-            plan.lerp(1.0 / self.samples)  # 1 copies
-
-    def _plan(self) -> None:
-        """One plan for each device, and for what only torch can read; made anew if a tensor has moved."""
-        masters = [None if m is None else local_parts([m])[0] for m in self._masters()]
-        own = local_parts(self.tensors)
-        addresses = [t.data_ptr() for pair in zip(own, masters, strict=True) for t in pair if t is not None]
-        if self._plans and addresses == self._addresses:
-            return
-        kinds: dict[tuple[torch.device, bool], list[int]] = {}
-        for i, (tensor, mean) in enumerate(zip(own, self.means, strict=True)):
-            native = tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
-            kinds.setdefault((mean.device, native), []).append(i)
-        self._addresses, self._plans = addresses, []
-        for (_, native), places in kinds.items():
-            means, tensors = [self.means[i] for i in places], [own[i] for i in places]
-            self._plans.append(values_to(means, tensors, [masters[i] for i in places], "auto" if native else "torch"))
-
-    @torch.no_grad()
-    def exchange(self) -> None:
-        """Swap contents, addresses stay: graphs and flat buffers that point at the parameters remain valid. Twice restores the tensors."""
-        for tensor, mean in zip(local_parts(self.tensors), self.means, strict=True):
-            held = tensor.clone()
-            tensor.copy_(mean)
-            mean.copy_(held)
-
-    def reset(self) -> None:
-        self.samples = 0
+__all__ = ["ProbeController", "undisturbed"]
 
 
 @contextmanager
@@ -127,14 +77,21 @@ class ProbeController(RuledController):
         chunks: mini-batches per cycle, >= 2; the error of the slope comes from their scatter.
         model: the module whose parameters the optimizer trains.
         rule: turns scores into decisions; see `ProbeRule` for its settings.
-        average_every: sample the cycle average every so many steps.
-        average_from: part of the cycle, in [0, 1), that is left out of the average at its beginning.
+        interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. With shared gradients
+            and rates as knobs alone it may be several: all are then scored on the line from where the interval began through the average
+            of the mean weights over its later part, each at the multiplier of the last cycle. None: 5 % of the run, where it may be.
+        average_every: sample the average every so many steps.
+        average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
+        place: "device" or "host": where averages (and the interval's beginning) live. On the host they cost two copies over the bus a sample.
+        dtype: of average and beginning in intervals of several cycles; None: float32, or the parameters' own if that is wider.
+            torch.bfloat16 halves them. (A single cycle's average has no beginning to be counted from, and stays float32.)
         freeze_after: see `BaseController`; of a rule of your own it is the rule's.
         held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective that counts, without smoothing, decay
             or augmentation. Without it no knob may be explored of which training losses are no honest judge (dropout, weight decay ...).
 
-    Costs ``chunks`` forward passes per replica and cycle, one copy of the parameters, and no gradient. A replica whose probe is
-    NaN or infinite is left out of the decision.
+    Costs ``chunks`` forward passes per replica and interval, and no gradient; one copy of the parameters, of an interval of several cycles
+    two, and two averages of the parameters over replicas at its end. A replica whose probe is NaN or infinite is left out of the decision.
+    A checkpoint holds what has been learned; an interval that was under way begins anew.
     """
 
     name = "probe"
@@ -149,8 +106,11 @@ class ProbeController(RuledController):
         *,
         model: nn.Module,
         rule: ProbeRule | None = None,
+        interval: int | None = None,
         average_every: int = 5,
-        average_from: float = 0.0,
+        average_from: float | None = None,
+        place: str = "device",
+        dtype: torch.dtype | None = None,
         freeze_after: float | None = None,
         held_out: bool = False,
     ) -> None:
@@ -174,15 +134,27 @@ class ProbeController(RuledController):
             )
         if not isinstance(average_every, int) or average_every < 1:
             raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
-        if not isinstance(average_from, (int, float)) or not 0 <= average_from < 1:
-            raise ValueError(f"average_from must lie in [0, 1), got {average_from!r}")
+        if average_from is not None and (not isinstance(average_from, (int, float)) or not 0 <= average_from < 1):
+            raise ValueError(f"average_from must lie in [0, 1) or be None, got {average_from!r}")
+        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
+            raise ValueError(f"interval must be a whole number of cycles >= 1 or None, got {interval!r}")
+        check_room(place, dtype)
+        if interval == 1 and dtype is not None:
+            raise ValueError(
+                f"dtype is {dtype}, but interval is 1, whose average has no beginning to be counted from: in 16 bits it would stand still. "
+                "Leave dtype out, or pass place='host'"
+            )
         if not callable(batches) and len(batches) < chunks:
             raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
         self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         super().__init__(ProbeRule(freeze_after=freeze_after) if rule is None else rule)
-        self.average_every, self.average_from, self.held_out = average_every, average_from, held_out
-        self._averages: list[CycleAverage] = []
+        self.interval, self.average_every, self.average_from, self.held_out = interval, average_every, average_from, held_out
+        self.place, self.dtype = place, dtype
+        self.cycles = 1
+        """The interval's, as soon as the run is known."""
+        self._points: CyclePoints | LinePoints = CyclePoints((), (), average_every, 0.0, place)
+        self._device = torch.device("cpu")
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
@@ -191,62 +163,72 @@ class ProbeController(RuledController):
         """Numbers per replica in the slots: how many ranks have seen losses, their sums by chunk, and the mini-batches' digest."""
         return self.chunks + 2
 
-    def watch(self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = ()) -> None:
-        """The parameters to average over the cycle: those the optimizer trains, of each replica in this process; and their masters.
+    def watch(
+        self, *replicas: Sequence[torch.Tensor], masters: Sequence[Masters] | None = None, knobs: Sequence[Any] = (), run: Run | None = None
+    ) -> None:
+        """The parameters to average over the interval: those the optimizer trains, of each replica in this process; and their masters.
 
         Raises:
-            ValueError: none of them is the model's, so the probe would score the same weights for ever.
+            ValueError: none of them is the model's, so the probe would score the same weights for ever; or the interval is not one that
+                this run can have.
         """
         own = {id(p) for p in self.model.parameters()}
         if not any(id(p) in own for p in replicas[0]):
             raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
-        self._averages = [CycleAverage(own, None if masters is None else masters[k]) for k, own in enumerate(replicas)]
+        self.cycles = 1 if run is None else _cycles(self.interval, run, knobs)
+        self._device = local_parts(replicas[0][:1])[0].device
+        held = [None] * len(replicas) if masters is None else masters
+        if run is None or self.cycles == 1:
+            self._points = CyclePoints(replicas, held, self.average_every, self.average_from or 0.0, self.place)
+            return
+        after = 0.5 if self.average_from is None else self.average_from
+        self._points = LinePoints(replicas, held, _owners(knobs), run, self.cycles, self.average_every, after, self.place, self.dtype)
+
+    def begin_anew(self) -> None:
+        self._points.begin_anew()
+
+    def depart(self, step: int) -> None:
+        self._points.depart()
+
+    def forget(self) -> None:
+        self._points.forget()
 
     def sample(self, position: int, length: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps; its last step is always a sample."""
-        if position > self.average_from * length and (length - position) % self.average_every == 0:
-            for average in self._averages:
-                average.add()
-
-    def forget(self) -> None:
-        """The window begins anew (a cycle has begun, or replicas were averaged ahead of time)."""
-        for average in self._averages:
-            average.reset()
+        self._points.sample(position, length)
 
     @ranged("hdet.probe")
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
-        """(row_width,) float64 on the model's device: 1 and the chunk losses at the cycle-averaged weights (zeros where this rank sees
-        none), then the mini-batches' digest.
+        """(row_width,) float64: 1 and the chunk losses at this replica's point (zeros where this rank sees none), then the mini-batches'
+        digest; empty while an interval goes on.
 
         ``place``: which of the watched replicas; the model must have its weights now.
         """
-        average = self._averages[place]
-        if not average.samples:
-            average.add()  # a cycle cut too short for a sample: the weights as they are
+        if not self._points.due:
+            return torch.zeros(0, dtype=torch.float64)
         with undisturbed(self.model):
             chosen = self._choose(cycle)
-            average.exchange()
-            reshard(self.model)
             try:
-                losses = [self.loss_fn(self.model, batch) for batch in chosen]
+                with self._points.at(place):
+                    reshard(self.model)
+                    losses = [self.loss_fn(self.model, batch) for batch in chosen]
             finally:
-                average.exchange()
                 reshard(self.model)
         marks = digest(list(_tensors_in(chosen)))[1:]
         if all(loss is None for loss in losses):
-            return torch.cat(
-                [torch.zeros(1 + self.chunks, dtype=torch.float64, device=average.means[0].device), marks.to(average.means[0].device)]
-            )
+            return torch.cat([torch.zeros(1 + self.chunks, dtype=torch.float64, device=self._device), marks.to(self._device)])
         row = torch.stack([_scalar(loss) for loss in losses])
         return torch.cat([torch.ones_like(row[:1]), row, marks.to(row.device)])
 
-    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Added-up rows -> chunk losses per replica.
+    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]] | None:
+        """Added-up rows -> chunk losses per replica; None of empty rows.
 
         Raises:
             ValueError: no rank of a replica has seen a loss.
             RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
         """
+        if not rows[0]:
+            return None
         seen, *chunks, marks = zip(*rows, strict=True)  # columns: of a thousand rows each number by itself would cost too much
         if len(set(marks)) > 1:
             raise RuntimeError(
@@ -258,6 +240,21 @@ class ProbeController(RuledController):
             )
         return list(map(list, zip(*(map(truediv, chunk, seen) for chunk in chunks), strict=True)))
 
+    def update(self, evidence: Evidence) -> list[Decision]:
+        """Of the rule, whose cycles are intervals; while one goes on nothing moves, and the rule is not asked."""
+        if self.cycles > 1:
+            if evidence.probes is None and not self.idle:
+                return [Decision()] * len(evidence.knobs)
+            evidence = replace(evidence, sync_interval=self.cycles * evidence.sync_interval)
+        decisions = super().update(evidence)
+        if self.idle:
+            self._points.rest()
+        return decisions
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.begin_anew()
+
     def _choose(self, cycle: int) -> list[Any]:
         if callable(self.batches):
             chosen = list(self.batches(cycle))[: self.chunks]
@@ -265,6 +262,30 @@ class ProbeController(RuledController):
                 raise ValueError(f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for {self.chunks}")
             return chosen
         return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
+
+
+def _cycles(interval: int | None, run: Run, knobs: Sequence[Any]) -> int:
+    """From one probe to the next. Raises ValueError for an interval that this run cannot have."""
+    other = [knob.name for knob in knobs if knob.key != "lr" or knob.scale.bounded]
+    if interval is None:
+        return 1 if other or run.gradients == "local" else run.clock.control_interval()
+    for wrong, why in (
+        (run.gradients == "local", "with gradients='local' replicas do not lie on one line"),
+        (bool(other), f"the knob {other[:1]} is no learning rate without bounds, and displacements scale with no other"),
+    ):
+        if wrong and interval > 1:
+            raise ValueError(f"interval is {interval} cycles, but {why}: pass interval=1, or leave it out")
+    total = run.clock.total_steps
+    if total is not None and interval * run.clock.sync_interval > max(total, run.clock.sync_interval):
+        raise ValueError(f"interval is {interval} cycles, but the run has {total // run.clock.sync_interval}: there would be no probe")
+    return interval
+
+
+def _owners(knobs: Sequence[Any]) -> list[int | None]:
+    """The number of the knob of each parameter of the optimizer, in the order of its groups."""
+    owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
+    groups = knobs[0].optimizer.param_groups
+    return [owners.get(g) for g, group in enumerate(groups) for _ in group["params"]]
 
 
 def _scalar(loss: Any) -> torch.Tensor:

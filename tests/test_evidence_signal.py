@@ -229,6 +229,17 @@ def test_tuning_turns_round_and_keeps_what_is_better() -> None:
     ]  # fmt: skip
     assert history[-1][0] == pytest.approx(10.0)
     assert scalars.tune({"dropout": 0.6}, 2, lambda values: (1 - values["dropout"], 0.0))[1][1] == {"dropout": 0.9}  # not 2.4
+    # From a corner that crashes everything else is better.
+    crashed = scalars.tune({"a": 1.0}, 2, lambda values: (math.inf, math.inf) if values["a"] == 1 else (2.0, 2.0))
+    assert crashed[1] == (2.0, {"a": 4.0})
+
+
+def test_a_crash_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalars.signal, "signal", lambda *_: None)
+    bad = {**scalar_tables.GOOD, "lr/conv": 1e30, "lr/dense": 1e30}
+    result = scalars.replica(0, 1, bad, 0, 20, False)
+    assert result == {"validation": None, "values": bad, "samples": 20 * scalars.IMAGES}
+    assert scalars.trial(bad, 0, 20) == (math.inf, math.inf)
 
 
 def test_images_of_the_probe_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,19 +258,23 @@ def scalar_line(method: str, corner: str, seed: int, loss: float | None, **more:
     values = {"lr/conv": 1e-3, "dropout": 0.1 * 4**seed}
     return {
         "benchmark": "scalars", "problem": "digits", "method": method, "corner": corner, "seed": seed, "steps": 400, "validation": loss,
-        "start": {"lr/conv": 1e-4, "dropout": 0.6}, "values": values, "compute": 8.8, "curve": None, **more,
+        "start": {"lr/conv": 1e-4, "dropout": 0.6}, "values": values, "samples": 56_320.0, "curve": None, **more,
     }  # fmt: skip
 
 
 def test_scalars_beside_tuning_one_at_a_time() -> None:
     lines = [scalar_line("hdet-probe", "careful", seed, loss) for seed, loss in enumerate((0.5, 0.7))]
-    lines += [scalar_line("one-at-a-time", "careful", seed, 0.8, compute=9.0, curve=[2.0, None, 0.6 - seed / 10]) for seed in range(2)]
-    lines += [scalar_line("good", "", 0, 0.4, compute=8.0), scalar_line("good", "", 0, 0.1, steps=20)]
+    lines += [scalar_line("one-at-a-time", "careful", seed, 0.8, samples=18_000.0, curve=[2.0, None, 0.6 - seed / 10]) for seed in range(2)]
+    lines += [
+        scalar_line("good", "", 0, 0.4, samples=51_200.0),
+        scalar_line("good", "", 0, 0.1, steps=20),
+        scalar_line("tuned", "careful", 0, 0.3),
+    ]
     text = scalar_tables.scalars_tables(lines)
     assert "| the corner |  |  | 0.0001 | 0.6 |" in text
-    assert "| HDET, 8 replicas | 0.600 ± 0.100 | 8.8 | 0.001 | 0.2 |" in text
-    assert "| usual values, 8 replicas | 0.400 ± 0.000 | 8.0 |" in text
-    assert "To be as good as HDET, one at a time needs 3 trials." in text
+    assert "| HDET, 8 replicas | 0.600 ± 0.100 | 56,320 | 0.001 | 0.2 |" in text
+    assert "| usual values, 8 replicas | 0.400 ± 0.000 | 51,200 |" in text and "| its values, 8 replicas | 0.300 ± 0.000 | 74,320 |" in text
+    assert "To be as good as HDET, one at a time needs 3 trials, 18,000 examples." in text
     assert scalar_tables.tuned_curve(lines[2:4])[1] == pytest.approx(math.log(10))  # a crash
 
 
@@ -268,14 +283,11 @@ def test_scalars_beside_tuning_one_at_a_time() -> None:
 
 def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of lines that the benchmarks wrote: whatever a table reads is in them."""
-    monkeypatch.setattr(
-        scalars,
-        "replicas",
-        lambda values, seed, steps, **named: {"validation": 0.5, "values": values, "probe_percent": 10.0, "compute": 8.8},
-    )
+    monkeypatch.setattr(scalars, "replica", lambda rank, count, values, *more: {"validation": 0.5, "values": values, "samples": 8800.0})
     monkeypatch.setattr(scalars, "trial", lambda values, seed, steps: (values["dropout"], values["dropout"]))
+    monkeypatch.setattr(scalars, "started", lambda function, count, *arguments: function(0, count, *arguments))
 
-    def run_missing(function: Any, tasks: Any, records: list[Any], key: Any, *, path: str, jobs: int) -> None:
+    def run_missing(function: Any, tasks: Any, records: list[Any], key: Any, *, path: str, jobs: int, forks: bool = False) -> None:
         with open(path, "a", encoding="utf-8") as file:
             for task in tasks:
                 records.append(function(**task))
@@ -294,6 +306,29 @@ def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeyp
     written = write_evidence(read_evidence(files), tmp_path / "page")
     assert {path.name for path in written} == {"evidence.md", "signal.png", "horizon.png", "scalars.png"}
     assert all(path.stat().st_size > 1000 for path in written)
+
+
+@pytest.mark.timeout(120)
+def test_scalars_in_processes_and_what_is_done_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--quick`` as it is: eight processes, four times."""
+    command = ["--quick", "--jobs", "1", "--json", str(tmp_path / "scalars.jsonl")]
+    scalars.main(command)
+    lines = {line["method"]: line for line in map(json.loads, (tmp_path / "scalars.jsonl").read_text().splitlines())}
+    assert lines.keys() == scalar_tables.METHODS.keys()
+    trained = scalar_tables.REPLICAS * scalars.QUICK * scalars.IMAGES
+    for method, line in lines.items():
+        assert line["validation"] > 0 and line["values"].keys() == scalar_tables.GOOD.keys()
+        if method != "one-at-a-time":
+            assert (line["samples"] > trained) if method == "hdet-probe" else (line["samples"] == trained)
+    assert lines["tuned"]["start"] == lines["one-at-a-time"]["values"]
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(scalars, "started", lambda *_: pytest.fail("it is done already"))
+    scalars.main(command)
+    again = capsys.readouterr().out
+    assert again.startswith("# Several scalars at once") and printed.endswith(again)
+    assert evidence_page(read_evidence([tmp_path / "scalars.jsonl"])) == again
 
 
 def test_tuned_values_are_trained_on_all_replicas() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from problems import Batch, Problem
 from torch import nn
@@ -9,12 +11,14 @@ from training import BETAS, Parts, one_cycle_schedule, plain
 
 import hdet
 
-INTERVALS = 100
-"""the same for all starts and problems: a control interval ends at a hundredth of the run"""
+INTERVALS = 400
+"""the same for all starts and problems: cycles in a run; the line's octaves are of several"""
 
 
 def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     probed: list[int] = []
+    train = plain(problem, model)
+    last = math.nan
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     ensemble = hdet.Ensemble(
         optimizer,
@@ -24,11 +28,16 @@ def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int) -> Par
         seed=seed,
     )
 
+    def backward(batch: Batch) -> float:
+        nonlocal last
+        last = train(batch)
+        return last
+
     def after(batch: Batch) -> None:
         def closure() -> torch.Tensor:
             probed.append(len(batch[0]))
             return problem.losses(model, batch)
 
-        ensemble.step(closure=closure)
+        ensemble.step(last, closure=closure)
 
-    return Parts(optimizer, plain(problem, model), after, rate=lambda: optimizer.param_groups[0]["lr"], probed=probed, heals=True)
+    return Parts(optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], probed=probed, heals=True)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ def read(path: str | None) -> list[Record]:
 
 def run_missing(
     function: Callable[..., Record], tasks: Iterable[Task], records: list[Record], key: Callable[[Record], Hashable],
-    *, path: str | None, jobs: int,
+    *, path: str | None, jobs: int, forks: bool = False,
 ) -> None:  # fmt: skip
     """Call ``function(**task)`` for each task that no record stands for, in ``jobs`` processes of one thread each.
+
+    ``forks``: it starts processes itself, and is called in threads, which only wait for them.
 
     ``function`` is a module's own; its result, which must carry the task's key, is printed, appended to ``path`` and to ``records``.
     The first error, Ctrl-C and SIGTERM end the benchmark and its processes; what was under way is run again next time.
@@ -44,7 +46,7 @@ def run_missing(
     # Kernels read this when they are loaded, in the children.
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+    with _pool(jobs, forks) as pool:
         futures = [pool.submit(function, **task) for task in missing.values()]
         try:
             for future in as_completed(futures):
@@ -55,6 +57,12 @@ def run_missing(
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+def _pool(jobs: int, forks: bool) -> Executor:
+    if forks:
+        return ThreadPoolExecutor(jobs)
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_one_thread)
 
 
 def _one_thread() -> None:

@@ -3,14 +3,16 @@
     python benchmarks/evidence/scalars.py [--corners careful bold] [--seeds 2] [--jobs 2] [--quick] [--json FILE]
 
 Eight replicas, each a process with its own gradients, its own values and batches of 16 of scikit-learn's digits; a `ProbeController` scores
-them on images that are not trained on. Tuning trains one replica after the other, from the same corner, on the same budget: a trial for each
-replica, and one for the probe. What it has found is then trained on eight replicas, too, at twice the budget. A process for each replica:
-expect ``--jobs 1`` to keep several cores busy while replicas run.
+them on images that are not trained on. Tuning trains one replica after the other, from the same corner, on the same budget or a little more:
+a trial for each replica, and one for the probe. What it has found is then trained on eight replicas, too, at twice the budget. The budget is
+counted in examples: one is a forward and a backward pass of it, a pass forward alone (the probe's, and tuning's choice between trials) is a
+third. A process for each replica: expect ``--jobs 1`` to keep several cores busy while replicas run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -94,11 +96,11 @@ def chosen_by() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def loss_on(model: nn.Module, examples: tuple[Tensor, Tensor]) -> float:
-    """Mean loss in nats, eval mode, without smoothing."""
+    """Mean loss in nats, eval mode, without smoothing; infinite after a crash."""
     model.eval()
     loss = F.cross_entropy(model(examples[0]), examples[1]).item()
     model.train()
-    return loss
+    return loss if math.isfinite(loss) else math.inf
 
 
 def prepared(values: Values, seed: int, steps: int) -> tuple[Dropped, torch.optim.Optimizer, OneCycleLR]:
@@ -113,7 +115,7 @@ def prepared(values: Values, seed: int, steps: int) -> tuple[Dropped, torch.opti
 
 
 def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, control: bool) -> dict[str, Any]:
-    """One of the processes. Without ``control`` all replicas keep the values, and are averaged all the same."""
+    """In each of the processes. Without ``control`` all replicas keep the values, and are averaged all the same."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which torch ends it with its parent
     model, optimizer, schedule = prepared(values, seed, steps)
     probed: list[int] = []
@@ -135,25 +137,19 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
         seed=seed,
     )
     torch.manual_seed(1000 * (seed + 1) + rank)  # replicas drop different units
-    for step in range(steps):
-        images, labels = batch(seed, world_size * step + rank)
-        with ensemble.explore():
-            smoothed = ensemble.value("label_smoothing") if control else values["label_smoothing"]
-            loss = F.cross_entropy(model(images), labels, label_smoothing=smoothed)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step(loss)
-    found = {name: values[name] * ensemble.corrections.get(name, 1.0) for name in values}
-    percent = 100 * sum(probed) / (3 * steps * IMAGES)
-    return {"validation": finite(loss_on(model, held_out())), "values": found, "probe_percent": percent}
-
-
-def replicas(values: Values, seed: int, steps: int, *, control: bool, trials: int) -> dict[str, Any]:
-    """Forked from a server that has imported everything once, also what optimizers import late: imports would cost more than the run."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "sklearn.datasets", "hdet.ensemble", "torch._dynamo"])
-    result = spawn(replica, REPLICAS, values, seed, steps, control, start_method="forkserver")
-    return dict(result, compute=REPLICAS * (1 + result["probe_percent"] / 100))
+    with contextlib.suppress(hdet.ReplicasDiverged):  # then no weight is finite
+        for step in range(steps):
+            images, labels = batch(seed, world_size * step + rank)
+            with ensemble.explore():
+                smoothed = ensemble.value("label_smoothing") if control else values["label_smoothing"]
+                loss = F.cross_entropy(model(images), labels, label_smoothing=smoothed)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss)
+    found = {name: values[name] * ensemble.corrections[name] for name in values} if control else values
+    seen = world_size * (steps * IMAGES + sum(probed) / 3)
+    return {"validation": finite(loss_on(model, held_out())), "values": found, "samples": seen}
 
 
 # -- one at a time ---------------------------------------------------------------------------------------------------------
@@ -196,11 +192,13 @@ def tune(values: Values, trials: int, score: Callable[[Values], tuple[float, flo
     raise AssertionError("values is empty")
 
 
-def one_at_a_time(values: Values, seed: int, steps: int, *, control: bool, trials: int) -> dict[str, Any]:
+def one_at_a_time(rank: int, world_size: int, values: Values, seed: int, steps: int, trials: int) -> dict[str, Any]:
+    """In a process of its own. ``samples``: up to what counts; later trials are only on the curve."""
     history = tune(values, trials, lambda tried: trial(tried, seed, steps))
-    held, found = history[min(EQUAL, trials) - 1]
+    counted = min(EQUAL, trials)
+    held, found = history[counted - 1]
     return {
-        "validation": finite(held), "values": found, "probe_percent": 0.0, "compute": float(min(EQUAL, trials)),
+        "validation": finite(held), "values": found, "samples": counted * (steps * IMAGES + len(chosen_by()[1]) / 3),
         "curve": [finite(loss) for loss, _ in history], "last_values": history[-1][1],
     }  # fmt: skip
 
@@ -216,11 +214,20 @@ def finite(loss: float) -> float | None:
 def run(method: str, corner: str, seed: int, steps: int, values: Values, trials: int) -> Record:
     """One line of the results. ``values``: those the run begins with."""
     began = time.perf_counter()
-    result = (one_at_a_time if method == "one-at-a-time" else replicas)(values, seed, steps, control=method == "hdet-probe", trials=trials)
+    if method == "one-at-a-time":
+        result = started(one_at_a_time, 1, values, seed, steps, trials)
+    else:
+        result = started(replica, REPLICAS, values, seed, steps, method == "hdet-probe")
     return {
         "benchmark": "scalars", "problem": "digits", "method": method, "corner": corner, "seed": seed, "steps": steps, "start": values,
         "curve": None, **result, "seconds": time.perf_counter() - began,
     }  # fmt: skip
+
+
+def started(function: Callable[..., dict[str, Any]], count: int, *arguments: Any) -> dict[str, Any]:
+    """`spawn`, from a server that has imported everything once, also what optimizers import late: imports would cost more than the runs."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "sklearn.datasets", "hdet.ensemble", "torch._dynamo"])
+    return dict(spawn(function, count, *arguments, start_method="forkserver"))
 
 
 def key(record: Record | Task) -> tuple[Any, ...]:
@@ -257,9 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         options.json = options.json or RESULTS
     records, wanted = read(options.json), list(tasks(options))
-    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
+    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs, forks=True)
     again = trained_again(wanted, records)
-    run_missing(run, again, records, key, path=options.json, jobs=options.jobs)
+    run_missing(run, again, records, key, path=options.json, jobs=options.jobs, forks=True)
     chosen = set(map(key, [*wanted, *again]))
     print(scalars_tables([record for record in records if key(record) in chosen]), end="")
 

@@ -35,7 +35,7 @@ from training import BETAS, Method, Parts, one_cycle_schedule, plain, scheduled,
 
 import hdet
 from hdet.core.controllers import BaseController, Decision, Evidence
-from hdet.core.controllers.line import read_line
+from hdet.core.controllers.reading import read_line
 from hdet.core.controllers.softmax import signal, softmax_weights
 from hdet.evidence.signal import FACTORS, MOMENTS, SEEDS, STARTS, signal_tables
 
@@ -103,7 +103,10 @@ class Ears(BaseController):
 
 
 class LineEars(hdet.LineRule):
-    """The line over the intervals between the moments: each is as long as half of the run so far, or nearly, as the rule's own are."""
+    """The line over the intervals between the moments: each is as long as half of the run so far, or nearly. Nothing is felt for or swept."""
+
+    opening = 1.0
+    sweeping = property(lambda self: False)
 
     def __init__(self, moments: Mapping[int, float], said: list[Said]) -> None:
         super().__init__()
@@ -113,12 +116,12 @@ class LineEars(hdet.LineRule):
     def idle(self) -> bool:
         return self.heard >= max(self.moments)
 
-    def next_end(self, total_steps: int) -> float:
+    def next_end(self, total_steps: int, sync_interval: int) -> float:
         return min((step for step in self.moments if step > self.heard), default=math.inf)
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         if evidence.line is not None:
-            reading = read_line(evidence.line[0], self.significant, self.farthest)
+            reading = read_line(evidence.line.difference, self.significant, self.farthest)
             error = abs(reading.slope / reading.across) if reading.across else None
             self.heard = evidence.step
             self.said.append(_said("line", self.moments[evidence.step], reading.slope, error, reading.across))
@@ -138,20 +141,21 @@ def _said(name: str, moment: float, slope: float | None, error: float | None, t:
 
 
 def hear_line(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
-    return alone(problem, model, rate, seed, hdet.LineController(model, rule=LineEars(moments, said)))
+    return alone(problem, model, rate, seed, hdet.LineController(model, rule=LineEars(moments, said)), cycle=max(1, problem.steps // 100))
 
 
 def hear_hypergradient(
     problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]
 ) -> Parts:  # fmt: skip
-    return alone(problem, model, rate, seed, hdet.HypergradientController(rule=Ears([hdet.HypergradientRule()], moments, said)))
+    controller = hdet.HypergradientController(rule=Ears([hdet.HypergradientRule()], moments, said))
+    return alone(problem, model, rate, seed, controller, cycle=_cycle(problem.steps))
 
 
-def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Any) -> Parts:
+def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Any, *, cycle: int) -> Parts:
     """One replica with the whole batch."""
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     schedule = one_cycle_schedule(optimizer, rate, problem.steps)
-    ensemble = hdet.Ensemble(optimizer, schedule, sync_interval=_cycle(problem.steps), controller=controller, seed=seed)
+    ensemble = hdet.Ensemble(optimizer, schedule, sync_interval=cycle, controller=controller, seed=seed)
 
     def after(batch: Batch) -> None:
         ensemble.step(closure=lambda: problem.losses(model, batch))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Clock"]
+
+SHORTEST = 0.05
 
 
 def _whole(value: object) -> bool:
@@ -45,6 +48,10 @@ class Clock:
     def controls(self, step: int) -> bool:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly after the warm-up."""
         return step - self.sync_interval >= self.warmup_steps
+
+    def control_interval(self) -> int:
+        """Cycles between two decisions that are not greedy: 5 % of the run, in whole cycles; one where the run's length is unknown."""
+        return 1 if self.total_steps is None else max(1, math.ceil(SHORTEST * (self.total_steps // self.sync_interval) - 1e-9))
 
     def decisions_left(self, step: int) -> int | None:
         """K of Eq. 7: decisions from the cycle that ended at ``step`` to the end of the run, this one included."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers.base import is_idle, spreads
+from .controllers.base import is_idle, opening, spreads
 from .controllers.protocol import Controller, Decision, Evidence, require_keys
 from .design import orthogonal
 from .scale import Scale
@@ -81,7 +81,7 @@ class Engine:
         self.cycle = 0
         self.step = 0
         self.position = 0
-        self.corrections = [1.0] * len(knobs)
+        self.corrections = [opening(controller)] * len(knobs)
         self.bases: list[float | None] = [None] * len(knobs)
         self.eased: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
         """By knob: what the correction was, and since which step and over how many the one in `corrections` comes into force."""
@@ -129,7 +129,7 @@ class Engine:
         """The correction in the step to come: a sudden rise of a rate is a shock to the moments, so it may come by and by."""
         before, since, over = self.eased[knob]
         part = (self.step - since + 1) / over if over else 1.0
-        return self.corrections[knob] if part >= 1 else before + (self.corrections[knob] - before) * part
+        return self.corrections[knob] if part >= 1 else before * (self.corrections[knob] / before) ** part
 
     def _effective(self, table: list[list[float]], scheduled: Sequence[float]) -> list[list[float]]:
         """The multipliers that have really acted, where a bound has held replicas' values."""
@@ -156,7 +156,7 @@ class Engine:
         losses: Sequence[float | None],
         probes: Sequence[Sequence[float] | None] | None = None,
         *,
-        line: Sequence[Any] | None = None,
+        line: Any | None = None,
         inner: Sequence[Sequence[float] | None] | None = None,
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
@@ -222,7 +222,7 @@ class Engine:
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
         if decision.restart:
-            self.eased[knob] = (0.0, self.step, decision.over)
+            self.eased[knob] = (self.corrections[knob] * decision.rise_from, self.step, decision.over)
         elif decision.factor != 1:
             self.eased[knob] = (before, self.step, decision.over if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name

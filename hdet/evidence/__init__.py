@@ -57,7 +57,7 @@ SECTIONS: dict[str, Section] = {
     "horizon": Section(
         horizon_tables, horizon_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "interval": NUMBER, "correction": NUMBER, "votes": list}
     ),
-    "scalars": Section(scalars_tables, scalars_figure, RUN | {"corner": str, "start": dict, "values": dict, "compute": NUMBER}),
+    "scalars": Section(scalars_tables, scalars_figure, RUN | {"corner": str, "start": dict, "values": dict, "samples": NUMBER}),
 }  # fmt: skip
 """benchmark -> its part of the page, in this order"""
 

@@ -19,7 +19,7 @@ __all__ = ["CORNERS", "EQUAL", "GOOD", "REPLICAS", "SEEDS", "scalars_figure", "s
 
 REPLICAS = 8
 EQUAL = 9
-"""trials that cost what eight replicas and their probes do"""
+"""trials that cost no less than eight replicas and their probes"""
 SEEDS = 2
 GOOD = {"lr/conv": 4e-3, "lr/dense": 4e-3, "weight_decay": 0.01, "dropout": 0.1, "label_smoothing": 0.02}
 """values in common use, which nobody has tuned"""
@@ -37,10 +37,11 @@ METHODS = {
 """method -> its name, in the order of the table"""
 
 CAPTION = f"""
-Held-out loss in nats, mean over seeds ± one standard error; values are geometric means over seeds (a rate's: of its peak). Compute is in trials, of one
-replica each; a probe's forward passes count as a third of a step. Tuning and the probe choose by the same images, which are neither
-trained on nor reported. A run of {REPLICAS} replicas trains on {REPLICAS} times the examples of a trial: that they are averaged is worth something by
-itself, so a line shows the usual values, and one what tuning has found, on {REPLICAS} replicas. A run that crashed counts as ln 10.
+Held-out loss in nats, mean over seeds ± one standard error; values are geometric means over seeds (a rate's: of its peak). Both have the same
+budget, tuning if anything more of it: examples seen, where a pass forward alone, for the probe or for the choice between trials, counts as a third
+of one that is trained on. Tuning and the probe choose by the same images, which are neither trained on nor reported. A run of {REPLICAS} replicas
+trains on {REPLICAS} times the examples of a trial: that they are averaged is worth something by itself, so a line shows the usual values, and one what
+tuning has found, on {REPLICAS} replicas, with the examples of both. A run that crashed counts as ln 10.
 """
 CRASHED = math.log(10)
 
@@ -73,11 +74,21 @@ def scalars_tables(records: Sequence[Record]) -> str:
         for method, own in methods.items():
             losses = [loss(record["validation"]) for record in own]
             values = [statistics.geometric_mean(record["values"][name] for record in own) for name in names]
-            compute = statistics.mean(record["compute"] for record in own) + (EQUAL if method == "tuned" else 0)
-            cells = [f"{statistics.mean(losses):.3f} ± {standard_error(losses):.3f}", f"{compute:.1f}"]
+            cells = [f"{statistics.mean(losses):.3f} ± {standard_error(losses):.3f}", f"{examples(method, methods):,.0f}"]
             rows.append([METHODS[method], *cells, *(f"{value:.3g}" for value in values)])
-        parts += [f"## From the corner {corner!r}\n", table(["", "loss", "compute", *names], rows), _needed(methods)]
+        parts += [f"## From the corner {corner!r}\n", table(["", "loss", "examples", *names], rows), _needed(methods)]
     return "\n".join(parts)
+
+
+def examples(method: str, methods: dict[str, list[Record]]) -> float:
+    """Seen in the mean; what tuning has found has cost its trials too."""
+    both = [method, "one-at-a-time"] if method == "tuned" else [method]
+    return sum(statistics.mean(record["samples"] for record in methods[name]) for name in both if name in methods)
+
+
+def of_a_trial(methods: dict[str, list[Record]]) -> float:
+    """Examples."""
+    return examples("one-at-a-time", methods) / min(EQUAL, *(len(record["curve"]) for record in methods["one-at-a-time"]))
 
 
 def _needed(methods: dict[str, list[Record]]) -> str:
@@ -86,7 +97,9 @@ def _needed(methods: dict[str, list[Record]]) -> str:
         return ""
     target = statistics.mean(loss(record["validation"]) for record in methods["hdet-probe"])
     curve = tuned_curve(methods["one-at-a-time"])
-    needed = next((f"{k} trials" for k, value in enumerate(curve, 1) if value <= target), f"more than {len(curve)} trials")
+    reached = [k for k, value in enumerate(curve, 1) if value <= target]
+    k = min(reached, default=len(curve))
+    needed = f"{'' if reached else 'more than '}{k} trial{'s' * (k > 1)}, {k * of_a_trial(methods):,.0f} examples"
     return f"To be as good as HDET, one at a time needs {needed}.\n"
 
 
@@ -96,7 +109,7 @@ def tuned_curve(lines: Sequence[Record]) -> list[float]:
 
 
 def scalars_figure(records: Sequence[Record]) -> Figure:
-    """A panel for each corner: the loss of tuning against its trials, that of the runs of all replicas at their compute."""
+    """A panel for each corner: the loss against the examples seen, of tuning after each trial."""
     from matplotlib.figure import Figure
 
     found = corners(longest(records))
@@ -107,12 +120,12 @@ def scalars_figure(records: Sequence[Record]) -> Figure:
         for method, own in methods.items():
             if method == "one-at-a-time":
                 curve = tuned_curve(own)
-                axes.plot(range(1, len(curve) + 1), curve, color=GREY, drawstyle="steps-post", label="one at a time")
+                seen = [k * of_a_trial(methods) / 1000 for k in range(1, len(curve) + 1)]
+                axes.plot(seen, curve, color=GREY, drawstyle="steps-post", label="one at a time")
                 continue
-            at = statistics.mean(record["compute"] for record in own) + (EQUAL if method == "tuned" else 0)
             losses = [loss(record["validation"]) for record in own]
             axes.errorbar(
-                [at],
+                [examples(method, methods) / 1000],
                 [statistics.mean(losses)],
                 yerr=[standard_error(losses)],
                 marker="o",
@@ -121,7 +134,7 @@ def scalars_figure(records: Sequence[Record]) -> Figure:
                 label=METHODS[method],
             )
         axes.set_title(f"from the corner {corner!r}", fontsize=11, loc="left")
-        axes.set_xlabel("compute, in trials of one replica")
+        axes.set_xlabel("examples seen, thousands")
         axes.grid(True, color="#E3E3E3", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

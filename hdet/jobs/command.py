@@ -19,7 +19,7 @@ from hdet.jobs.data import load_corpus
 from hdet.jobs.display import open_display
 from hdet.jobs.launch import WorkerError, Workers
 from hdet.jobs.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
-from hdet.jobs.train import RunSpec, check_resume, train_all
+from hdet.jobs.train import RunSpec, check_run, train_all
 from hdet.record import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError, atomic_file
 from hdet.report import RunFiles, find_runs, plot, print_table
 
@@ -36,9 +36,9 @@ def train(options: argparse.Namespace) -> int:
             print(f"{options.resume}: already at its last step, {config.steps}")
             _summarise(specs)
         return 0
-    _check_text(specs[0])
+    _check(specs[-1])
     place = _torchrun_place(config) if launched_by_torchrun() else None
-    device = choose_device(config.device, config.processes) if place is None else place.device
+    device = choose_device(config.device, config.processes, least=_least(config.controller)) if place is None else place.device
     if place is None or place.is_first:
         for spec in specs:
             _prepare(spec, options.overwrite)
@@ -74,7 +74,8 @@ def _run(specs: Sequence[RunSpec], device: str, place: Place | None) -> int:
 
 
 def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
-    config = TrainConfig(**{"replicas": _default_replicas(typed), **typed}, mode="fixed" if options.schedule_only else "hdet")
+    defaults = {"replicas": _default_replicas(typed), "sync_interval": _default_interval(typed)}
+    config = TrainConfig(**{**defaults, **typed}, mode="fixed" if options.schedule_only else "hdet")
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.compare:
         return [RunSpec(config.with_(mode=mode), out / mode) for mode in ("fixed", "hdet")]
@@ -82,13 +83,25 @@ def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
 
 
 def _default_replicas(typed: dict[str, Any]) -> int:
-    """One per GPU where there are several, else the main job's four."""
+    """One per GPU where there are enough, else the main job's four."""
     if typed.get("coresident"):
         return TrainConfig().replicas
     if launched_by_torchrun():
         return int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count() if typed.get("device") != "cpu" and torch.cuda.is_available() else 0
-    return gpus if gpus > 1 else TrainConfig().replicas
+    return gpus if gpus >= _least(typed.get("controller")) else TrainConfig().replicas
+
+
+def _default_interval(typed: dict[str, Any]) -> int:
+    """The line reads early and often, and replicas that train alike may be averaged as often as one likes."""
+    if typed.get("controller") != "line":
+        return TrainConfig().sync_interval
+    return max(1, typed.get("steps", TrainConfig().steps) // 400)
+
+
+def _least(controller: str | None) -> int:
+    """Replicas that are worth suggesting: most controllers compare some, the line needs one."""
+    return 1 if controller == "line" else 2
 
 
 def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
@@ -104,17 +117,19 @@ def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -
     return [RunSpec(config, folder, resume=True)]
 
 
-def _check_text(spec: RunSpec) -> None:
-    """There is enough text, and for a resumed run it is the same as before, and the checkpoint fits."""
+def _check(spec: RunSpec) -> None:
+    """There is enough text, and the line accepts the run; for a resumed run the text is the same as before, and the checkpoint fits."""
     corpus = load_corpus(spec.config.data)
     if not spec.resume:
+        if spec.config.reads_line:
+            check_run(spec, corpus)
         return
     if load_checkpoint(spec.folder)["text"] != corpus.digest:
         raise ValueError(
             f"data is {spec.config.data!r}, whose text is not what the run in {str(spec.folder)!r} began with: "
             "restore it (or that Python) to resume"
         )
-    check_resume(spec, corpus)
+    check_run(spec, corpus)
 
 
 def _torchrun_place(config: TrainConfig) -> Place:

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig", "field_docs"]
 
 MODES = ("hdet", "fixed")
-CONTROLLERS = ("probe", "softmax", "none")
+CONTROLLERS = ("probe", "line", "softmax", "none")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -41,11 +41,11 @@ class TrainConfig:
     batch_size: int = 8
     """windows of text per replica and step"""
     sync_interval: int = 50
-    """optimizer steps in a cycle: replicas are averaged after each"""
+    """optimizer steps in a cycle: replicas are averaged after each; controller line takes a 400th of the steps if it is not told"""
     spread: float = 0.3
-    """alpha: replicas train with 1 - alpha to 1 + alpha times the base rate"""
+    """alpha: replicas train with 1 - alpha to 1 + alpha times the base rate; with controller line they train alike"""
     controller: str = "probe"
-    """what moves the base rate: probe, softmax (as published), or none (spread and averages alone)"""
+    """what moves the base rate: probe, line (scores the training batches themselves, also with one replica), softmax (as published), or none"""
     probe_batches: int = 8
     """mini-batches that all replicas score at the end of a cycle, for the probe controller"""
     average_every: int = 5
@@ -119,15 +119,36 @@ class TrainConfig:
                 self,
                 f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle",
             )
+        if self.reads_line:
+            # Replicas that train alike are, in one process, gradient accumulation with copies of the parameters that are never used.
+            _require(
+                not self.coresident,
+                "coresident",
+                self,
+                "must be left out with controller line, whose replicas train alike: for one process pass replicas 1 and "
+                f"batch_size {self.replicas * self.batch_size}",
+            )
+            _require(
+                self.replicas * self.batch_size >= 2, "batch_size", self, "must be at least 2 for the losses of one replica to scatter"
+            )
         if self.coresident:
             _require(self.replicas >= 2, "replicas", self, "must be at least 2 to be co-resident")
         if self.mode == "hdet" and self.controller == "probe":
             _require(self.probe_batches >= 2, "probe_batches", self, "must be at least 2: the slope's error comes from their differences")
-        if self.mode == "hdet" and self.controller != "none":
-            _require(self.replicas >= 2, "replicas", self, "must be at least 2 for a controller to compare; or pass controller none")
-            _require(self.spread > 0, "spread", self, "must be positive for a controller to compare replicas; or pass controller none")
+        if self.mode == "hdet" and self.controller not in ("line", "none"):
+            _require(
+                self.replicas >= 2, "replicas", self, "must be at least 2 for a controller to compare; or pass controller none or line"
+            )
+            _require(
+                self.spread > 0, "spread", self, "must be positive for a controller to compare replicas; or pass controller none or line"
+            )
 
     # -- what follows from the settings ----------------------------------------------------------------------------------
+
+    @property
+    def reads_line(self) -> bool:
+        """Is the rate learned from the training batches alone, by replicas that train alike? Then one is enough."""
+        return self.mode == "hdet" and self.controller == "line"
 
     @property
     def processes(self) -> int:

@@ -51,6 +51,7 @@ class _Base(ABC):
         self.console = console
         self.config = TrainConfig()
         self._header_due = True
+        self._corrections: object = None
 
     def show(self, event: Event) -> None:
         kind = event["event"]
@@ -59,13 +60,19 @@ class _Base(ABC):
             for line in banner(self.config, event):
                 self.line(line)
             self.start(event["step"])
-        elif kind == "cycle":
+        elif kind == "cycle" and self._worth_a_line(event):
             if self._header_due:
                 self.line(CYCLE_HEADER)
                 self._header_due = False
             self.line(cycle_line(event, self.config.cycles))
         elif kind == "train":
             self.progress(event)
+
+    def _worth_a_line(self, event: Event) -> bool:
+        """The line has hundreds of cycles, and in few of them anything to say."""
+        before, self._corrections = self._corrections, event["corrections"]
+        said = event.get("notes") or event["corrections"] != before or any(slope is not None for slope in event["slopes"].values())
+        return bool(said) or not self.config.reads_line
 
     @abstractmethod
     def line(self, text: str) -> None:
@@ -84,11 +91,16 @@ def banner(config: TrainConfig, event: Event) -> Iterator[str]:
     """The run in a line or two. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
     what = f"HDET, controller {config.controller}" if config.mode == "hdet" else "fixed schedule"
     place = "GPU" if str(event["device"]).startswith("cuda") else "CPU"
-    where = f"all in one process on the {place}" if config.coresident else f"one process each on the {place}{'s' * (place == 'GPU')}"
+    if config.processes == 1:
+        where = f"{'all in ' * config.coresident}one process on the {place}"
+    else:
+        where = f"one process each on the {place}{'s' * (place == 'GPU')}"
     since = f", from step {event['step']}" if event["step"] else ""
     yield f"{event['folder']}: {what}, max_lr {config.max_lr:g}, {config.steps} steps{since}"
-    yield f"  {config.replicas} replicas x {config.batch_size} windows of {config.context} bytes, {where}"
-    if config.mode == "hdet":
+    yield f"  {config.replicas} replica{'s' * (config.replicas > 1)} x {config.batch_size} windows of {config.context} bytes, {where}"
+    if config.reads_line:
+        yield "  all train alike: other rates are scored on the windows that were just trained on"
+    elif config.mode == "hdet":
         yield f"  replicas' rates differ by design: {1 - config.spread:.2f} to {1 + config.spread:.2f} times the base rate"
 
 

@@ -40,8 +40,8 @@ class Place:
             torch.cuda.synchronize()
 
 
-def choose_device(device: str, processes: int) -> str:
-    """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each.
+def choose_device(device: str, processes: int, *, least: int = 2) -> str:
+    """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each. ``least``: replicas with which the run makes sense.
 
     Raises:
         ValueError: ``cuda`` is asked for, and there are fewer GPUs than processes; or hdet's native module is missing or stale.
@@ -51,9 +51,9 @@ def choose_device(device: str, processes: int) -> str:
     if native != hdet.kernels.USABLE:
         raise ValueError(f"the kernels cannot be used: {native}")
     if device == "cuda" and gpus < processes:
-        fewer = [f"--replicas {gpus}"] if gpus >= 2 else []  # one replica has nothing to be compared with
+        fewer = [f"--replicas {gpus}"] if gpus >= least else []
         what = f"{processes} replicas need {processes} GPUs" if processes > 1 else "one GPU is needed"
-        ways = [*fewer, "--coresident"] if gpus else []
+        ways = [*fewer, *(["--coresident"] if least > 1 else [])] if gpus else []
         raise ValueError(f"device is 'cuda': {what} and {gpus} can be used; pass {' or '.join([*ways, '--device cpu'])}")
     return "cuda" if gpus >= processes and device != "cpu" else "cpu"
 

@@ -21,11 +21,11 @@ from hdet.core.controllers import Controller
 from hdet.jobs.checkpoint import load_checkpoint, save_checkpoint
 from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import Batch, Corpus, load_corpus, sample_batch
-from hdet.jobs.model import GPT, GPTConfig, cross_entropy
+from hdet.jobs.model import GPT, GPTConfig, cross_entropy, window_losses
 from hdet.jobs.place import Place
 from hdet.record import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, atomic_file, truncate_history
 
-__all__ = ["RunSpec", "check_resume", "train_all"]
+__all__ = ["RunSpec", "check_run", "train_all"]
 
 PROMPT = b"import "
 VALIDATION_WINDOWS = 32
@@ -59,11 +59,12 @@ def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
         Run(spec, corpora[data], place, emit).train()
 
 
-def check_resume(spec: RunSpec, corpus: Corpus) -> None:
-    """Restore the run once in this process alone, without touching its files: a checkpoint that does not fit is found before others start.
+def check_run(spec: RunSpec, corpus: Corpus) -> None:
+    """Build the run once in this process alone, and restore it, without touching its files: what does not fit is found before others start.
 
     Raises:
-        RunFolderError: it does not fit.
+        RunFolderError: the checkpoint does not fit.
+        ValueError: the controller cannot work in this run.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
@@ -107,6 +108,8 @@ class Run:
             return hdet.ProbeController(
                 _batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model, average_every=config.average_every
             )
+        if config.controller == "line":
+            return hdet.LineController(self.model)
         if config.controller == "softmax":
             return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
         assert config.controller == "none", config.controller  # a name added to CONTROLLERS must not train without one
@@ -164,7 +167,7 @@ class Run:
         if self.ensemble is not None:
             for replica, loss in zip(self.local, losses, strict=True):
                 self.ensemble.observe(loss, replica=replica)
-            self.ensemble.step()
+            self.ensemble.step(closure=self._losses_again)
         else:
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -176,6 +179,11 @@ class Run:
             loss = cross_entropy(self.forward(tokens), targets)
         (loss / len(self.local)).backward()  # between processes DDP takes the mean
         return loss.detach()
+
+    def _losses_again(self) -> torch.Tensor:
+        """Of the step's own windows, at whatever weights the line tries; only a LineController asks. Never through DDP: it would communicate."""
+        tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
+        return window_losses(self.model(tokens), targets)
 
     def _fix_bucket_layout(self) -> None:
         """One backward pass whose gradients are thrown away: DDP rearranges its buckets after its first.
@@ -207,11 +215,16 @@ class Run:
             count = config.validation_batches if last else min(SHORT_VALIDATION, config.validation_batches)
             self.validation = self._validate(count)
             self._record({"event": "validation", "step": self.step, "loss": self.validation, "batches": count})
-        if config.saves_at(self.step) and self.history is not None:
+        if config.saves_at(self.step) and not self._sweeping and self.history is not None:
             # First the lines, then the checkpoint that takes them for granted.
             self.history.sync()
             save_checkpoint(self.folder / CHECKPOINT, self._state())
             self._emit({"event": "checkpoint", "step": self.step})
+
+    @property
+    def _sweeping(self) -> bool:
+        """Are the weights those of a line's sweep, which it will take back? Then they are nothing to resume from."""
+        return self.ensemble is not None and bool(getattr(self.ensemble.engine.controller, "sweeping", False))
 
     @torch.no_grad()
     def _validate(self, count: int) -> float:
@@ -246,7 +259,8 @@ class Run:
     # -- records and files -------------------------------------------------------------------------------------------------
 
     def _correction(self) -> float:
-        return 1.0 if self.ensemble is None else next(iter(self.ensemble.corrections.values()))
+        """Of the step to come: the line lets a rate rise by and by."""
+        return 1.0 if self.ensemble is None else self.ensemble.engine.in_force(0)
 
     def _record_cycle(self, record: dict[str, Any], step: int) -> None:
         self.probe_ms += record["probe_ms"]

@@ -1,4 +1,4 @@
-"""The line's rule without tensors: what it reads off losses, and whole runs on a noisy quadratic, where the best rate is known."""
+"""The line's rule without tensors: single decisions, and whole runs on a noisy quadratic, where the best rate is known."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -14,23 +15,28 @@ import pytest
 
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence, LineRule
-from hdet.core.controllers.line import Line, read_line
+from hdet.core.controllers.line import BELOW, FROM, LATE, LIMIT, RISE, octave_steps
+from hdet.core.controllers.sweep import BREAK_OVER_BEST
 from hdet.core.engine import Engine, KnobSpec
 
-# -- reading a line ------------------------------------------------------------------------------------------------------
+# -- single decisions ----------------------------------------------------------------------------------------------------
+
+TOTAL, CYCLE = 1000, 10
 
 
 class Made:
-    """A line with these losses at rho, all differences with the same error."""
+    """A line with these losses at rho, one function for all knobs together and each knob, or one for each knob."""
 
-    def __init__(self, loss: Callable[[float], float], error: float = 1e-3, value: float = 1.0) -> None:
-        self.loss, self.error, self.value = loss, error, value
-        self.asked: list[tuple[float, float]] = []
+    def __init__(self, *losses: Callable[[float], float], error: float = 1e-3, level: float = 2.0) -> None:
+        self.losses, self.given, self.level = losses, error, level
 
-    def difference(self, a: float, b: float) -> tuple[float, float]:
-        self.asked.append((a, b))
-        mean = self.loss(a) - self.loss(b)
-        return mean, mean / self.error
+    def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
+        loss = self.losses[(knob or 0) % len(self.losses)]
+        mean = loss(a) - loss(b)
+        return mean, mean / self.given
+
+    def mean(self, rho: float) -> tuple[float, float]:
+        return self.level, self.given
 
 
 def bowl(best: float) -> Callable[[float], float]:
@@ -38,115 +44,257 @@ def bowl(best: float) -> Callable[[float], float]:
     return lambda rho: math.log(max(rho, 1e-3) / best) ** 2
 
 
-@pytest.mark.parametrize(
-    ("best", "found", "higher"),
-    [
-        (37.0, 37.0, True), (3.0, 3.0, True), (1e5, 256.0, True),  # far below the right value, up to the farthest that is scored
-        (1.3, 1.3, False), (1.0, 1.0, False), (0.8, 0.8, False),
-        (0.4, 0.4, False), (0.01, 0.5 / math.sqrt(2), False),  # far above: no further than half an octave beside what was scored
-    ],
-)  # fmt: skip
-def test_the_minimum_along_the_line_is_found(best: float, found: float, higher: bool) -> None:
-    reading = read_line(Made(bowl(best)), 1.5, 256.0)
-    assert reading.rho == pytest.approx(found, rel=1e-9)
-    assert reading.higher is higher
-
-
-def test_the_slope_is_by_the_logarithm_of_rho_and_t_has_the_direction() -> None:
-    reading = read_line(Made(lambda rho: 3 * math.log(rho)), 1.5, 256.0)
-    assert reading.slope == pytest.approx(3.0)
-    assert reading.up == pytest.approx(3 * math.log(2) / 1e-3) and reading.down == -reading.up and reading.across == 2 * reading.up
-
-
-def test_without_a_significant_difference_nothing_is_found() -> None:
-    t = bowl(1.3)(0.5) - bowl(1.3)(1.0)  # the largest, at an error of 1
-    assert read_line(Made(bowl(1.3), error=t / 1.49), 1.5, 256.0).rho is None
-    assert read_line(Made(bowl(1.3), error=t / 1.51), 1.5, 256.0).rho is not None
-
-
-def test_a_large_step_shows_what_a_small_one_hides() -> None:
-    """Neither of 1/2 and 2 is significant, but 8 is."""
-    reading = read_line(Made(bowl(1000.0), error=8.0), 1.5, 256.0)
-    assert reading.up > -1.5 and reading.higher and reading.rho == 256.0
-
-
-def test_losses_that_are_not_finite_count_as_very_high() -> None:
-    """The controller clamps them to 1e30."""
-    nowhere = read_line(Made(lambda rho: 1e30 if rho else 2.0), 1.5, 256.0, from_anchor=True)
-    assert (nowhere.rho, nowhere.higher, nowhere.worse) == (None, False, True)
-    beyond = read_line(Made(lambda rho: 1e30 if rho >= 2 else bowl(0.6)(rho)), 1.5, 256.0)
-    assert beyond.rho is not None and beyond.rho < 1 and not beyond.higher
-    cliff = read_line(Made(lambda rho: 1e30 if rho >= 16 else -rho), 1.5, 256.0)
-    assert cliff.higher and cliff.rho is not None and 8 / math.sqrt(2) <= cliff.rho <= 8
-
-
-def test_the_anchor_is_looked_at_last_and_only_where_asked_for() -> None:
-    rising = Made(lambda rho: rho)
-    assert read_line(rising, 1.5, 256.0, from_anchor=True).worse
-    assert [i for i, pair in enumerate(rising.asked) if 0.0 in pair] == [len(rising.asked) - 1]
-    falling, early = Made(bowl(40.0)), Made(lambda rho: rho)
-    assert not read_line(falling, 1.5, 256.0, from_anchor=True).worse and not any(0.0 in pair for pair in falling.asked)
-    assert not read_line(early, 1.5, 256.0).worse and not any(0.0 in pair for pair in early.asked)
-
-
-# -- single decisions ----------------------------------------------------------------------------------------------------
-
-
-def evidence(step: int, lines: Sequence[Made] | None, *, total: int = 1000, corrections: Sequence[float] = (1.0,), **more: Any) -> Evidence:
-    n = len(corrections)
+def evidence(step: int, line: Made | None = None, loss: float | None = 1.0, **more: Any) -> Evidence:
+    """One knob with a schedule of 1 and the value 1, if nothing else is said."""
+    n = len(more.get("corrections", (1.0,)))
     given: dict[str, Any] = {
-        "cycle": step // 10, "warmup_steps": 0, "sync_interval": 10, "knobs": [f"k{i}" for i in range(n)], "multipliers": [[1.0]] * n,
-        "losses": [1.0], "probes": None, "scheduled": [1.0] * n, "peak": [1.0] * n, "floor": [0.0] * n, "values": list(corrections),
+        "cycle": step // CYCLE, "total_steps": TOTAL, "warmup_steps": 0, "sync_interval": CYCLE, "knobs": [f"k{i}" for i in range(n)],
+        "multipliers": [[1.0]] * n, "losses": [loss], "probes": None, "scheduled": [1.0] * n, "peak": [1.0] * n, "floor": [0.0] * n,
+        "corrections": [1.0] * n,
     } | more  # fmt: skip
-    return Evidence(step=step, total_steps=total, line=lines, corrections=list(corrections), **given)
+    given.setdefault("values", [c * s for c, s in zip(given["corrections"], given["scheduled"], strict=True)])
+    return Evidence(step=step, line=line, **given)
 
 
-def test_without_a_line_nothing_moves_and_no_stage_passes() -> None:
+FELT = Made(lambda rho: (rho - 5) ** 2)
+"""Above its beginning from rho = 10 on, that is at 16 in steps of 2."""
+
+
+def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Decision]:
+    return rule.update(evidence(CYCLE, FELT, loss, **more))
+
+
+def swept(rule: LineRule, losses: Sequence[float | None], **more: Any) -> list[Decision]:
+    """One octave, of one cycle, for each loss; the decision after the last."""
+    decisions = []
+    for loss in losses:
+        step = int(rule.next_end(TOTAL, CYCLE))
+        decisions = rule.update(evidence(step, FELT, loss, **more))
+    return decisions
+
+
+def test_a_run_begins_at_a_16th_and_nothing_moves_without_a_line() -> None:
     rule = LineRule()
-    (decision,) = rule.update(evidence(10, None))
-    assert (decision.factor, decision.base, decision.slope) == (1.0, None, None)
-    assert rule.next_end(1000) == 10.0
+    engine = Engine([KnobSpec("k", 0.0)], 1, Clock(CYCLE, total_steps=TOTAL), rule)
+    assert engine.corrections == [1 / 16] and engine.value(0, 3.0) == 3 / 16
+    (decision,) = rule.update(evidence(CYCLE))
+    assert decision == Decision()
+    assert rule.sweeping and rule.next_end(TOTAL, CYCLE) == CYCLE
 
 
-def test_long_cycles_skip_stages_and_the_ends_are_parts_of_the_run() -> None:
+@pytest.mark.parametrize(
+    ("total", "interval", "steps"), [(1000, 10, 10), (1000, 1, 8), (2000, 10, 20), (10_000, 30, 60), (100, 1, 1), (20, 1, 1)]
+)
+def test_an_octave_is_a_part_of_the_run_in_whole_cycles(total: int, interval: int, steps: int) -> None:
+    assert octave_steps(total, interval) == steps and LineRule().next_end(total, interval) == steps
+
+
+def test_the_first_octave_ends_far_below_the_line_s_edge_whatever_the_schedule_is() -> None:
+    """The edge is at 16 times the value in force, and `BELOW` that is where the first octave ends."""
+    for value, peak in ((1.0, 1.0), (0.01, 1.0), (3e-5, 2e-3)):
+        rule = LineRule()
+        (decision,) = feel(rule, corrections=(value / peak,), scheduled=[peak], peak=[peak])
+        assert decision.factor == pytest.approx(16 / BELOW) and decision.over == CYCLE
+        assert rule.edge == pytest.approx(16 * value / peak) and rule.sweeping
+
+
+def test_octaves_double_the_rate_whatever_the_schedule_does_meanwhile() -> None:
+    """It grows evenly by the logarithm here, by 3/2 an octave: then the correction has to grow by 4/3."""
     rule = LineRule()
-    ends = [rule.next_end(1000)]
-    for step in (10, 100, 300):
-        rule.update(evidence(step, [Made(bowl(1.0))]))
-        ends.append(rule.next_end(1000))
-    assert ends == pytest.approx([10, 20, 140, 400])
-    rule.update(evidence(990, [Made(bowl(1.0))]))
-    assert rule.idle and rule.next_end(1000) == math.inf
+    feel(rule, corrections=(0.1,), scheduled=[0.01])
+    factors = []
+    for octave in range(4):
+        step, scheduled = (octave + 2) * CYCLE, 0.01 * 1.5 ** (octave + 1)
+        (decision,) = rule.update(evidence(step, FELT, 2.0 - 0.3 * octave, corrections=(0.1,), scheduled=[scheduled]))
+        assert decision.over == CYCLE and not decision.restart
+        factors.append(decision.factor)
+    assert factors == pytest.approx([4 / 3] * 4)
 
 
-def test_a_value_far_too_low_rises_by_and_by_and_one_far_too_high_falls_with_a_restart() -> None:
-    (rise,) = LineRule().update(evidence(10, [Made(bowl(60.0), value=0.1)]))
-    assert rise.factor == pytest.approx(0.3 * 60 * 0.1) and rise.over == 20 and not rise.restart and rise.slope is not None
-    assert rise.t is not None and rise.t < 0
-    (fall,) = LineRule().update(evidence(10, [Made(lambda rho: 1e30 if rho else 2.0, value=0.1)]))
-    assert fall.factor < 1 / 2.5 and fall.restart and "taken back" in fall.note
+LEARNS = [2.0, 1.2, 0.9]
 
 
-def test_one_knobs_restart_takes_all_back_and_each_moves_by_itself() -> None:
-    lines = [Made(lambda rho: 1e30 if rho else 2.0, value=0.1), Made(bowl(60.0), value=0.1)]
-    high, low = LineRule().update(evidence(10, lines, corrections=(1.0, 1.0)))
-    assert high.restart and low.restart
-    assert high.factor < 1 < low.factor
+def test_what_breaks_is_taken_back_and_the_estimate_comes_gently() -> None:
+    rule = LineRule()
+    feel(rule, corrections=(60.0,))
+    (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,))
+    # The octaves of these made-up evidences are all at 60 / sqrt(2), so the break says less than what is sufficient.
+    assert decision.restart and decision.rise_from == 1 / FROM and decision.over == RISE * TOTAL
+    assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_BEST)
+    assert "training broke" in decision.note and "begun again" in decision.note
+    assert not rule.sweeping and not rule.idle and rule.next_end(TOTAL, CYCLE) == LATE[0] * TOTAL
 
 
-def test_after_freeze_after_nothing_moves_and_it_rests() -> None:
-    rule = LineRule(freeze_after=20)
-    (moved,) = rule.update(evidence(20, [Made(bowl(60.0), value=0.1)]))
-    assert moved.factor > 1 and rule.idle
-    (held,) = rule.update(evidence(40, [Made(bowl(60.0), value=0.1)]))
-    assert held.factor == 1.0 and rule.next_end(1000) == math.inf
+@pytest.mark.parametrize(("best", "stays"), [(0.65, False), (0.75, True), (1.0, True), (2.4, True), (2.6, False)])
+def test_the_user_s_value_stays_within_the_band(best: float, stays: bool) -> None:
+    rule, broken = LineRule(), best * BREAK_OVER_BEST * math.sqrt(2)
+    feel(rule, corrections=(broken,))
+    (decision,) = swept(rule, [*LEARNS, None], corrections=(broken,))
+    assert broken * decision.factor == pytest.approx(1.0 if stays else best) and decision.restart
+    assert ("which stays" in decision.note) is stays
+
+
+@pytest.mark.parametrize("losses", [[None], [2.0, None], [2.0, 9.0, 9.0], [2.0, 1e30, None]])
+def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> None:
+    rule = LineRule()
+    feel(rule)
+    (decision,) = swept(rule, losses)
+    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and decision.rise_from == 1.0
+    assert rule.sweeping and rule.octaves == []
+    # The line is felt again there.
+    swept(rule, [1.5], corrections=(1 / BELOW,))
+    assert rule.sweeping and rule.edge == pytest.approx(16 / BELOW) and rule.octaves == []
+
+
+def test_not_finite_at_the_first_steps_begins_again_lower() -> None:
+    rule = LineRule()
+    (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho), None))
+    assert decision.restart and decision.factor == pytest.approx(0.5 / BELOW) and rule.sweeping  # its edge is at 1/2
+
+
+def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15_percent() -> None:
+    rule = LineRule()
+    feel(rule, corrections=(7.0,))
+    steps = []
+    while rule.sweeping:
+        steps.append(int(rule.next_end(TOTAL, CYCLE)))
+        (decision,) = rule.update(evidence(steps[-1], FELT, 2.0, corrections=(7.0,)))
+    assert steps[-1] == LIMIT * TOTAL == 150 and 7 * decision.factor == pytest.approx(1.0)
+    assert decision.restart and "nothing was found" in decision.note
+
+
+def test_more_that_does_not_help_is_enough() -> None:
+    """Two octaves without progress, of losses with small errors."""
+    rule = LineRule()
+    feel(rule, corrections=(0.1,))
+    swept(rule, [2.0, 1.0, 1.0], corrections=(0.1,))
+    assert rule.sweeping
+    decisions = swept(rule, [1.0], corrections=(0.1,))
+    assert "more does not help" in decisions[0].note and not rule.sweeping
+
+
+def test_several_cycles_an_octave_count_alike_and_one_that_is_not_finite_breaks() -> None:
+    said = []
+    for first, second in ((1.0, 2.0), (1.5, 1.5), (1.0, None)):
+        rule = LineRule()
+        for step in (10, 20, 30, 40):
+            rule.update(evidence(step, FELT if step % 20 == 0 else None, 2.0, total_steps=2600))
+        assert rule.next_end(2600, CYCLE) == 60
+        rule.update(evidence(50, None, first, total_steps=2600))
+        said.append((rule.update(evidence(60, FELT, second, total_steps=2600)), rule.state_dict()))
+    assert said[0] == said[1] and not said[0][0][0].restart
+    assert said[2][0][0].restart and "broken at once" in said[2][0][0].note
+
+
+def test_knobs_move_together_in_the_sweep_and_apart_in_late_readings() -> None:
+    """The second knob's peak is a hundred times the first's: values enter as parts of it."""
+    rule = LineRule()
+    peaks = {"scheduled": [0.3, 30.0], "peak": [1.0, 100.0], "corrections": (40.0, 40.0)}
+    for decisions in (feel(rule, **peaks), swept(rule, [2.0], **peaks), swept(rule, [1.2, 0.9], **peaks), swept(rule, [None], **peaks)):
+        assert decisions[0] == decisions[1] and decisions[0].factor != 1
+    assert not rule.sweeping
+    far, right = rule.update(evidence(260, Made(bowl(60.0), bowl(1.0)), **peaks))
+    assert far.factor == pytest.approx(30.0, rel=0.05) and far.over > 0 and right.factor == 1.0
+    assert far.slope is not None and far.slope < 0 and right.slope is not None and abs(right.slope) < 1e-9
+
+
+@pytest.mark.parametrize(("best", "moves"), [(8.0, True), (1.5, False), (1.0, False), (0.5, False), (0.02, False)])
+def test_a_late_reading_counts_where_the_rate_is_far_too_low(best: float, moves: bool) -> None:
+    rule = after_sweep()
+    (decision,) = rule.update(evidence(260, Made(bowl(best))))
+    assert decision.factor == (pytest.approx(best / 2, rel=0.05) if moves else 1.0)
+    assert decision.t is not None and (decision.t < 0) is (best > 1) and not decision.restart
+
+
+def after_sweep(**settings: Any) -> LineRule:
+    rule = LineRule(**settings)
+    feel(rule)
+    swept(rule, [*LEARNS, None])
+    assert not rule.sweeping
+    return rule
+
+
+def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_reading() -> None:
+    rule = after_sweep()
+    ends = [rule.next_end(TOTAL, CYCLE)]
+    for step in (260, 400):
+        assert not rule.idle
+        rule.update(evidence(step, Made(bowl(1.0))))
+        ends.append(rule.next_end(TOTAL, CYCLE))
+    assert ends == [260, 400, math.inf] and rule.idle
+    once = after_sweep()
+    once.update(evidence(410, Made(bowl(1.0))))
+    assert once.idle
+
+
+def test_freeze_after_in_the_middle_of_the_sweep_gives_the_user_s_value_back() -> None:
+    rule = LineRule(freeze_after=30)
+    feel(rule, corrections=(7.0,))
+    (moved,) = swept(rule, [1.8, 1.2], corrections=(7.0,))
+    assert moved.factor == 2.0 and not rule.idle  # what is under way is still to be taken back
+    (between,) = rule.update(evidence(35, None, 1.0, corrections=(7.0,)))
+    assert between == Decision() and not rule.idle
+    (decision,) = rule.update(evidence(40, FELT, 0.1, corrections=(7.0,)))
+    assert decision.restart and 7 * decision.factor == pytest.approx(1.0) and "frozen" in decision.note
+    assert rule.idle and rule.next_end(TOTAL, CYCLE) == math.inf
+    (held,) = rule.update(evidence(260, Made(bowl(60.0))))
+    assert held.factor == 1.0
+
+
+def test_freeze_after_the_sweep_keeps_what_was_found() -> None:
+    rule = after_sweep(freeze_after=100)
+    rule.update(evidence(100))
+    assert rule.idle
+    (held,) = rule.update(evidence(260, Made(bowl(60.0))))
+    assert held.factor == 1.0 and not held.restart
+
+
+def test_what_is_under_way_begins_anew_and_what_was_found_stays() -> None:
+    rule = LineRule()
+    feel(rule)
+    swept(rule, [1.8, 1.2])
+    rule.anew(33)
+    assert rule.sweeping and rule.octaves == [] and rule.next_end(TOTAL, CYCLE) == 43
+    (decision,) = rule.update(evidence(43, FELT, 1.1))
+    assert decision.factor == pytest.approx(16 / BELOW) and rule.sweeping
+    found = after_sweep()
+    before = found.state_dict()
+    found.anew(333)
+    assert found.state_dict() == before
+
+
+def test_a_state_that_is_loaded_goes_on_alike_at_any_time() -> None:
+    straight, moved = LineRule(), 0
+    course: list[tuple[Made | None, float | None]] = [
+        (FELT, 2.0),
+        (None, 2.1),
+        (FELT, 1.9),
+        (None, 1.2),
+        (FELT, 1.1),
+        (FELT, 0.9),
+        (FELT, None),
+    ]
+    later = [(260, Made(bowl(60.0))), (400, Made(bowl(0.5)))]
+    for step, line, loss in [*((CYCLE * (i + 1), *row) for i, row in enumerate(course)), *((step, line, 0.5) for step, line in later)]:
+        other = LineRule()
+        other.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+        ours, theirs = (rule.update(evidence(step, line, loss)) for rule in (straight, other))
+        assert ours == theirs
+        assert straight.state_dict() == other.state_dict()
+        assert (straight.idle, straight.sweeping, straight.next_end(TOTAL, CYCLE)) == (
+            other.idle,
+            other.sweeping,
+            other.next_end(TOTAL, CYCLE),
+        )
+        moved += ours[0].factor != 1
+    assert straight.idle and moved >= 6
 
 
 def test_a_run_of_unknown_length_is_refused_and_settings_are_validated() -> None:
     with pytest.raises(ValueError, match="pass total_steps"):
         LineRule().check_run(None, [0.0])
     LineRule().check_run(1000, [0.0])
-    for name in ("significant", "farthest", "restart"):
+    for name in ("significant", "farthest"):
         for bad in (0, math.nan, math.inf, "2"):
             with pytest.raises(ValueError, match=name):
                 LineRule(**{name: bad})
@@ -158,29 +306,21 @@ EXAMPLES, NOISE, STEPS = 16, 0.3, 800
 Vector = list[float]
 
 
-def loss_of(x: Sequence[float], curvatures: Sequence[float]) -> float:
-    loss = 0.5 * sum(h * v * v for h, v in zip(curvatures, x, strict=True))
-    return loss if math.isfinite(loss) else math.inf
-
-
 class Descent:
-    """sum_i h_i x_i^2 / 2 with a noisy gradient: the optimum of each example lies somewhere else. A tenth of the run up, then a cosine.
+    """Examples with losses sum_i h_i (x_i - s_i)^2 / 2, each with its own s; the least of them all is at 0. A tenth of the run up, then a cosine.
 
-    Knob k moves its own curvatures from its own start. Without a rule it is the fixed schedule.
+    Knob k moves its own curvatures from its own start. Without a rule it is the fixed schedule. ``flat``: the loss does not depend on x.
     """
 
-    def __init__(self, starts: Sequence[float], rule: LineRule | None, *, interval: int = 8, seed: int = 0, directions: int = 12) -> None:
-        self.starts, self.rule, self.random = starts, rule, random.Random(seed)
-        self.curvatures = [1 / (i + 1) for i in range(directions)]
-        self.owner = [i % len(starts) for i in range(directions)]
+    def __init__(self, starts: Sequence[float], rule: LineRule | None, *, interval: int = 2, seed: int = 0, flat: bool = False) -> None:
+        self.starts, self.rule, self.interval, self.flat, self.random = starts, rule, interval, flat, random.Random(seed)
+        self.curvatures = [1 / (i + 1) for i in range(12)]
+        self.owner = [i % len(starts) for i in range(12)]
         specs = [KnobSpec(f"k{k}", 0.0) for k in range(len(starts))]
         self.engine = Engine(specs, 1, Clock(interval, total_steps=STEPS), rule)
-        self.x: Vector = [1.0] * directions
-        self.anchor, self.begun, self.notes = list(self.x), 0, list[str]()
-        self.forget()
-
-    def forget(self) -> None:
-        self.samples, self.mean, self.values = 0, [0.0] * len(self.x), [0.0] * len(self.starts)
+        self.x: Vector = [1.0] * 12
+        self.anchor, self.begun, self.samples, self.mean = list(self.x), 0, 0, list(self.x)
+        self.losses, self.rates, self.notes = list[float](), list[Vector](), list[tuple[int, str]]()
 
     def phase(self) -> float:
         part = (self.engine.step + 1) / STEPS
@@ -190,113 +330,197 @@ class Descent:
         for _ in range(steps):
             phase = self.phase()
             rates = [self.engine.value(k, start * phase) for k, start in enumerate(self.starts)]
-            center = [self.random.gauss(0, NOISE) for _ in self.x]
+            batch = [[self.random.gauss(0, NOISE * EXAMPLES**0.5) for _ in self.x] for _ in range(EXAMPLES)]
+            loss = fmean(self.example(self.x, s) for s in batch)
+            self.losses.append(loss if loss < 1e29 else math.inf)
+            center = [fmean(column) for column in zip(*batch, strict=True)]
             self.x = [
                 max(-1e30, min(1e30, v - rates[k] * h * (v - c)))
                 for v, k, h, c in zip(self.x, self.owner, self.curvatures, center, strict=True)
             ]
+            self.rates.append(rates)
             ends = self.engine.tick()
-            if self.rule is not None and self.engine.step > (self.begun + self.rule.next_end(STEPS)) / 2:
-                self.samples += 1
-                self.mean = [m + (v - m) / self.samples for m, v in zip(self.mean, self.x, strict=True)]
-                at = [rate / start for rate, start in zip(rates, self.starts, strict=True)]
-                self.values = [v + (a - v) / self.samples for v, a in zip(self.values, at, strict=True)]
+            self.sample()
             if ends:
-                self.close(phase, center)
+                self.close(batch)
         return self
 
-    def close(self, phase: float, center: Vector) -> None:
-        due = self.rule is not None and self.engine.step >= self.rule.next_end(STEPS) and self.samples
-        lines = self.lines(center) if due else None
-        outcome = self.engine.close([1.0], line=lines, scheduled=[s * phase for s in self.starts], peak=list(self.starts))
-        self.notes += outcome.notes
+    def sample(self) -> None:
+        """A sweep is read where it stands, a later interval at the mean of its second half."""
+        if self.rule is None or self.rule.idle:
+            return
+        end = self.rule.next_end(STEPS, self.interval)
+        if self.rule.sweeping:
+            if self.engine.step >= end:
+                self.samples, self.mean = 1, list(self.x)
+        elif self.engine.step > (self.begun + end) / 2:
+            self.samples += 1
+            self.mean = [m + (v - m) / self.samples for m, v in zip(self.mean, self.x, strict=True)]
+
+    def close(self, batch: list[Vector]) -> None:
+        due = self.rule is not None and self.engine.step >= self.rule.next_end(STEPS, self.interval) and self.samples > 0
+        outcome = self.engine.close(
+            [fmean(self.losses)], line=_Way(self, batch) if due else None,
+            scheduled=[s * self.phase() for s in self.starts], peak=list(self.starts),
+        )  # fmt: skip
+        self.losses = []
+        self.notes += [(self.engine.step, note) for note in outcome.notes]
         if not due or self.rule is None:
             return
         if any(decision.restart for decision in outcome.decisions):
             self.x = list(self.anchor)
-        elif not self.rule.keeps:
-            self.anchor = list(self.x)
-        if not self.rule.keeps:
-            self.begun = self.engine.step
-        self.forget()
+        if not self.rule.sweeping:
+            self.anchor, self.begun = list(self.x), self.engine.step
+        self.samples = 0
 
-    def lines(self, center: Vector) -> list[Line]:
-        """Scored on the examples of the last step's gradient, whose optima have ``center`` as their mean."""
-        drawn = [[self.random.gauss(0, NOISE * EXAMPLES**0.5) for _ in range(EXAMPLES)] for _ in center]
-        batch = [[s - fmean(own) + c for s in own] for own, c in zip(drawn, center, strict=True)]
-        return [_Way(self, k, batch) for k in range(len(self.starts))]
+    def example(self, x: Sequence[float], s: Sequence[float]) -> float:
+        if self.flat:
+            return 2.0 + s[0]
+        loss = 0.5 * sum(h * (v - c) ** 2 for h, v, c in zip(self.curvatures, x, s, strict=True))
+        return min(loss, 1e30) if math.isfinite(loss) else 1e30
 
     def loss(self) -> float:
-        return loss_of(self.x, self.curvatures)
+        return 0.5 * sum(h * v * v for h, v in zip(self.curvatures, self.x, strict=True))
+
+    def values(self) -> Vector:
+        """The peaks that were found."""
+        return [start * correction for start, correction in zip(self.starts, self.engine.corrections, strict=True)]
+
+    def taken_back(self) -> list[int]:
+        return [step for step, note in self.notes if "begun again" in note]
 
 
 class _Way:
-    def __init__(self, run: Descent, k: int, batch: list[Vector]) -> None:
-        self.run, self.k, self.batch, self.value = run, k, batch, run.values[k]
+    def __init__(self, run: Descent, batch: list[Vector]) -> None:
+        self.run, self.batch = run, batch
 
-    def losses(self, rho: float) -> Vector:
+    def losses(self, rho: float, knob: int | None) -> Vector:
         run = self.run
         point = [
-            a + (rho if owner == self.k else 1.0) * (m - a) for a, m, owner in zip(run.anchor, run.mean, run.owner, strict=True)
+            a + (rho if knob in (None, owner) else 1.0) * (m - a) for a, m, owner in zip(run.anchor, run.mean, run.owner, strict=True)
         ]  # fmt: skip
-        shifts = zip(*self.batch, strict=True)
-        return [min(loss_of([v - s for v, s in zip(point, shift, strict=True)], run.curvatures), 1e30) for shift in shifts]
+        return [run.example(point, s) for s in self.batch]
 
-    def difference(self, a: float, b: float) -> tuple[float, float]:
-        d = [x - y for x, y in zip(self.losses(a), self.losses(b), strict=True)]
-        scatter = stdev(d) / math.sqrt(len(d))
-        return fmean(d), fmean(d) / scatter if scatter else math.copysign(1e6, fmean(d)) if fmean(d) else 0.0
+    def differences(self, a: float, b: float, knob: int | None) -> Vector:
+        return [x - y for x, y in zip(self.losses(a, knob), self.losses(b, knob), strict=True)]
+
+    def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
+        d = self.differences(a, b, knob)
+        mean, error = fmean(d), stdev(d) / math.sqrt(len(d))
+        return mean, max(-1e6, min(1e6, mean / error)) if error else math.copysign(1e6, mean) if mean else 0.0
+
+    def mean(self, rho: float) -> tuple[float, float]:
+        losses = self.losses(rho, None)
+        return fmean(losses), stdev(losses) / math.sqrt(EXAMPLES)
+
+
+SEEDS = range(3)
 
 
 @cache
 def fixed(start: float) -> float:
     """Mean loss over seeds at the end of the fixed schedule."""
-    return fmean(Descent([start], None, seed=seed).run().loss() for seed in range(3))
+    return fmean(Descent([start], None, seed=seed).run().loss() for seed in SEEDS)
 
 
 @cache
 def best() -> float:
-    return min((2.0**k for k in range(-3, 2)), key=fixed)
+    return min((2.0**k for k in range(-5, 1)), key=fixed)
 
 
-@pytest.mark.parametrize("exponent", [-8, -5, -2, 0, 3, 6])
+@cache
+def ends(exponent: int) -> list[Descent]:
+    return [Descent([best() * 2.0**exponent], LineRule(), seed=seed).run() for seed in SEEDS]
+
+
+EXPONENTS = (-8, -5, -2, 0, 3, 6)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
 def test_from_256_times_too_low_to_64_times_too_high_the_end_is_as_good_as_the_best_rates(exponent: int) -> None:
     """Within a factor of 3 of the best fixed rate's loss (the start alone: 1 000 times at 2^-8, 10^10 at 2^6); at the best it does no harm."""
-    start = best() * 2.0**exponent
-    runs = [Descent([start], LineRule(), seed=seed).run() for seed in range(3)]
+    runs = ends(exponent)
     assert fmean(run.loss() for run in runs) < 3 * fixed(best())
-    values = [start * run.engine.corrections[0] / best() for run in runs]
-    assert all(1 / 10 < value < 3 for value in values), values
-    restarts = sum("taken back" in note for run in runs for note in run.notes)
-    assert restarts > 0 if exponent == 6 else restarts == 0 if exponent <= 0 else True
+    for run in runs:
+        (step,) = run.taken_back()
+        assert step <= 0.08 * STEPS and run.rule is not None and run.rule.idle
+        # Beyond 2 training diverges, at 1/32 it has not arrived at the end.
+        assert 1 / 16 < run.values()[0] < 1.5
 
 
-def test_knobs_find_their_own_values() -> None:
-    run = Descent([best() / 64, best() * 16], LineRule()).run()
-    low, high = run.engine.corrections
-    assert 6 < low < 192 and 1 / 160 < high < 1 / 5
+def test_all_starts_end_at_nearly_the_same_rate() -> None:
+    """They are up to 2^14 apart. An octave is a factor of 2, and a start that is within a factor of 2.5 stays."""
+    for seed in SEEDS:
+        values = [ends(exponent)[seed].values()[0] for exponent in EXPONENTS]
+        assert max(values) < 5 * min(values), values
 
 
-def test_a_state_that_is_loaded_goes_on_alike() -> None:
-    straight = LineRule()
-    for step, at in ((10, 60.0), (20, 8.0), (40, 3.0), (80, 0.5), (140, 1.5), (240, 2.0), (400, 0.7)):
-        other = LineRule()
-        other.load_state_dict(json.loads(json.dumps(straight.state_dict())))
-        ours, theirs = (rule.update(evidence(step, [Made(bowl(at), value=0.5)])) for rule in (straight, other))
-        assert ours == theirs
-        assert straight.state_dict() == other.state_dict() and (straight.idle, straight.next_end(1000)) == (
-            other.idle,
-            other.next_end(1000),
-        )
-    assert straight.idle and straight.moved == [True]
+def test_octaves_double_the_rate_under_a_real_schedule_and_nothing_else_moves_before_the_end() -> None:
+    run = ends(-8)[0]
+    assert run.rule is not None
+    rates = [row[0] for row in run.rule.octaves]
+    # The schedule itself grows from nothing here; how much is told from its last octave.
+    assert len(rates) >= 5 and all(1.4 < high / low < 2.2 for low, high in pairwise(rates)), rates
+    (back,) = run.taken_back()
+    assert max(rate for (rate,) in run.rates[:back]) > 1.4 * run.values()[0]
+    after = [rate for (rate,) in run.rates[back:]]
+    assert after[0] < run.values()[0] / 32 and max(after) < 1.01 * run.values()[0]
+    assert all(high < 1.2 * low for low, high in pairwise(after))  # no jump
 
 
-@pytest.mark.parametrize(("rho", "moved"), [(2.0, False), (3.0, True), (8.0, True)])
-def test_the_users_value_stays_within_the_band(rho: float, moved: bool) -> None:
-    """At the first end a value of 1 is moved if it is below 0.3 R, and R is rho^1.5, from 4 on rho, times the value."""
-    rule = LineRule()
-    (decision,) = rule.update(evidence(10, [Made(bowl(rho))]))
-    assert (decision.factor != 1.0) is moved is rule.moved[0]
+def test_a_start_that_explodes_in_the_first_steps_is_found_again() -> None:
+    """2^100 times too high: no loss but the first is finite."""
+    run = Descent([2.0**100], LineRule()).run(6)
+    assert run.x == [1.0] * 12 and run.rule is not None and run.rule.sweeping
+    assert any("nothing finite" in note for _, note in run.notes)
+
+
+@pytest.mark.parametrize("exponent", [12, 16])
+def test_thousands_of_times_too_high_ends_at_the_right_rate_too(exponent: int) -> None:
+    run = Descent([2.0**exponent], LineRule()).run()
+    assert 1 / 16 < run.values()[0] < 1.5 and run.loss() < 6 * fixed(best())
+
+
+def test_where_nothing_can_be_learned_the_user_s_rate_is_back_after_15_percent() -> None:
+    run = Descent([0.1], LineRule(), flat=True).run(130)
+    assert run.taken_back() == [120] and run.engine.corrections == [1.0]
+    run.run(STEPS - 130)
+    assert run.engine.corrections == [1.0] and run.rates[-100] == [pytest.approx(0.1 * run_phase(STEPS - 100))]
+
+
+def run_phase(step: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * ((step + 1) / STEPS - 0.1) / 0.9))
+
+
+@pytest.mark.parametrize("freeze_after", [20, 0.025])
+def test_frozen_in_the_middle_of_the_sweep_it_is_the_user_s_run_from_there_on(freeze_after: float) -> None:
+    run = Descent([0.25], LineRule(freeze_after=freeze_after)).run(40)
+    (step,) = run.taken_back()
+    assert step == 24 and run.engine.corrections == [1.0] and run.rule is not None and run.rule.idle
+    run.run(STEPS - 40)
+    assert run.rates[200] == [pytest.approx(0.25 * run_phase(200))] and run.loss() < 3 * fixed(best())
+
+
+def test_knobs_keep_their_ratio_in_the_sweep_and_one_that_is_far_too_low_is_found_later() -> None:
+    """The second knob's rate is a 512th of the first's: the first breaks training for both."""
+    run = Descent([best(), best() / 512], LineRule())
+    run.run(200)
+    high, low = run.engine.corrections
+    assert high == low and all(b == pytest.approx(a / 512) for a, b in run.rates)
+    run.run(STEPS - 200)
+    found, far = run.engine.corrections
+    assert found == high and far > 4 * low
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_the_sweep_goes_on_alike() -> None:
+    straight, resumed = Descent([2.0**-6], LineRule()).run(28), Descent([2.0**-6], LineRule()).run(28)
+    assert straight.rule is not None and straight.rule.sweeping and straight.rule.octaves
+    state = json.loads(json.dumps(resumed.engine.state_dict()))
+    resumed.rule = LineRule()
+    resumed.engine = Engine([KnobSpec("k0", 0.0)], 1, Clock(2, total_steps=STEPS), resumed.rule)
+    resumed.engine.load_state_dict(state)
+    assert straight.run(STEPS - 28).x == resumed.run(STEPS - 28).x
+    assert straight.rates == resumed.rates
 
 
 # -- easing and restarts in the engine -----------------------------------------------------------------------------------
@@ -334,27 +558,35 @@ def engine_of(*decisions: Decision) -> Engine:
     return Engine([KnobSpec("lr", 0.0)], 1, Clock(2), Says(*decisions))
 
 
-def test_a_rise_comes_in_even_steps_and_a_fall_at_once() -> None:
-    engine = engine_of(Decision(factor=5.0, over=4), Decision(), Decision(factor=0.5, over=4))
-    assert course(engine, 9) == pytest.approx([1, 1, 2, 3, 4, 5, 2.5, 2.5, 2.5])
+def test_a_rise_comes_in_steps_that_are_even_by_the_logarithm_and_a_fall_at_once() -> None:
+    engine = engine_of(Decision(factor=16.0, over=4), Decision(), Decision(factor=0.5, over=4))
+    assert course(engine, 9) == pytest.approx([1, 1, 2, 4, 8, 16, 8, 8, 8])
 
 
 def test_a_rise_that_is_under_way_goes_on_from_what_is_in_force() -> None:
-    engine = engine_of(Decision(factor=5.0, over=4), Decision(factor=2.0, over=2))
-    assert course(engine, 7) == pytest.approx([1, 1, 2, 3, 7, 10, 10])  # 4 would have been next
+    engine = engine_of(Decision(factor=16.0, over=4), Decision(factor=8.0, over=2))
+    assert course(engine, 7) == pytest.approx([1, 1, 2, 4, 32, 128, 128])  # 8 would have been next
 
 
-def test_a_restart_begins_at_nothing_even_where_the_value_falls() -> None:
-    engine = engine_of(Decision(factor=0.5, over=4, restart=True))
-    assert course(engine, 7) == pytest.approx([1, 1, 0.125, 0.25, 0.375, 0.5, 0.5])
+def test_a_restart_begins_at_a_part_of_its_value_even_where_that_falls() -> None:
+    engine = engine_of(Decision(factor=0.5, over=4, restart=True, rise_from=1 / 16))
+    assert course(engine, 7) == pytest.approx([1, 1, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 2])
+    at_once = engine_of(Decision(factor=4.0, restart=True))
+    assert course(at_once, 4) == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("part", [0.0, -1.0, math.nan, math.inf])
+def test_a_rise_from_nothing_is_refused(part: float) -> None:
+    with pytest.raises(ValueError, match="rise_from"):
+        Decision(restart=True, rise_from=part)
 
 
 def test_easing_is_part_of_the_state_and_older_states_load() -> None:
-    straight = engine_of(Decision(factor=5.0, over=4))
+    straight = engine_of(Decision(factor=16.0, over=4))
     course(straight, 3)
     state = json.loads(json.dumps(straight.state_dict()))
     resumed, older = engine_of(Decision()), engine_of(Decision())
     resumed.load_state_dict(state)
-    assert course(resumed, 4) == course(straight, 4) == pytest.approx([3, 4, 5, 5])
+    assert course(resumed, 4) == course(straight, 4) == pytest.approx([4, 8, 16, 16])
     older.load_state_dict({key: value for key, value in state.items() if key != "eased"})
-    assert course(older, 2) == [5.0, 5.0]
+    assert course(older, 2) == [16.0, 16.0]

@@ -261,7 +261,7 @@ def test_the_probe_averages_masters() -> None:
     run = CoresidentRun(2, **TINY, controller="probe").steps(3)
     assert run.ensemble._probe is not None
     run.ensemble._probe.forget()
-    for k, average in enumerate(run.ensemble._probe._averages):
+    for k, average in enumerate(run.ensemble._probe._points.averages):
         average.add()
         state = run.optimizer.state[run.net[0].weight]
         master = [state["master_param"], *state["replica_masters"]][k]

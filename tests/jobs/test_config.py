@@ -24,11 +24,11 @@ from hdet.jobs.config import TrainConfig, field_docs
         ("replicas", 1, "controller none"),
         ("spread", 1.0, "[0, 1)"),
         ("spread", -0.1, "[0, 1)"),
-        ("spread", 0.0, "controller none"),
+        ("spread", 0.0, "controller none or line"),
         ("sync_interval", 0, "at least 1"),
         ("sync_interval", 2001, "steps"),
         ("pct_start", 1.0, "between 0 and 1"),
-        ("controller", "greedy", "probe, softmax, none"),
+        ("controller", "greedy", "probe, line, softmax, none"),
         ("device", "tpu", "auto, cpu, cuda"),
         ("mode", "both", "hdet, fixed"),
         ("width", 66, "multiple of heads"),
@@ -50,7 +50,8 @@ def test_refusals_name_setting_value_and_remedy(name: str, value: Any, remedy: s
 
 def test_what_a_controller_needs_is_not_asked_of_runs_without_one() -> None:
     assert TrainConfig(mode="fixed", replicas=1).replicas == 1
-    assert TrainConfig(controller="none", replicas=1, spread=0.0).spread == 0.0
+    for controller in ("none", "line"):
+        assert TrainConfig(controller=controller, replicas=1, spread=0.0).spread == 0.0
 
 
 def test_every_setting_is_documented_under_its_field() -> None:

@@ -13,7 +13,7 @@ from tests.distributed import run_ranks
 from tests.ensemble.test_line import Fixed, data
 from tests.layouts.common import model
 
-STEPS = 48
+STEPS = 96
 
 
 def _train(start: float, batches: list[int], ddp: bool, restart: bool = False) -> tuple[list[dict[str, float]], list[float], list[str]]:
@@ -21,13 +21,13 @@ def _train(start: float, batches: list[int], ddp: bool, restart: bool = False) -
     net = model()
     wrapped: Any = DDP(net) if ddp else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=start) if restart else torch.optim.SGD(net.parameters(), lr=start)
-    rule = Fixed(factor=0.1, over=5, restart=True) if restart else None
+    rule = Fixed(factor=1.6, over=4, restart=True, rise_from=1 / 16) if restart else None
     notes: list[str] = []
     ensemble = hdet.Ensemble(
         optimizer,
         controller=hdet.LineController(net, rule=rule),
         sync_interval=2,
-        total_steps=100,
+        total_steps=200,
         log=lambda record, step: notes.extend(record["notes"]),
     )
     values = []
@@ -63,4 +63,4 @@ def test_both_ranks_decide_alike_and_as_one_process_with_both_batches() -> None:
 def test_a_restart_leaves_ranks_equal_to_the_bit() -> None:
     one, two = run_ranks(_decide, 2, 0.3, True)
     assert one == two  # bitwise: values, weights, notes
-    assert one[0][1]["lr"] == pytest.approx(0.3 * 0.1 / 5) and one[0][-1]["lr"] == pytest.approx(0.03)
+    assert one[0][7]["lr"] == pytest.approx(0.03 / 8) and one[0][-1]["lr"] == pytest.approx(0.03)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .protocol import Controller, Decision, Evidence, require_keys
 
-__all__ = ["BaseController", "RuledController", "check_run", "is_idle", "needs_replicas", "regresses", "spreads"]
+__all__ = ["BaseController", "RuledController", "check_run", "is_idle", "needs_replicas", "opening", "regresses", "spreads"]
 
 
 class BaseController:
@@ -27,6 +27,8 @@ class BaseController:
     """Does it learn from differences between replicas? If not, one replica is enough."""
     spreads = True
     """Do replicas train under different values for it? If not, the spread rests."""
+    opening = 1.0
+    """The correction with which a run begins."""
     regresses = False
     """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1. (Every one with a probe does.)"""
     state_keys: Sequence[str] = ()
@@ -116,6 +118,10 @@ class RuledController(BaseController):
         """Nothing is left to decide: nothing is measured any more, and the spread rests."""
         return is_idle(self.rule)
 
+    @property
+    def opening(self) -> float:  # type: ignore[override]
+        return opening(self.rule)
+
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         check_run(self.rule, total_steps, floor)
 
@@ -152,6 +158,11 @@ def needs_replicas(controller: Controller) -> bool:
 def spreads(controller: Controller | None) -> bool:
     """`BaseController.spreads`; True without it, and without a controller."""
     return bool(getattr(controller, "spreads", True))
+
+
+def opening(controller: Controller | None) -> float:
+    """`BaseController.opening`; 1 without it, and without a controller."""
+    return float(getattr(controller, "opening", 1.0))
 
 
 def regresses(controller: Controller) -> bool:

@@ -1,277 +1,236 @@
-"""The line's rule: losses along the way of an interval in, a value for the knob out. No replicas, no probe data, any layout.
+"""The line's rule: where the run's rate has to be, from training losses alone. No replicas, no probe data, any layout.
 
 With shared gradients all replicas lie on one line, so any multiplier can be scored without a replica that has it:
-theta(rho) = anchor + rho * (average - anchor), from the weights at the interval's beginning through the average of its second half
-(method, section 4). A training batch is scored at several rho; the same examples at all of them, so that differences are paired.
+theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has three parts (docs/controllers.md has the measurements):
 
-What is read off, and why so (docs/controllers.md has the measurements):
-
-1. Intervals grow with the run: they end at 1, 2, 4, 8, 14, 24, 40 % of it. Early on signal dominates noise, and an interval as long as
-   half of the run so far says what the whole run will. Short ones vote for rates that are too low, the sooner the later they come.
-2. Far below the right value the loss still falls at rho = 4, 16, 64: the minimum along the line times the value in force is an estimate
-   of the right value. Near it the minimum is near 1 whatever the distance, so estimates are remembered.
-3. The user's own value stays as long as it lies within a band around the estimate.
-4. Rising is done in two parts: to half of the estimate within the schedule's warm-up, where a rate that is too high does lasting
-   damage and one that is too low costs nothing; and to all of it afterwards, where it is the other way round. And little by little:
-   a sudden rise is a shock to the moments, and does the same damage.
-5. A value that is found far too high in the first steps has done its damage: the weights of the interval's beginning are taken back.
+1. *Feel*: a few steps far below the user's rate, then one look along the line from the beginning of the run: at which rho is the loss
+   above that of the untrained model? The answer is a scale, whatever the rate was.
+2. *Sweep*: from far below that, the rate doubles from octave to octave until training breaks or more does not help (`sweep`). What
+   follows is an estimate of the best peak, within a factor of two. Then weights and moments are taken back to the beginning, which costs less
+   than 8 % of the run, and the rate rises gently: from a 64th, evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
+3. *Late*: the line is read twice more. Late readings are greedy, they vote for rates that are too low by a factor of up to three or so;
+   only what is far beyond that counts: a minimum at rho >= 4.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 from .base import BaseController
 from .protocol import Decision, Evidence
+from .reading import Reading, edge, read_line
+from .sweep import Octave, outcome
 
-__all__ = ["Line", "LineRule", "Reading", "Stage", "read_line"]
+__all__ = ["Line", "LineRule"]
 
 
 class Line(Protocol):
-    """The line of one knob over the interval that ends. Every rank gets the same answers."""
+    """The line of the interval that ends. Every rank gets the same answers."""
 
-    value: float
-    """The knob's mean value over the steps that the average was taken of, as a part of its schedule's peak."""
+    def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
+        """Mean over the examples of L(theta(a)) - L(theta(b)), and its t. ``knob``: moved alone, the others at rho = 1; None: all together."""
+        ...
 
-    def difference(self, a: float, b: float) -> tuple[float, float]:
-        """Mean over the examples of L(theta(a)) - L(theta(b)), and its t."""
+    def mean(self, rho: float) -> tuple[float, float]:
+        """Mean loss of the current batch, and its standard error."""
         ...
 
 
-class Stage(NamedTuple):
-    """What to do with an estimate R of the right value at the end of an interval."""
-
-    until: float
-    """The interval's end, as a part of the run."""
-    low: float
-    """A value of the user's below low * R is moved,"""
-    aim: float
-    """to aim * R, as any value that is no longer the user's."""
-    high: float
-    """A value of the user's that would rise above high * R within the next interval is held there."""
-
-
-STAGES = (
-    Stage(0.01, 0.3, 0.3, math.inf),
-    Stage(0.02, 0.4, 0.4, 1.0),
-    Stage(0.04, 0.5, 0.5, 0.8),
-    Stage(0.08, 0.5, 0.6, 0.9),
-    Stage(0.14, 0.6, 1.6, 2.0),
-    Stage(0.24, 0.6, 1.0, math.inf),
-    Stage(0.40, 0.5, 1.0, math.inf),
-)
-FIRST, EARLY, WARM, FULL = 1, 2, 3, 4
-"""Stages: the last of the first steps; the last in which a mere tendency makes a value fall; the last within a usual warm-up; the one in
-which the estimate is acted on in full, after which only clear evidence moves anything."""
-HELD = 1 / 3
-"""A value of the user's is not held below this part of it without a clear minimum below: estimates from the warm-up can be too low by more."""
-FALL = 4.0
-"""What is found too high goes to this part of what was in force."""
-
-
-class Reading(NamedTuple):
-    """What a line says. t of: rho = 2 against 1, 1/2 against 1, 2 against 1/2."""
-
-    up: float
-    down: float
-    across: float
-    slope: float
-    """d loss / d ln(rho) at 1, between rho = 1/2 and 2."""
-    rho: float | None
-    """Where the loss is lowest; None where no difference is significant."""
-    higher: bool
-    """Is it lower further along?"""
-    worse: bool
-    """Is the loss higher than at the anchor? (Only looked at where asked for.)"""
+OPENING = 1 / 16
+"""of the user's rate, in the run's first steps: on top of the schedule's own beginning, so that the first steps spoil nothing"""
+OCTAVE = 0.0075
+"""of the run, in whole cycles"""
+BELOW = 32.0
+"""The first octave ends at the line's edge over this."""
+LIMIT = 0.15
+"""of the run: a sweep that has not found anything by then is given up"""
+RISE, FROM = 0.12, 64.0
+"""After the sweep: of the run, and the factor by which the rate rises in it."""
+BAND = (0.7, 2.5)
+"""The user's rate stays if the estimate, as a multiple of it, lies within."""
+LATE = (0.26, 0.4)
+"""of the run: where the late readings fall"""
+FAR = 4.0
+"""rho of a late reading that counts"""
+FEEL, SWEEP, READ, DONE = 0, 1, 2, 3
 
 
 class LineRule(BaseController):
-    """One setting for all starts and problems: values enter as parts of their schedule's peak, losses as differences and their t.
+    """One setting for all starts and problems: values enter as parts of their schedule's peak, losses as differences and their errors.
 
     Args:
         significant: |t| of a paired difference that counts.
-        farthest: the largest rho that is scored.
-        restart: weights are taken back when a value falls by more than this factor while the run is young.
-        freeze_after: see `BaseController`.
+        farthest: the largest rho that late readings score, and one over the smallest.
+        freeze_after: see `BaseController`; a sweep that is under way then ends without a result.
 
-    No estimate, no move. Losses that are not finite count as very high ones.
+    Several knobs are swept together, so their ratios are the user's; the late readings tell them apart.
     """
 
     name = "line"
     needs_replicas = False
     spreads = False
-    state_keys = ("estimates", "moved", "stage", "restarted", "keeps", "fresh")
+    opening = OPENING
+    state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled")
 
-    def __init__(self, significant: float = 1.5, farthest: float = 256.0, restart: float = 2.5, freeze_after: float | None = None) -> None:
+    def __init__(self, significant: float = 1.5, farthest: float = 256.0, freeze_after: float | None = None) -> None:
         super().__init__(freeze_after)
-        for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4), ("restart", restart, 1)):
+        for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4)):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
                 raise ValueError(f"{name} must be a number above {least}, got {value!r}")
-        self.significant, self.farthest, self.restart = significant, farthest, restart
-        self.estimates: list[float] = []
-        """[knob]: R as a part of the schedule's peak; 0: none yet."""
-        self.moved: list[bool] = []
-        """[knob]: is the value no longer the user's?"""
-        self.stage = -1.0
-        """The last one that was decided, -1 before the first."""
-        self.restarted = False
-        """Were weights taken back at the last decision? Then this interval began with an optimizer without moments, and says little."""
-        self.keeps = False
-        """Does the interval go on with its anchor, because nothing healthy was seen in it yet?"""
-        self.fresh = True
-        """Is the anchor still the beginning of the run?"""
+        self.significant, self.farthest = significant, farthest
+        self.phase = float(FEEL)
+        self.began = 0.0
+        """The step at which feel and sweep began."""
+        self.ended = 0.0
+        """The step at which the last octave ended."""
+        self.untrained: list[float] = []
+        """An `Octave` at rate 0."""
+        self.octaves: list[list[float]] = []
+        self.total = self.cycles = 0.0
+        """Of the octave under way: the sum of its cycles' mean losses, and how many."""
+        self.edge = 0.0
+        """The line's, as a part of the schedule's peak."""
+        self.late = 0.0
+        """Late readings that were taken."""
+        self.scheduled = 0.0
+        """The schedule at the end of the octave before the last, as a part of its peak."""
 
     @property
     def idle(self) -> bool:
-        return self.frozen or self.stage >= len(STAGES) - 1
+        return self.phase == DONE or (self.frozen and not self.sweeping)
+
+    @property
+    def sweeping(self) -> bool:
+        """Are the weights those of feel and sweep, which will be taken back?"""
+        return self.phase in (FEEL, SWEEP)
 
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        """Raises ValueError without the run's length, of which intervals are parts."""
+        """Raises ValueError without the run's length, of which the parts are parts."""
         super().check_run(total_steps, floor)
         if total_steps is None:
             raise ValueError("the line's intervals are parts of the run: pass total_steps, or a scheduler that has it")
 
-    def next_end(self, total_steps: int) -> float:
+    def next_end(self, total_steps: int, sync_interval: int) -> float:
         """The step from which on the next decision is due; infinity if there is none."""
-        return math.inf if self.idle else STAGES[int(self.stage) + 1].until * total_steps
+        if self.idle:
+            return math.inf
+        return self.ended + octave_steps(total_steps, sync_interval) if self.sweeping else LATE[int(self.late)] * total_steps
+
+    def anew(self, step: int) -> None:
+        """The weights that a sweep would go back to are lost (a checkpoint was loaded, a cycle taken back): it begins again, here."""
+        if self.sweeping:
+            self.phase, self.octaves, self.total, self.cycles = float(FEEL), [], 0.0, 0.0
+            self.began = self.ended = float(step)
 
     def decide(self, evidence: Evidence) -> list[Decision]:
-        if not self.estimates:
-            self.estimates, self.moved = [0.0] * len(evidence.knobs), [False] * len(evidence.knobs)
+        if self.sweeping:
+            losses = [x for x in evidence.losses if x is not None]
+            self.cycles += 1
+            self.total += sum(losses) / len(losses) if losses else math.inf
         if evidence.line is None or evidence.total_steps is None:
             return [Decision() for _ in evidence.knobs]
-        # Of the stages whose end has passed the last: with long cycles several may have.
-        i = max(i for i, stage in enumerate(STAGES) if i == 0 or stage.until * evidence.total_steps <= evidence.step)
-        self.stage = float(i)
-        readings = [
-            read_line(line, self.significant, self.farthest, from_anchor=self.fresh and i <= WARM) for line in evidence.line
-        ]  # fmt: skip
-        if self.restarted:
-            readings = [reading if reading.higher else reading._replace(rho=None, worse=False) for reading in readings]
-        decisions = [self._decide(k, i, reading, evidence) for k, reading in enumerate(readings)]
-        self.restarted = any(decision.restart for decision in decisions)
-        if self.restarted:
-            decisions = [replace(decision, restart=True) for decision in decisions]
-        found, healthy = any(r.rho is not None for r in readings), any(r.higher for r in readings)
-        self.keeps = not self.restarted and (
-            i == 0 or (not found and i < FULL) or (self.fresh and i <= EARLY and not healthy)
-        )  # fmt: skip
-        self.fresh = self.fresh and (self.keeps or self.restarted)
-        return [replace(decision, over=_easing(decision, evidence.total_steps)) for decision in decisions]
+        if self.phase == READ:
+            return self._read(evidence, evidence.line)
+        loss, self.total, self.cycles = self.total / self.cycles, 0.0, 0.0
+        self.ended = float(evidence.step)
+        return self._feel(evidence, evidence.line, loss) if self.phase == FEEL else self._sweep(evidence, evidence.line, loss)
 
     def hold(self, evidence: Evidence) -> list[Decision]:
-        return [Decision() for _ in evidence.knobs]
+        """A sweep under way ends here, with the user's own values."""
+        return self._end(evidence, None, "frozen") if self.sweeping and evidence.line is not None else [Decision() for _ in evidence.knobs]
 
-    def _decide(self, k: int, i: int, reading: Reading, evidence: Evidence) -> Decision:
-        assert evidence.line is not None
-        now, value = evidence.corrections[k], evidence.line[k].value
-        coming = _coming(evidence, k)
-        then, note = now, ""
-        if reading.worse or _too_high(i, reading):
-            then = min(now, self._fall(k, i, value) / coming)
-            self.moved[k], note = self.moved[k] or then < now, "too high" if then < now else ""
-        else:
-            if reading.rho is not None and (i > FIRST or reading.rho >= 1 or max(reading.up, reading.across) > CLEAR):
-                self._learn(k, i, reading, value)
-            if self.estimates[k]:
-                then = self._place(k, i, reading, now, coming)
-            if i <= FIRST and self.fresh and now > FALL * then:
-                note = "far too high"
+    # -- feel and sweep --------------------------------------------------------------------------------------------------
+
+    def _feel(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
+        now = _value(evidence)
+        self.edge = now * edge(line.difference)
+        level, error = line.mean(0.0)
+        self.untrained = [0.0, level, error / math.sqrt(octave_steps_of(evidence))]
+        if not math.isfinite(loss):
+            return self._from(evidence, self.edge / BELOW, "nothing finite at the first steps' rate")
+        self.phase, self.scheduled = float(SWEEP), 0.0
+        return self._towards(evidence, self.edge / BELOW, f"the line's edge is at {self.edge:.3g} of the schedule's peak", restart=True)
+
+    def _sweep(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
+        now = _value(evidence)
+        self.octaves.append(
+            [now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(octave_steps_of(evidence)), line.difference(1.0, 0.0)[1]]
+        )
+        found = outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves])
+        used = (evidence.step - self.began) / (evidence.total_steps or 1)
+        if found.broke and len(self.octaves) <= 3 and used < LIMIT / 2:
+            self.octaves, self.phase = [], float(FEEL)
+            return self._from(evidence, now / BELOW, "broken at once: the sweep begins again, lower")
+        if found.over or used >= LIMIT:
+            return self._end(
+                evidence, found.best, "training broke" if found.broke else "more does not help" if found.best else "nothing was found"
+            )
+        return self._towards(evidence, 2 * now, "")
+
+    def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:
+        """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""
+        now = evidence.scheduled[0] / evidence.peak[0] if evidence.peak[0] > 0 else 1.0
+        growth = min(2.0, max(0.5, now / self.scheduled)) if self.scheduled > 0 else 1.0
+        self.scheduled = now
+        factor = goal / (_value(evidence) * growth)
+        over = octave_steps_of(evidence)
+        return [Decision(factor=factor, over=over, restart=restart, rise_from=0.5 if restart else 1.0, note=note) for _ in evidence.knobs]
+
+    def _from(self, evidence: Evidence, goal: float, note: str) -> list[Decision]:
+        """From the beginning again, at this rate."""
+        return [Decision(factor=goal / _value(evidence), restart=True, note=note) for _ in evidence.knobs]
+
+    def _end(self, evidence: Evidence, best: float | None, note: str) -> list[Decision]:
+        """Back to the beginning, and from there to the estimate, or to the user's own values."""
+        self.phase = float(READ)
+        stays = best is None or BAND[0] <= best <= BAND[1]
+        if best is not None:
+            note += f", the best peak is about {best:.3g} times the schedule's" + (", which stays" if stays else "")
+        goal = 1.0 if best is None or stays else best
+        over = round(RISE * (evidence.total_steps or 0))
+        return [
+            Decision(factor=goal / correction, restart=True, rise_from=1 / FROM, over=over, note=f"{note}: begun again")
+            for correction in evidence.corrections
+        ]
+
+    # -- late ------------------------------------------------------------------------------------------------------------
+
+    def _to(self, now: float, then: float, evidence: Evidence, reading: Reading | None = None, note: str = "") -> Decision:
+        """A rise takes 2 % of the run for each octave, 10 % at most."""
+        over = round(0.02 * (evidence.total_steps or 0) * min(max(math.log2(max(then / now, 1.0)), 1.0), 5.0))
+        if reading is None:
+            return Decision(factor=then / now, over=over, note=note)
         error = abs(reading.slope / reading.across) if reading.across else None
-        back = bool(note) and now > self.restart * then
-        return Decision(
-            factor=then / now, slope=reading.slope, error=error, t=reading.across, restart=back,
-            note=note + (": the interval is taken back" if back else ""),
-        )  # fmt: skip
+        return Decision(factor=then / now, over=over, slope=reading.slope, error=error, t=reading.across, note=note)
 
-    def _fall(self, k: int, i: int, value: float) -> float:
-        """Where a value that is too high is to be by the end of the next interval."""
-        before = self.estimates[k]
-        self.estimates[k] = min(before, 0.7 * value) if before else 0.5 * value
-        return max(value / FALL, STAGES[i].aim * self.estimates[k])
+    def _read(self, evidence: Evidence, line: Any) -> list[Decision]:
+        while self.late < len(LATE) and LATE[int(self.late)] * (evidence.total_steps or 0) <= evidence.step:
+            self.late += 1
+        if self.late >= len(LATE):
+            self.phase = float(DONE)
+        decisions = []
+        for k, now in enumerate(evidence.corrections):
+            reading = self._reading(line, k)
+            far = reading.rho is not None and reading.rho >= FAR
+            then = now * (reading.rho or 1.0) / 2 if far else now
+            decisions.append(self._to(now, then, evidence, reading, f"far too low: rho {reading.rho:.3g}" if far else ""))
+        return decisions
 
-    def _learn(self, k: int, i: int, reading: Reading, value: float) -> None:
-        """The estimate goes up to what is found, and down half the way, or all of it on clear evidence in the warm-up."""
-        assert reading.rho is not None
-        # Along the line the minimum understates the distance, on both sides.
-        found = value * (max(reading.rho, 0.5) ** 2 if reading.rho < 1 else reading.rho**1.5 if reading.rho < 4 else reading.rho)
-        before = self.estimates[k]
-        if not before or (found > before and (i <= FULL or reading.higher)) or (i <= WARM and found < before and reading.across > 2):
-            self.estimates[k] = found
-        elif i <= FULL:
-            self.estimates[k] = math.sqrt(before * found)
-
-    def _place(self, k: int, i: int, reading: Reading, now: float, coming: float) -> float:
-        """The correction that follows from the estimate. ``coming``: the schedule at the end of the next interval, as a part of its peak."""
-        stage, estimate = STAGES[i], self.estimates[k]
-        aim, then = stage.aim * estimate, now
-        if not self.moved[k]:
-            if stage.low * estimate > 1:
-                self.moved[k], then = True, aim
-            elif 0 < i <= FULL and not reading.higher:
-                then = min(1.0, stage.high * estimate / coming)
-                far = i <= FIRST and self.fresh and now > FALL * then  # then it is taken back, and not held
-                then = then if far or (reading.rho or 1.0) < 0.75 else max(then, HELD)
-        elif i < FULL:
-            then = aim if aim > now else max(aim, min(now, aim / coming)) if now * coming > 1.5 * aim else now
-        elif i == FULL:
-            then = min(max(aim, 0.6 * now), 3 * now)
-        elif reading.rho is not None and reading.rho > 1.25:
-            then = max(now, min(aim, 3 * now))
-        if i >= WARM and reading.rho is not None and reading.rho < 0.75 and reading.across > CLEAR:
-            self.moved[k], then = True, min(then, 0.67 * now)
-        return then
+    def _reading(self, line: Any, k: int) -> Reading:
+        return read_line(lambda a, b: line.difference(a, b, k), self.significant, self.farthest)
 
 
-CLEAR = 2.5
-"""t of what is acted on by itself."""
+def octave_steps(total_steps: int, sync_interval: int) -> int:
+    """`OCTAVE` of the run in whole cycles, at least one."""
+    return max(1, round(OCTAVE * total_steps / sync_interval)) * sync_interval
 
 
-def _too_high(i: int, reading: Reading) -> bool:
-    """The younger the run, the higher is a healthy line's minimum, so the less it takes."""
-    if reading.rho is None:
-        return False
-    if i <= FIRST:
-        return reading.rho < 0.95 and max(reading.up, reading.across) > CLEAR
-    return (i <= EARLY and reading.rho < 0.9 or i == WARM and reading.rho < 0.6) and reading.across > 2.3
+def octave_steps_of(evidence: Evidence) -> int:
+    return octave_steps(evidence.total_steps or 0, evidence.sync_interval)
 
 
-def _easing(decision: Decision, total_steps: int) -> int:
-    """Steps over which a value rises: 2 % of the run for each octave, as in a warm-up, 10 % at most; and 8 % from nothing."""
-    octaves = 4.0 if decision.restart else math.log2(max(decision.factor, 1.0))
-    return round(0.02 * total_steps * min(max(octaves, 1.0), 5.0))
-
-
-def _coming(evidence: Evidence, k: int) -> float:
-    """The schedule at the end of the next interval, which is as long as the run so far: at most four times what it is, in a usual warm-up."""
-    now = evidence.scheduled[k] / evidence.peak[k] if evidence.peak[k] > 0 else 1.0
-    return max(min(1.0, 4 * now), 1e-3) if evidence.step < 0.1 * (evidence.total_steps or 0) else 1.0
-
-
-def read_line(line: Line, significant: float, farthest: float, *, from_anchor: bool = False) -> Reading:
-    """Score rho = 1/2, 1, 2 and go on where the loss falls. ``from_anchor``: also compare with rho = 0 where it does not."""
-    up, down, across = line.difference(2.0, 1.0), line.difference(0.5, 1.0), line.difference(2.0, 0.5)
-    # Far from the right value a large step shows what a small one hides.
-    higher = up[1] < 0 and (
-        min(up[1], across[1]) < -significant or (down[1] > 0 and line.difference(8.0, 1.0)[1] < -significant)
-    )  # fmt: skip
-    rho = None
-    if higher:
-        rho = 2.0
-        while rho < farthest and line.difference(2 * rho, rho)[0] < 0:
-            rho *= 2
-        rho = rho if rho >= farthest else _minimum(line, rho)
-    elif max(abs(up[1]), abs(down[1]), abs(across[1])) > significant:
-        rho = _minimum(line, 0.5 if up[1] > 0 > down[1] else 1.0)
-    worse = from_anchor and not higher and line.difference(1.0, 0.0)[1] > 2
-    return Reading(up[1], down[1], across[1], across[0] / (2 * math.log(2)), rho, higher, worse)
-
-
-def _minimum(line: Line, rho: float) -> float:
-    """Of the parabola in ln(rho) through rho/2, rho and 2 rho, within half an octave."""
-    left, right = line.difference(rho / 2, rho)[0], line.difference(2 * rho, rho)[0]
-    bend = left + right
-    return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))
+def _value(evidence: Evidence, k: int = 0) -> float:
+    """The value in force as a part of its schedule's peak; in a sweep knobs move together, and the first stands for all."""
+    return evidence.values[k] / evidence.peak[k] if evidence.peak[k] > 0 else evidence.corrections[k]

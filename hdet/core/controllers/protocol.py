@@ -45,8 +45,8 @@ class Evidence:
     """[knob]: the correction decided last, > 0, which a decision's factor multiplies. While a rise comes by and by, `values` are behind it."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
-    line: Sequence[Any] | None = None
-    """[knob]: the `Line` of the interval that ends, which scores what it is asked for; None where no interval ends."""
+    line: Any | None = None
+    """The `Line` of the interval that ends, which scores what it is asked for; None where no interval ends."""
     inner: Sequence[Sequence[float] | None] | None = None
     """[replica][knob * samples + sample]: cosines of gradient and displacement, see `HypergradientRule`; None where none were taken."""
 
@@ -64,12 +64,14 @@ class Decision:
     t: float | None = None
     note: str = ""
     over: int = 0
-    """Steps over which a higher value comes into force, in even steps; 0: at once. A lower one always does at once."""
+    """Steps over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once."""
     restart: bool = False
-    """Weights and moments are to be those of the interval's beginning; the value comes into force from 0, over ``over`` steps."""
+    """Weights and moments are to be those of the interval's beginning."""
+    rise_from: float = 1.0
+    """With ``restart``: the part of itself from which the value comes into force, over ``over`` steps."""
 
     def __post_init__(self) -> None:
-        for name, number in (("factor", self.factor), ("base", self.base)):
+        for name, number in (("factor", self.factor), ("base", self.base), ("rise_from", self.rise_from)):
             if number is not None and not (math.isfinite(number) and number > 0):
                 raise ValueError(f"a decision's {name} must be finite and positive, got {number!r}: a controller may not produce it")
 

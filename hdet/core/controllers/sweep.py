@@ -1,0 +1,93 @@
+"""Where training breaks, and what rate follows from it: one sweep through the rates, an octave at a time, from far below.
+
+At the beginning of a run the rate doubles from octave to octave while the training losses of each are averaged. Two rates show, in
+problems as different as a transformer, a convolutional net without normalisation and a recommender, always in the same relation to the best
+peak of a schedule (docs/results.md): the one from which on more rate does not help, and the one at which what was learned is lost again.
+Both are features of many steps and of size, not of a slope: noise hardly moves them, and the greedy bias, by which short looks ahead vote
+for rates that are too low, does not touch them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Octave", "Outcome", "outcome"]
+
+LOST = 0.5
+"""The part of what was gained that is lost again where training breaks."""
+GAINED = 0.85
+"""The part of the gain from which on more rate does not help."""
+PROGRESS = 0.05
+"""A further part of the gain that counts as progress."""
+STALLED, PLAIN = 5.0, 2.5
+"""Octaves without progress after which none is expected, nor a break; and for how many one counts whose error is below that of progress."""
+CLEAR = 4.0
+"""Standard errors of an octave's mean by which more is lost than there was."""
+LEARNED, PAIRED = 8.0, 5.0
+"""Something was learned: the gain in standard errors of the untrained model's loss; or the paired t, where examples differ more than that."""
+BREAK_OVER_BEST = 7.0
+"""The rate that breaks training over the best peak: 3 to 8 on the problems it was found on."""
+AMPLE = 3.0
+"""The best peak is at most this multiple of the rate that is sufficient."""
+
+
+class Octave(NamedTuple):
+    """What one octave showed."""
+
+    rate: float
+    """geometric mean over its steps, in any unit"""
+    loss: float
+    """mean over its steps; infinite where one was not finite"""
+    error: float
+    """one standard error of it"""
+    t: float = 0.0
+    """of the paired difference between a batch's losses at its end and before the sweep"""
+
+
+class Outcome(NamedTuple):
+    """What the octaves so far say."""
+
+    over: bool
+    best: float | None
+    """An estimate of the best peak, in the rates' unit; None: nothing was learned and nothing broke."""
+    broke: bool
+
+
+def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
+    """Is the sweep over, and what follows from it? ``untrained``: of a batch, at rate 0."""
+    start = least = max(untrained.loss, octaves[0].loss if math.isfinite(octaves[0].loss) else -math.inf)
+    stalled, learned, lost = 0.0, False, None
+    for i, (_, loss, error, t) in enumerate(octaves):
+        gain = start - least
+        ruined = not math.isfinite(loss) or loss > start + CLEAR * error
+        if ruined or (learned and loss - least > LOST * gain):
+            if (
+                lost is not None or (ruined and learned) or not math.isfinite(loss)
+            ):  # one octave in which much is lost may be noise: two are none
+                first = i if lost is None else lost
+                limit = AMPLE * _sufficient(start, octaves[:first], least) if learned else math.inf
+                return Outcome(True, min(octaves[first].rate / BREAK_OVER_BEST, limit), True)
+            lost = i
+            continue
+        lost = None
+        patience = PLAIN if error < PROGRESS * gain else 1.0
+        stalled = 0.0 if loss < least - PROGRESS * gain else stalled + learned * patience
+        least = min(least, loss)
+        learned = learned or start - least > LEARNED * untrained.error or (loss < start and t < -PAIRED)
+        if stalled >= STALLED:
+            return Outcome(True, _sufficient(start, octaves[: i + 1], least), False)
+    return Outcome(False, _sufficient(start, octaves, least) if learned else None, False)
+
+
+def _sufficient(start: float, octaves: Sequence[Octave], least: float) -> float:
+    """The rate at which `GAINED` of the gain is reached, between octaves by the logarithm."""
+    wanted = start - GAINED * (start - least)
+    before, above = octaves[0].rate / 2, start
+    for rate, loss, _, _ in octaves:
+        if loss <= wanted:
+            part = (above - wanted) / (above - loss) if above > loss else 1.0
+            return before * (rate / before) ** part
+        before, above = rate, loss
+    return before

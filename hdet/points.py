@@ -1,0 +1,150 @@
+"""Where a probe scores the replicas: each at its own cycle's average, or all on the line through an interval of several cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .converge import Masters
+from .sensor import Run
+from .way import CycleAverage, Way
+
+__all__ = ["CyclePoints", "LinePoints"]
+
+
+class CyclePoints:
+    """Each replica at the average of its own weights over the cycle.
+
+    Args:
+        replicas: the tensors of each replica in this process, with their ``masters``.
+        every: sample every so many steps.
+        after: part of the cycle that is left out at its beginning.
+        place: of the averages, "device" or "host".
+    """
+
+    due = True
+
+    def __init__(
+        self, replicas: Sequence[Sequence[torch.Tensor]], masters: Sequence[Masters | None], every: int, after: float, place: str
+    ) -> None:
+        self.averages = [CycleAverage(own, m, place=place) for own, m in zip(replicas, masters, strict=True)]
+        self._every, self._after = every, after
+
+    def depart(self) -> None:
+        """A cycle's average needs no beginning."""
+
+    def begin_anew(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        for average in self.averages:
+            average.reset()
+
+    def sample(self, position: int, length: int) -> None:
+        if position > self._after * length and (length - position) % self._every == 0:
+            for average in self.averages:
+                average.add()
+
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Inside, the weights of the local replica at ``place`` are those to be scored; afterwards they are what they were."""
+        average = self.averages[place]
+        if not average.samples:
+            average.add()  # a cycle cut too short for a sample: the weights as they are
+        average.exchange()
+        try:
+            yield
+        finally:
+            average.exchange()
+
+    def rest(self) -> None:
+        """Nothing will be scored any more."""
+
+
+class LinePoints:
+    """All replicas on one line, each at the multiplier of the cycle that ends: anchor + rho_r (average - anchor), by knob.
+
+    The anchor is where an interval of several cycles began, the average that of the mean trajectory over its later part. A replica's own
+    weights are the mean's and (rho_r - 1) s, with a new rho_r and a new s in each cycle. So each replica averages its own, and at the
+    interval's end these are averaged over replicas: that is the mean trajectory's average, the same to the bit on all replicas, whatever the
+    optimizer and however multipliers were assigned, for one all_reduce. At the ends of cycles alone replicas are equal and no all_reduce is
+    needed, but those are too few samples to take the noise out; and to take (rho_r - 1) s off each sample, s would have to be known, which a
+    decay of the weights mixes with them.
+
+    Args:
+        owners: the number of the knob that moves each tensor, or None.
+        cycles: in an interval.
+        dtype: of anchor and average.
+        others: as for `CyclePoints`; ``after`` is a part of the interval.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[torch.Tensor]],
+        masters: Sequence[Masters | None],
+        owners: Sequence[int | None],
+        run: Run,
+        cycles: int,
+        every: int,
+        after: float,
+        place: str,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._replicas, self._masters, self._owners, self._run = replicas, masters, owners, run
+        self._cycles, self._every, self._after = cycles, every, after
+        self._place, self._dtype = place, dtype
+        self._way: Way | None = None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self._begun, self._shared, self._done = False, False, 0
+
+    def depart(self) -> None:
+        """Before the first step after an average: here an interval begins, unless one is under way."""
+        if not self._begun:
+            self._way = self._way or self._make_way()
+            self._way.begin()
+            self._begun = True
+
+    def _make_way(self) -> Way:
+        way = Way(self._replicas[0], self._masters[0], self._dtype, self._place)
+        for own, masters in zip(self._replicas[1:], self._masters[1:], strict=True):
+            way.follow(own, masters)
+        return way
+
+    def forget(self) -> None:
+        """A cycle begins, or replicas were averaged ahead of time, which makes no difference to the mean trajectory."""
+        if self.due:
+            self.begin_anew()
+
+    def sample(self, position: int, length: int) -> None:
+        interval = self._run.clock.sync_interval
+        left = (self._cycles - self._done - 1) * interval + length - position
+        whole = self._cycles * interval
+        if self._way is not None and whole - left > self._after * whole and left % self._every == 0:
+            self._way.add()
+        self._done += position == length
+
+    @property
+    def due(self) -> bool:
+        """Does an interval end with this cycle?"""
+        return self._begun and self._done == self._cycles
+
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """As `CyclePoints.at`. The first call communicates."""
+        assert self._way is not None, "depart comes first"
+        if not self._shared:
+            self._way.share(self._run.replicas)
+            self._shared = True
+        rho = self._run.multipliers()[place]
+        with self._way.scored(self._replicas[place]) as put:
+            put([1.0 if k is None else rho[k] for k in self._owners])
+            yield
+
+    def rest(self) -> None:
+        """Nothing will be scored any more: the memory is free again."""
+        self._way = None
+        self.begin_anew()

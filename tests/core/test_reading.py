@@ -1,0 +1,88 @@
+"""A line's readings, on made-up losses: minimum, slope, edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from hdet.core.controllers.reading import edge, minimum, read_line
+
+
+def line(loss: Callable[[float], float], error: float = 1e-3) -> Callable[[float, float], tuple[float, float]]:
+    """All differences with the same error."""
+    return lambda a, b: (loss(a) - loss(b), (loss(a) - loss(b)) / error)
+
+
+def bowl(best: float) -> Callable[[float], float]:
+    """Least at ``best``; at 0 what it is far below."""
+    return lambda rho: math.log(max(rho, 1e-3) / best) ** 2
+
+
+@pytest.mark.parametrize(
+    ("best", "found", "higher"),
+    [
+        (37.0, 37.0, True), (3.0, 3.0, True), (1e5, 256.0, True),  # far below the right value, up to the farthest that is scored
+        (1.3, 1.3, False), (1.0, 1.0, False), (0.8, 0.8, False),
+        (0.4, 0.4, False), (0.01, 0.5 / math.sqrt(2), False),  # far above: no further than half an octave beside what was scored
+    ],
+)  # fmt: skip
+def test_the_minimum_along_the_line_is_found(best: float, found: float, higher: bool) -> None:
+    reading = read_line(line(bowl(best)), 1.5, 256.0)
+    assert reading.rho == pytest.approx(found, rel=1e-9)
+    assert reading.higher is higher
+
+
+def test_the_slope_is_by_the_logarithm_of_rho_and_t_has_the_direction() -> None:
+    reading = read_line(line(lambda rho: 3 * math.log(rho)), 1.5, 256.0)
+    assert reading.slope == pytest.approx(3.0) and reading.across == pytest.approx(6 * math.log(2) / 1e-3)
+    assert read_line(line(lambda rho: -3 * math.log(rho)), 1.5, 256.0).slope == pytest.approx(-3.0)
+
+
+def test_without_a_significant_difference_nothing_is_found() -> None:
+    t = bowl(1.3)(0.5) - bowl(1.3)(1.0)  # the largest, at an error of 1
+    assert read_line(line(bowl(1.3), t / 1.49), 1.5, 256.0).rho is None
+    assert read_line(line(bowl(1.3), t / 1.51), 1.5, 256.0).rho is not None
+
+
+def test_a_large_step_shows_what_a_small_one_hides() -> None:
+    """Neither of 1/2 and 2 is significant, but 8 is."""
+    difference = line(bowl(1000.0), error=8.0)
+    assert difference(2.0, 1.0)[1] > -1.5
+    reading = read_line(difference, 1.5, 256.0)
+    assert reading.higher and reading.rho == 256.0
+
+
+def test_losses_that_are_not_finite_count_as_very_high() -> None:
+    """The controller clamps them to 1e30."""
+    nowhere = read_line(line(lambda rho: 1e30 if rho else 2.0), 1.5, 256.0)
+    assert (nowhere.rho, nowhere.higher) == (None, False)
+    beyond = read_line(line(lambda rho: 1e30 if rho >= 2 else bowl(0.6)(rho)), 1.5, 256.0)
+    assert beyond.rho is not None and beyond.rho < 1 and not beyond.higher
+    cliff = read_line(line(lambda rho: 1e30 if rho >= 16 else -rho), 1.5, 256.0)
+    assert cliff.higher and cliff.rho is not None and 8 / math.sqrt(2) <= cliff.rho <= 8
+
+
+@pytest.mark.parametrize("best", [0.75, 0.8, 1.0, 1.3, 1.41])
+def test_the_parabola_is_by_the_logarithm(best: float) -> None:
+    for unit in (1.0, 64.0, 1e-3):
+        assert minimum(line(lambda rho, unit=unit: math.log(rho / (best * unit)) ** 2), unit) == pytest.approx(best * unit)
+
+
+@pytest.mark.parametrize("distance", [4.0**k for k in (-15, -9, -3, -1, 0, 1, 2, 7, 15)])
+def test_the_edge_is_the_first_step_of_2_above_the_beginning(distance: float) -> None:
+    """A parabola through its beginning, lowest at 3/4 of ``distance`` and above from 3/2 of that on."""
+    assert edge(line(lambda rho: rho / distance * (rho / distance - 1.5), error=1e-6)) == 2 * distance
+
+
+def test_the_edge_is_no_matter_of_noise() -> None:
+    """At 4 it is above the beginning by 8, which is clear at an error of 3, and not at one of 4."""
+    assert edge(line(lambda rho: rho * (rho - 2), error=3.0)) == 4.0
+    assert edge(line(lambda rho: rho * (rho - 2), error=4.0)) == 8.0
+
+
+def test_a_line_without_an_edge_ends_at_the_farthest_and_one_that_rises_everywhere_at_the_nearest() -> None:
+    assert edge(line(lambda rho: -rho), farthest=4.0**5) == 4.0**5
+    assert edge(line(lambda rho: 1e30 if rho else 2.0), farthest=4.0**5) == 0.5 * 4.0**-5
+    assert edge(line(lambda rho: 0.0), farthest=4.0**5) == 4.0**5

@@ -1,0 +1,150 @@
+"""What octaves of a sweep say, on made-up ones: where training broke, what is sufficient, and what is only noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdet.core.controllers import sweep
+from hdet.core.controllers.sweep import AMPLE, BREAK_OVER_BEST, Octave, Outcome
+
+
+def octaves(losses: Sequence[float], error: float = 0.01, rate: float = 1.0) -> list[Octave]:
+    return [Octave(rate * 2.0**i, loss, error) for i, loss in enumerate(losses)]
+
+
+def outcome(swept: Sequence[Octave], untrained: float | None = None) -> Outcome:
+    """The untrained model's loss is that of the first octave, if nothing else is said."""
+    first = swept[0].loss if untrained is None else untrained
+    return sweep.outcome(Octave(0.0, first if math.isfinite(first) else 3.0, swept[0].error), swept)
+
+
+def course(losses: Sequence[float], error: float = 0.01) -> tuple[int, Outcome]:
+    """As the rule asks, octave by octave: how many until it is over (all, if it is not), and what it says then."""
+    for count in range(1, len(losses) + 1):
+        found = outcome(octaves(losses[:count], error))
+        if found.over:
+            return count, found
+    return len(losses), found
+
+
+FALLS = [3.0, 2.9, 2.7, 2.3, 1.9, 1.8]
+"""85 % of the gain are reached at 1.98, between the rates 8 and 16."""
+SUFFICIENT = 8 * 2 ** ((2.3 - 1.98) / (2.3 - 1.9))
+
+
+@pytest.mark.parametrize("gone", [math.inf, math.nan])
+def test_what_is_not_finite_breaks_at_once(gone: float) -> None:
+    count, found = course([*FALLS, gone, 1.0])
+    assert (count, found.over, found.broke) == (7, True, True)
+    assert found.best == pytest.approx(min(64 / BREAK_OVER_BEST, AMPLE * SUFFICIENT))
+
+
+@pytest.mark.parametrize("gone", [math.inf, math.nan])
+def test_the_first_octave_can_break_too(gone: float) -> None:
+    found = outcome(octaves([gone]))
+    assert found == Outcome(True, pytest.approx(1 / BREAK_OVER_BEST), True)
+    assert outcome(octaves([gone, gone])).broke
+
+
+@pytest.mark.parametrize("lost", [3.5, 1e30])
+def test_more_than_there_was_is_a_break_at_once(lost: float) -> None:
+    count, found = course([*FALLS, lost, 1.7])
+    assert (count, found.broke) == (7, True)
+    assert found.best == pytest.approx(min(64 / BREAK_OVER_BEST, AMPLE * SUFFICIENT))
+
+
+@pytest.mark.parametrize("lost", [2.5, 2.9])
+def test_more_than_half_of_the_gain_lost_in_two_octaves_is_a_break_and_in_one_is_noise(lost: float) -> None:
+    """The break is where the first of them was."""
+    count, found = course([*FALLS, lost, lost])
+    assert (count, found.broke) == (8, True)
+    assert found.best == pytest.approx(min(64 / BREAK_OVER_BEST, AMPLE * SUFFICIENT))
+    assert not outcome(octaves([*FALLS, lost])).over
+    alone = [*FALLS, lost, 1.7, lost, 1.6]
+    assert course(alone) == (len(alone), outcome(octaves(alone))) and not outcome(octaves(alone)).over
+
+
+def test_less_than_half_of_the_gain_is_no_break() -> None:
+    count, found = course([*FALLS, 2.3, 2.3, 2.3])
+    assert found.over and not found.broke and count < 9
+
+
+def test_a_break_long_after_all_was_learned_says_no_more_than_is_sufficient() -> None:
+    """All is learned at the second octave's rate, 2; the break is at 64."""
+    falls = [2.0, 0.2, 0.2, 0.2, 0.2, 0.2]
+    _, found = course([*falls, math.inf], 0.1)
+    sufficient = outcome(octaves(falls, 0.1)).best
+    assert sufficient is not None and 1 < sufficient < 2
+    assert found.broke and found.best == pytest.approx(AMPLE * sufficient) and found.best < 64 / BREAK_OVER_BEST
+
+
+def test_a_break_before_anything_was_learned_counts_by_itself() -> None:
+    count, found = course([2.0, 2.0, 2.0, 2.001, 9.0, 9.0])
+    assert (count, found.broke) == (6, True) and found.best == pytest.approx(16 / BREAK_OVER_BEST)
+
+
+@pytest.mark.parametrize(("error", "patience"), [(0.001, 2), (0.1, 5)])
+def test_a_plateau_is_seen_sooner_where_errors_are_small(error: float, patience: int) -> None:
+    """0.05 of the gain, which is 1.2, is progress. An error that could hide it makes for more patience."""
+    count, found = course([*FALLS, *[1.8] * 9], error)
+    assert (count, found.broke) == (len(FALLS) + patience, False)
+    assert found.best == pytest.approx(SUFFICIENT)
+
+
+def test_slow_progress_is_progress() -> None:
+    slow = [*FALLS, *(1.8 - 0.1 * i for i in range(1, 9))]
+    assert not outcome(octaves(slow, 0.001)).over
+
+
+@pytest.mark.parametrize("losses", [[2.0] * 15, [2.0, 2.01, 1.99, 2.02, 2.0, 1.98] * 3])
+def test_where_nothing_is_learned_and_nothing_breaks_there_is_no_estimate(losses: list[float]) -> None:
+    assert outcome(octaves(losses)) == Outcome(False, None, False)
+
+
+def test_what_is_sufficient_lies_between_octaves_by_the_logarithm() -> None:
+    assert outcome(octaves(FALLS)).best == pytest.approx(SUFFICIENT)
+    # 85 % of a gain of 2 are reached exactly at 2, and half way there from 1.
+    assert outcome(octaves([2.0, 0.3, 0.0])).best == pytest.approx(2.0)
+    assert outcome(octaves([2.0, -1.4, -0.0, -0.0])).best == pytest.approx(2**0.85)
+
+
+def test_what_the_first_octave_learned_counts_too() -> None:
+    """The untrained model's loss is that of its own batch; the first octave's stands for it where that is higher."""
+    known = outcome(octaves(FALLS[2:]), 3.0)
+    assert known.best == pytest.approx(SUFFICIENT / 4)
+    assert outcome(octaves(FALLS), 2.0) == outcome(octaves(FALLS), 3.0)
+
+
+losses = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=15)
+
+
+@given(losses, st.floats(1e-4, 1.0), st.integers(-30, 30), st.integers(-10, 10), st.floats(-100, 100))
+def test_units_do_not_matter(given_losses: list[float], error: float, rate: int, scale: int, offset: float) -> None:
+    """Rates and losses times powers of two, which is exact, leave the outcome; an offset of the losses does to rounding."""
+    plain = outcome(octaves(given_losses, error))
+    other = outcome(octaves([x * 2.0**scale for x in given_losses], error * 2.0**scale, 2.0**rate))
+    assert (other.over, other.broke) == (plain.over, plain.broke)
+    assert other.best == (None if plain.best is None else pytest.approx(plain.best * 2.0**rate))
+    rounded = [round(x * 64) / 64 for x in given_losses]
+    shifted = outcome(octaves([x + round(offset) for x in rounded], error))
+    straight = outcome(octaves(rounded, error))
+    assert (shifted.over, shifted.broke) == (straight.over, straight.broke)
+    assert shifted.best == (None if straight.best is None else pytest.approx(straight.best, rel=1e-6))
+
+
+@given(losses, st.floats(1e-4, 1.0), st.integers(0, 14))
+def test_an_estimate_is_among_the_rates_that_were_swept_and_later_octaves_do_not_change_what_is_over(
+    given_losses: list[float], error: float, place: int
+) -> None:
+    given_losses = [*given_losses[:place], math.inf, *given_losses[place:]] if place % 2 else given_losses
+    count, found = course(given_losses, error)
+    if found.best is not None:
+        assert 1 / BREAK_OVER_BEST / (1 + 1e-9) <= found.best <= 2.0 ** (count - 1) * (1 + 1e-9)
+    assert found.over or not found.broke
+    if found.over:
+        assert outcome(octaves(given_losses, error)) == found

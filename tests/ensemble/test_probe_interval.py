@@ -1,0 +1,298 @@
+"""Probes that are several cycles apart: one line for all replicas, by hand; the default interval, refusals, votes, resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.core.controllers import Decision, Evidence
+
+from ..distributed import run_ranks
+from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
+
+EVERY, AFTER = 2, 0.5
+
+
+class Scored(hdet.ProbeController):
+    """Remembers the weights that it scores."""
+
+    def __init__(self, net: torch.nn.Module, **settings: Any) -> None:
+        self.seen: list[torch.Tensor] = []
+        net_of = net.module if hasattr(net, "module") else net
+
+        def loss(scored: torch.nn.Module, data: Any) -> torch.Tensor:
+            self.seen.append(torch.cat([p.detach().double().flatten() for p in net_of.parameters()]))
+            return loss_of(scored, data)
+
+        super().__init__(loss, [batch(i) for i in range(2)], 2, model=net, **{"average_every": EVERY} | settings)
+
+
+def points(trajectory: Sequence[torch.Tensor], first: int, length: int, rhos: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """By hand: anchor + rho (average - anchor). ``trajectory``: the mean weights before the first step and after each."""
+    samples = [trajectory[first + i] for i in range(1, length + 1) if i > AFTER * length and (length - i) % EVERY == 0]
+    anchor, average = trajectory[first], torch.stack(samples).mean(0)
+    return [anchor + rho * (average - anchor) for rho in rhos]
+
+
+class Grouped:
+    """Co-resident replicas; rates of two parameter groups."""
+
+    def __init__(self, count: int, controller: Callable[[torch.nn.Module], Any], **settings: Any) -> None:
+        self.net = model().to(settings.pop("dtype", torch.float32))
+        self.replicas = hdet.CoresidentReplicas(self.net, count)
+        groups = [{"params": list(self.net[0].parameters())}, {"params": list(self.net[2].parameters()), "lr": 3e-3}]
+        self.optimizer = hdet.FusedAdamW(groups, lr=1e-2, weight_decay=settings.pop("weight_decay", 0.0))
+        self.controller = controller(self.net)
+        self.ensemble = hdet.Ensemble(
+            self.optimizer,
+            replicas=self.replicas,
+            controller=self.controller,
+            **{"knobs": [hdet.LearningRate(0.3, groups="each")], "sync_interval": 4, "total_steps": 40} | settings,
+        )
+        self.index = 0
+        self.trajectory = [self.mean()]
+        self.rhos: list[list[torch.Tensor]] = []
+
+    def step(self, report: float | None = None) -> None:
+        self.rhos.append([self._rho(multipliers) for multipliers in self.ensemble._fan_out.multipliers])
+        for k in range(self.replicas.count):
+            with self.replicas.use(k):
+                loss = loss_of(self.net, batch(100 * self.index + k))
+                self.ensemble.observe(loss if report is None else report)
+            (loss / self.replicas.count).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.trajectory.append(self.mean())
+        self.ensemble.step()
+        self.index += 1
+
+    def steps(self, count: int, report: float | None = None) -> Grouped:
+        for _ in range(count):
+            self.step(report)
+        return self
+
+    def weights(self) -> list[torch.Tensor]:
+        found = []
+        for k in range(self.replicas.count):
+            with self.replicas.use(k):
+                found.append(torch.cat([p.detach().double().flatten() for p in self.net.parameters()]))
+        return found
+
+    def mean(self) -> torch.Tensor:
+        return torch.stack(self.weights()).mean(0)
+
+    def _rho(self, multipliers: Sequence[float]) -> torch.Tensor:
+        """For each weight that of its group."""
+        one, two = multipliers if len(multipliers) == 2 else 2 * list(multipliers)
+        return torch.cat(
+            [torch.full((p.numel(),), one if i < 2 else two, dtype=torch.float64) for i, p in enumerate(self.net.parameters())]
+        )
+
+
+# -- the line ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("design", ["permutation", "orthogonal"])
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [({}, 2e-6), ({"place": "host"}, 2e-6), ({"dtype": torch.bfloat16}, 2e-3)],
+)
+def test_every_replica_is_scored_on_the_line_by_hand(design: str, settings: dict[str, Any], error: float) -> None:
+    """At the multipliers of the interval's last cycle, though other cycles had others; with decay, and several groups."""
+    run = Grouped(4, lambda net: Scored(net, interval=3, **settings), design=design, weight_decay=0.1).steps(24)
+    seen = run.controller.seen
+    assert len(seen) == 2 * 4 * 2  # two intervals, four replicas, two mini-batches
+    for i, first in enumerate((0, 12)):
+        before, now = run.rhos[first], run.rhos[first + 11]
+        assert any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        for k, point in enumerate(points(run.trajectory, first, 12, now)):
+            assert (point - run.trajectory[first]).abs().max() > 100 * error or settings
+            for scored in seen[8 * i + 2 * k : 8 * i + 2 * k + 2]:
+                torch.testing.assert_close(scored, point, rtol=0, atol=error)
+
+
+def test_scoring_leaves_replicas_as_they_were() -> None:
+    def weights(interval: int) -> list[torch.Tensor]:
+        run = Grouped(4, lambda net: Scored(net, interval=interval, rule=Waits()))
+        run.steps(25)
+        return run.weights()
+
+    assert all(map(torch.equal, weights(3), weights(1)))
+
+
+class Waits(hdet.ProbeRule):
+    """Remembers what it is asked, and moves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Evidence] = []
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        self.asked.append(evidence)
+        return [Decision(factor=1.0)] * len(evidence.knobs)
+
+
+def processes(rank: int, world: int) -> Any:
+    run = Run(rank, controller=lambda net: Scored(net, interval=2), interval=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
+    trajectory, rhos = [run.weights()], []
+    for _ in range(12):
+        rhos.append(run.ensemble.multipliers["lr"])
+        loss = loss_of(run.wrapped, batch(100 * run.index + rank))
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        trajectory.append(run.weights())
+        run.ensemble.step(loss)
+        run.index += 1
+    controller = run.ensemble.engine.controller
+    assert isinstance(controller, Scored)
+    return trajectory, rhos, controller.seen
+
+
+def test_ranks_score_one_line() -> None:
+    ranks = run_ranks(processes, 3)
+    trajectory = [torch.stack([w.double() for w in step]).mean(0) for step in zip(*(rank[0] for rank in ranks), strict=True)]
+    for _, rhos, seen in ranks:
+        assert len(set(rhos)) > 1 or rhos[0] == 1.0
+        (point,) = points(trajectory, 0, 12, [torch.tensor(rhos[-1], dtype=torch.float64)])
+        assert len(seen) == 2 and (point - trajectory[0]).abs().max() > 1e-3
+        torch.testing.assert_close(seen[0], point, rtol=0, atol=2e-6)
+
+
+# -- what the rule sees --------------------------------------------------------------------------------------------------
+
+
+def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycles() -> None:
+    run = Grouped(4, lambda net: Scored(net, interval=3, rule=Waits()), knobs=[hdet.LearningRate(0.3)], total_steps=44)
+    run.steps(44)
+    asked = run.controller.rule.asked
+    assert [evidence.step for evidence in asked] == [12, 24, 36]
+    assert all(evidence.probes is not None and evidence.sync_interval == 12 for evidence in asked)
+    assert asked[0].multipliers[0] == pytest.approx([float(rho[0]) for rho in run.rhos[11]])
+
+
+def test_a_rise_takes_two_intervals() -> None:
+    run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80, sync_interval=4, warmup_steps=0)
+    run.optimizer.param_groups[0]["lr"] = run.optimizer.param_groups[1]["lr"] = 1e-5
+    corrections = [run.ensemble.corrections["lr"] for _ in range(4) if run.steps(4)]
+    assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
+
+
+def test_it_rests_before_an_interval_would_end_too_late_and_its_memory_is_free() -> None:
+    run = Grouped(4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]).steps(26)
+    assert run.controller.idle and len(run.controller.seen) == 16 and run.ensemble.multipliers == {"lr": 1.0}
+    assert run.controller._points._way is None
+    run.steps(14)
+
+
+def test_an_average_in_between_changes_nothing_of_the_line() -> None:
+    run = Grouped(4, lambda net: Scored(net, interval=3), knobs=[hdet.LearningRate(0.3)])
+    run.steps(6)
+    run.ensemble.converge()
+    run.steps(6)
+    for k, point in enumerate(points(run.trajectory, 0, 12, run.rhos[11])):
+        torch.testing.assert_close(run.controller.seen[2 * k], point, rtol=0, atol=2e-6)
+
+
+def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
+    run = Grouped(
+        4,
+        lambda net: Scored(net, interval=2),
+        knobs=[hdet.LearningRate(0.3)],
+        divergence=hdet.Divergence(rollback="device"),
+        total_steps=100,
+    )
+    run.steps(4)
+    assert run.steps(4, report=1e9).ensemble.engine.rollbacks == 1
+    begun, before = run.index, len(run.controller.seen)
+    run.trajectory[begun] = run.mean()
+    run.steps(4)
+    assert len(run.controller.seen) == before
+    run.steps(4)
+    for k, point in enumerate(points(run.trajectory, begun, 8, run.rhos[-1])):
+        torch.testing.assert_close(run.controller.seen[before + 2 * k], point, rtol=0, atol=2e-6)
+
+
+def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> None:
+    def make() -> Grouped:
+        run = Grouped(4, lambda net: Scored(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80)
+        return run
+
+    run = make().steps(20)  # two and a half intervals
+    state = json.loads(json.dumps(run.ensemble.state_dict()))
+    other = make()
+    other.net.load_state_dict(run.net.state_dict())
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    other.ensemble.load_state_dict(state)
+    assert other.controller.rule.last == run.controller.rule.last != [0.0]
+    other.trajectory = [other.mean()]
+    other.index = run.index
+    other.steps(4)
+    assert not other.controller.seen
+    other.steps(4)
+    for k, point in enumerate(points(other.trajectory, 0, 8, other.rhos[-1])):
+        torch.testing.assert_close(other.controller.seen[2 * k], point, rtol=0, atol=2e-6)
+
+
+# -- the interval's length -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "interval", "expected"), [(400, 20, 1), (419, 20, 1), (400, 19, 2), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)]
+)
+def test_by_default_a_decision_takes_a_twentieth_of_the_run(total: int, interval: int, expected: int) -> None:
+    run = CoresidentRun(2, controller="probe", total=total, interval=interval)
+    assert run.ensemble.engine.controller.cycles == expected  # type: ignore[union-attr]
+
+
+def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = probe(net, interval=interval, held_out=True)
+    hdet.Ensemble(optimizer, controller=controller, **{"sync_interval": 2, "total_steps": 200} | settings)
+    return controller
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradients": "local", "moments": "keep"}, "gradients='local'"),
+        ({"knobs": [hdet.LearningRate(0.1, bounds=(1e-3, 1.0))]}, "'lr'.*without bounds"),
+        ({"knobs": [hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, direct=True)]}, "'x'.*without bounds"),
+    ],
+)
+def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(settings: dict[str, Any], message: str) -> None:
+    assert of(None).cycles == 5
+    assert of(None, **settings).cycles == of(1, **settings).cycles == 1
+    with pytest.raises(ValueError, match=message):
+        of(2, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+def test_an_interval_longer_than_the_run_is_refused() -> None:
+    assert of(100).cycles == 100
+    assert of(7, total_steps=None).cycles == 7 and of(None, total_steps=None).cycles == 1
+    with pytest.raises(ValueError, match="interval is 101 cycles, but the run has 100"):
+        of(101)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"interval": 0}, "interval"),
+        ({"interval": 1.5}, "interval"),
+        ({"interval": True}, "interval"),
+        ({"place": "disk"}, "place"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"interval": 1, "dtype": torch.bfloat16}, "it would stand still"),
+    ],
+)
+def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        probe(model(), **settings)
