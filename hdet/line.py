@@ -34,11 +34,14 @@ Closure = Callable[[], Any]
 
 
 class LineController(RuledController):
-    """Scores multipliers that no replica has, on the current training batch: no probe data, no spread, N = 1 and every layout included.
+    """Sweeps the rate upwards once until training breaks, begins again at a seventh of that, and listens twice more. No probe data, no spread, N = 1 and
+    every layout included.
 
-    Each rank calls the closure of ``ensemble.step(loss, closure=...)`` at several points of the line from the interval's beginning through
-    the average of its second half, and the differences, paired by example, are added up over ranks. Replicas train alike: the spread
-    rests. Learning rates only, with shared gradients; several knobs (parameter groups) are scored one at a time.
+    Losses at multipliers that no replica has come from the line through the interval's beginning: each rank calls the closure of
+    ``ensemble.step(loss, closure=...)`` on its current batch at several points of it, and the differences, paired by example, are added up over
+    ranks. Replicas train alike: the spread rests. Learning rates only, with shared gradients; several knobs (parameter groups) are swept together.
+
+    **The first 5 to 9 % of the run are a search**, after which weights, the model's buffers and the moments are those of the beginning again.
 
     Args:
         model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
@@ -50,11 +53,11 @@ class LineController(RuledController):
         freeze_after: see `BaseController`; of a rule of your own it is the rule's.
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
-    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. It is called at the ends
-    of seven intervals in a run, about six times each: 1 to 2 % of a run of 1 000 steps, less of longer ones. Memory: two copies of
-    the parameters.
+    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. It is called 25 to 30 times
+    in a run: 1 to 1.6 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters.
 
-    A checkpoint holds what has been learned; an interval that was under way begins anew at the resumed step.
+    Needs the run's length, cycles of at most 1.5 % of it and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
+    interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
     """
 
     name = "line"
