@@ -65,7 +65,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 class ProbeController(RuledController):
-    """Scores replicas on common mini-batches and lets a `ProbeRule` decide. The recommended controller.
+    """Scores replicas on common mini-batches and lets a `ProbeRule` decide. Recommended for knobs that are no learning rates.
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` -> scalar tensor (nats, or any unit: the rule is scale-free). Called in eval mode,
@@ -271,7 +271,7 @@ def _cycles(interval: int | None, run: Run, knobs: Sequence[Any]) -> int:
         return 1 if other or run.gradients == "local" else run.clock.control_interval()
     for wrong, why in (
         (run.gradients == "local", "with gradients='local' replicas do not lie on one line"),
-        (bool(other), f"the knob {other[:1]} is no learning rate without bounds, and displacements scale with no other"),
+        (bool(other), f"{', '.join(map(repr, other))} is no learning rate without bounds, and displacements scale with no other"),
     ):
         if wrong and interval > 1:
             raise ValueError(f"interval is {interval} cycles, but {why}: pass interval=1, or leave it out")
