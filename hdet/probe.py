@@ -28,6 +28,9 @@ from .way import check_room
 
 __all__ = ["ProbeController", "undisturbed"]
 
+LATER = 0.5
+"""The part of an interval of several cycles that is left out of the average: all of it lags half the way behind, and votes for a higher rate."""
+
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
@@ -79,7 +82,8 @@ class ProbeController(RuledController):
         rule: turns scores into decisions; see `ProbeRule` for its settings.
         interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. With shared gradients
             and rates as knobs alone it may be several: all are then scored on the line from where the interval began through the average
-            of the mean weights over its later part, each at the multiplier of the last cycle. None: 5 % of the run, where it may be.
+            of the mean weights over its later part, each at the multiplier of the last cycle. None: as long as averages over a fortieth of the run ask for, where it may be several:
+            one of a run of 40 cycles or fewer, else 5 % of the run.
         average_every: sample the average every so many steps.
         average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
         place: "device" or "host": where averages (and the interval's beginning) live. On the host they cost two copies over the bus a sample.
@@ -175,14 +179,14 @@ class ProbeController(RuledController):
         own = {id(p) for p in self.model.parameters()}
         if not any(id(p) in own for p in replicas[0]):
             raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
-        self.cycles = 1 if run is None else _cycles(self.interval, run, knobs)
+        whole, later = (0.0, LATER) if self.average_from is None else 2 * (self.average_from,)
+        self.cycles = 1 if run is None else _cycles(self.interval, run, knobs, run.clock.control_interval(1 - whole, 1 - later))
         self._device = local_parts(replicas[0][:1])[0].device
         held = [None] * len(replicas) if masters is None else masters
         if run is None or self.cycles == 1:
-            self._points = CyclePoints(replicas, held, self.average_every, self.average_from or 0.0, self.place)
+            self._points = CyclePoints(replicas, held, self.average_every, whole, self.place)
             return
-        after = 0.5 if self.average_from is None else self.average_from
-        self._points = LinePoints(replicas, held, _owners(knobs), run, self.cycles, self.average_every, after, self.place, self.dtype)
+        self._points = LinePoints(replicas, held, _owners(knobs), run, self.cycles, self.average_every, later, self.place, self.dtype)
 
     def begin_anew(self) -> None:
         self._points.begin_anew()
@@ -264,11 +268,11 @@ class ProbeController(RuledController):
         return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
 
 
-def _cycles(interval: int | None, run: Run, knobs: Sequence[Any]) -> int:
-    """From one probe to the next. Raises ValueError for an interval that this run cannot have."""
+def _cycles(interval: int | None, run: Run, knobs: Sequence[Any], default: int) -> int:
+    """From one probe to the next; ``default`` where it may be several. Raises ValueError for an interval that this run cannot have."""
     other = [knob.name for knob in knobs if knob.key != "lr" or knob.scale.bounded]
     if interval is None:
-        return 1 if other or run.gradients == "local" else run.clock.control_interval()
+        return 1 if other or run.gradients == "local" else default
     for wrong, why in (
         (run.gradients == "local", "with gradients='local' replicas do not lie on one line"),
         (bool(other), f"{', '.join(map(repr, other))} is no learning rate without bounds, and displacements scale with no other"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 __all__ = ["Clock"]
 
-SHORTEST = 0.05
+AVERAGED, LONGEST = 40, 10
+"""Weights are averaged over a fortieth of the run: over less, their noise stays, and votes for a lower rate. No interval is longer than a tenth."""
 
 
 def _whole(value: object) -> bool:
@@ -49,9 +50,15 @@ class Clock:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly after the warm-up."""
         return step - self.sync_interval >= self.warmup_steps
 
-    def control_interval(self) -> int:
-        """Cycles between two decisions that are not greedy: 5 % of the run, in whole cycles; one where the run's length is unknown."""
-        return 1 if self.total_steps is None else max(1, math.ceil(SHORTEST * (self.total_steps // self.sync_interval) - 1e-9))
+    def control_interval(self, alone: float, several: float) -> int:
+        """Cycles between two decisions that average weights; one where the run's length is unknown.
+
+        ``alone``, ``several``: the part of an interval that is averaged, where it is one cycle, and where it is more.
+        """
+        cycles = 0 if self.total_steps is None else self.total_steps // self.sync_interval
+        if cycles <= AVERAGED * alone:
+            return 1
+        return min(math.ceil(cycles / (AVERAGED * several)), max(1, cycles // LONGEST))
 
     def decisions_left(self, step: int) -> int | None:
         """K of Eq. 7: decisions from the cycle that ended at ``step`` to the end of the run, this one included."""

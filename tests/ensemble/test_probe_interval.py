@@ -243,9 +243,9 @@ def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> 
 
 
 @pytest.mark.parametrize(
-    ("total", "interval", "expected"), [(400, 20, 1), (419, 20, 1), (400, 19, 2), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)]
+    ("total", "interval", "expected"), [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)]
 )
-def test_by_default_a_decision_takes_a_twentieth_of_the_run(total: int, interval: int, expected: int) -> None:
+def test_by_default_averages_are_over_a_fortieth_of_the_run(total: int, interval: int, expected: int) -> None:
     run = CoresidentRun(2, controller="probe", total=total, interval=interval)
     assert run.ensemble.engine.controller.cycles == expected  # type: ignore[union-attr]
 
