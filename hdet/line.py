@@ -20,7 +20,7 @@ from .probe import undisturbed
 from .ranges import ranged
 from .replicas import Replicas
 from .shards import reshard
-from .way import Way
+from .way import Way, check_room
 
 __all__ = ["LineController"]
 
@@ -79,10 +79,7 @@ class LineController(RuledController):
             raise TypeError(f"rule must be a LineRule, got {type(rule).__name__}")
         if rule is not None and freeze_after is not None:
             raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, LineRule(freeze_after=...)")
-        if place not in ("device", "host"):
-            raise ValueError(f"place must be 'device' or 'host' (where anchor and average live), got {place!r}")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
+        check_room(place, dtype)
         self.model, self.place, self.dtype = model, place, dtype
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._way: Way | None = None

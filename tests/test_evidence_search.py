@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hdet.evidence import search as played
+from tests.evidence_problem import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
 methods, pbt, problems, search = map(importlib.import_module, ("methods", "pbt", "problems", "search"))
@@ -36,30 +37,6 @@ class Scripted(random.Random):
 
     def choice(self, values: Any) -> Any:
         return values[-1 if self.last else 0]
-
-
-def tiny(steps: int = 20, batch_size: int = 8) -> Any:
-    """Linear regression on four inputs."""
-
-    def build(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Linear(4, 1)
-
-    def batch(seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(batch_size, 4, generator=torch.Generator().manual_seed(1000 * seed + step))
-        return x, x.sum(1, keepdim=True)
-
-    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
-        return (model(batch[0]) - batch[1]).square().mean(1)
-
-    @torch.no_grad()
-    def validate(model: nn.Module) -> float:
-        return float(losses(model, batch(99, 0)).mean())
-
-    return problems.Problem(
-        name="tiny", steps=steps, batch_size=batch_size, build=build, batch=batch, losses=losses, validate=validate,
-        groups=lambda model: [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}],
-    )  # fmt: skip
 
 
 # -- population-based training -------------------------------------------------------------------------------------------------

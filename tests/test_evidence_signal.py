@@ -13,45 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hdet.evidence import evidence_page, read_evidence, write_evidence
 from hdet.evidence import horizon as horizons
 from hdet.evidence import scalars as scalar_tables
 from hdet.evidence import signal as heard
+from tests.evidence_problem import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
 horizon, problems, scalars, signals = map(importlib.import_module, ("horizon", "problems", "scalars", "signals"))
 
 
-def tiny(steps: int = 80, batch_size: int = 8) -> Any:
-    """Linear regression on four inputs, with noise."""
-
-    def build(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Linear(4, 1)
-
-    def batch(seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(batch_size, 5, generator=torch.Generator().manual_seed(1000 * seed + step))
-        return x[:, :4], x.sum(1, keepdim=True)
-
-    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
-        return (model(batch[0]) - batch[1]).square().mean(1)
-
-    @torch.no_grad()
-    def validate(model: nn.Module) -> float:
-        return float(losses(model, batch(99, 0)).mean())
-
-    return problems.Problem(
-        name="tiny", steps=steps, batch_size=batch_size, build=build, batch=batch, losses=losses, validate=validate,
-        groups=lambda model: [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}],
-    )  # fmt: skip
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny problem in the place of digits."""
-    problem = tiny()
+    problem = tiny(80, noise=True)
     for module in (signals, horizon, importlib.import_module("hero")):
         monkeypatch.setitem(module.PROBLEMS, "digits", problem)
     signals.untrained.cache_clear()
@@ -75,7 +51,7 @@ def trained(problem: Any, parts: Any, steps: int) -> list[float]:
 
 
 def test_a_fork_is_the_run_until_the_moment_and_another_rate_after() -> None:
-    problem = tiny(20)
+    problem = tiny(20, noise=True)
     models = [problem.build(0) for _ in range(2)]
     below, above = (signals.fork(problem, model, 0.01, 0, factor=f, start=8) for model, f in zip(models, (0.7, 1.4), strict=True))
     assert trained(problem, below, 8) == trained(problem, above, 8)
@@ -99,7 +75,7 @@ def test_a_fork_is_the_run_until_the_moment_and_another_rate_after() -> None:
 def test_what_is_heard_far_below_the_best_rate(name: str, expected: set[str]) -> None:
     """A rate that is a hundred times too low: everything says "higher", each at every moment at which it says anything."""
     said: list[dict[str, Any]] = []
-    assert signals.listen(tiny(), name, 1e-3, 0, said) is not None
+    assert signals.listen(tiny(80, noise=True), name, 1e-3, 0, said) is not None
     assert {one["signal"] for one in said} == expected
     for signal in expected:
         own = [one for one in said if one["signal"] == signal]
@@ -113,7 +89,7 @@ def test_what_is_heard_far_below_the_best_rate(name: str, expected: set[str]) ->
 
 def test_listening_corrects_nothing() -> None:
     """The line and the hypergradient hear the run of the fixed schedule itself."""
-    problem, ends = tiny(), []
+    problem, ends = tiny(80, noise=True), []
     for name in ("hear-line", "hear-hypergradient"):
         ends.append(signals.listen(problem, name, 1e-3, 0, []))
     model = problem.build(0)
@@ -122,7 +98,7 @@ def test_listening_corrects_nothing() -> None:
 
 
 def test_a_crash_ends_listening_with_what_was_heard() -> None:
-    inner = tiny()
+    inner = tiny(80, noise=True)
     problem = replace(
         inner,
         losses=lambda model, batch: inner.losses(model, batch) * (math.nan if step[0] > 20 else 1.0),

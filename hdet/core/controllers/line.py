@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from .base import BaseController
@@ -197,29 +198,28 @@ class LineRule(BaseController):
 
     # -- late ------------------------------------------------------------------------------------------------------------
 
-    def _to(self, now: float, then: float, evidence: Evidence, reading: Reading | None = None, note: str = "") -> Decision:
-        """A rise takes 2 % of the run for each octave, 10 % at most."""
-        over = round(0.02 * (evidence.total_steps or 0) * min(max(math.log2(max(then / now, 1.0)), 1.0), 5.0))
-        if reading is None:
-            return Decision(factor=then / now, over=over, note=note)
-        error = abs(reading.slope / reading.across) if reading.across else None
-        return Decision(factor=then / now, over=over, slope=reading.slope, error=error, t=reading.across, note=note)
-
     def _read(self, evidence: Evidence, line: Any) -> list[Decision]:
         while self.late < len(LATE) and LATE[int(self.late)] * (evidence.total_steps or 0) <= evidence.step:
             self.late += 1
         if self.late >= len(LATE):
             self.phase = float(DONE)
         decisions = []
-        for k, now in enumerate(evidence.corrections):
-            reading = self._reading(line, k)
-            far = reading.rho is not None and reading.rho >= FAR
-            then = now * (reading.rho or 1.0) / 2 if far else now
-            decisions.append(self._to(now, then, evidence, reading, f"far too low: rho {reading.rho:.3g}" if far else ""))
+        for k in range(len(evidence.knobs)):
+            reading = read_line(partial(line.difference, knob=k), self.significant, self.farthest)
+            decisions.append(_late(reading, evidence.total_steps or 0))
         return decisions
 
-    def _reading(self, line: Any, k: int) -> Reading:
-        return read_line(lambda a, b: line.difference(a, b, k), self.significant, self.farthest)
+
+def _late(reading: Reading, total_steps: int) -> Decision:
+    """Half of the way in rho where that is far; a rise takes 2 % of the run for each octave, 10 % at most."""
+    rho = reading.rho or 1.0
+    far = rho >= FAR
+    factor = rho / 2 if far else 1.0
+    return Decision(
+        factor=factor, over=round(0.02 * total_steps * min(max(math.log2(factor), 1.0), 5.0)), slope=reading.slope,
+        error=abs(reading.slope / reading.across) if reading.across else None, t=reading.across,
+        note=f"far too low: rho {rho:.3g}" if far else "",
+    )  # fmt: skip
 
 
 def octave_steps(total_steps: int, sync_interval: int) -> int:
@@ -231,6 +231,6 @@ def octave_steps_of(evidence: Evidence) -> int:
     return octave_steps(evidence.total_steps or 0, evidence.sync_interval)
 
 
-def _value(evidence: Evidence, k: int = 0) -> float:
+def _value(evidence: Evidence) -> float:
     """The value in force as a part of its schedule's peak; in a sweep knobs move together, and the first stands for all."""
-    return evidence.values[k] / evidence.peak[k] if evidence.peak[k] > 0 else evidence.corrections[k]
+    return evidence.values[0] / evidence.peak[0] if evidence.peak[0] > 0 else evidence.corrections[0]

@@ -63,9 +63,8 @@ def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
         gain = start - least
         ruined = not math.isfinite(loss) or loss > start + CLEAR * error
         if ruined or (learned and loss - least > LOST * gain):
-            if (
-                lost is not None or (ruined and learned) or not math.isfinite(loss)
-            ):  # one octave in which much is lost may be noise: two are none
+            # One octave in which much is lost may be noise; two are none.
+            if lost is not None or (ruined and learned) or not math.isfinite(loss):
                 first = i if lost is None else lost
                 limit = AMPLE * _sufficient(start, octaves[:first], least) if learned else math.inf
                 return Outcome(True, min(octaves[first].rate / BREAK_OVER_BEST, limit), True)
