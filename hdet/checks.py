@@ -84,14 +84,15 @@ def check_arguments(
             "pass hdet.SoftmaxController() or hdet.ProbeController(...)"
         )
     if controller is not None and controller.needs_probe:
+        sensor = getattr(controller, "then", controller)
         missing = [
             name
             for name in ("watch", "begin_anew", "depart", "forget", "sample", "measure", "split", "measures", "idle")
-            if not hasattr(controller, name)
+            if not hasattr(sensor, name)
         ]
         if missing:
             raise TypeError(
-                f"controller {type(controller).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"
+                f"controller {type(sensor).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"
             )
     if gradients not in ("shared", "local"):
         raise ValueError(
@@ -213,15 +214,15 @@ def check_knobs(
     if isinstance(converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
     if isinstance(controller, LineController):
-        _check_alike(replicas, gradients, converge)
+        _check_alike(replicas, gradients, converge, alone=controller.then is None)
 
 
-def _check_alike(replicas: Replicas, gradients: str, converge: Converge) -> None:
-    """Under a LineController replicas are equal, and so have one line."""
+def _check_alike(replicas: Replicas, gradients: str, converge: Converge, alone: bool = True) -> None:
+    """Under a LineController replicas are equal, and so have one line; ``alone``: to the end, for no other follows it."""
     for wrong, remedy in (
         (gradients == "local" and replicas.count > 1, "gradients is 'local': pass gradients='shared'"),
         (converge != Plain(), f"converge is {converge!r}: leave it out"),
-        (len(replicas.local) > 1, "replicas are co-resident: give it one model, and all micro-batches of a step to its closure"),
+        (alone and len(replicas.local) > 1, "replicas are co-resident: give it one model, and all micro-batches of a step to its closure"),
     ):
         if wrong:
             raise ValueError(f"a LineController has all replicas on one line, with nothing that makes them differ, but {remedy}")
@@ -340,7 +341,8 @@ def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: st
 def _settings(controller: Any) -> list[tuple[str, Any]]:
     """The plain attributes of a controller and of its rule."""
     plain = [(name, value) for name, value in sorted(vars(controller).items()) if isinstance(value, (int, float, str, type(None)))]
-    return plain + (_settings(controller.rule) if hasattr(controller, "rule") else [])
+    parts = [part for part in (getattr(controller, "rule", None), getattr(controller, "then", None)) if part is not None]
+    return plain + [setting for part in parts for setting in _settings(part)]
 
 
 def _whole(value: object) -> int:

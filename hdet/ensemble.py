@@ -31,12 +31,12 @@ from .fan_out import FanOut
 from .faults import ReplicaLost, during
 from .history import cycle_record
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .line import Closure, LineController
+from .line import Closure, LineController, sensor_of
 from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
-from .sensor import Run, Sensor
+from .sensor import Run
 from .slots import Slot, gather_slots, masters_of
 from .weights import ReplicaWeights, Tied, average_weights, check_tied
 
@@ -146,7 +146,7 @@ class Ensemble:
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
             "moments": moments, "converge": converge, "divergence": divergence, "design": design,
         }  # fmt: skip
-        self._probe = controller if isinstance(controller, Sensor) else None
+        self._probe = sensor_of(controller)
         if self._probe is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             sets = self.replicas.sets(trained)
@@ -154,6 +154,7 @@ class Ensemble:
             run = Run(clock, self.replicas, gradients, lambda: self._fan_out.multipliers)
             self._probe.watch(*sets, masters=masters, knobs=self.knobs, run=run)
         self._line = controller if isinstance(controller, LineController) else None
+        self._means = None if self._line is None else self.schedule.means()
         if self._line is not None:
             assert clock.total_steps is not None  # or check_controller has refused
             self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), self.knobs, clock)
@@ -438,7 +439,8 @@ class Ensemble:
 
     def _will_probe(self, cycle_end: int) -> bool:
         """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
-        return self._probe is not None and not self._probe.idle and self.engine.clock.controls(cycle_end)
+        waits = self._line is not None and not self._line.acts
+        return self._probe is not None and not self._probe.idle and not waits and self.engine.clock.controls(cycle_end)
 
     def _steps_left(self) -> int:
         """Steps to the end of the running cycle, which the end of the run may cut short."""
@@ -540,12 +542,12 @@ class Ensemble:
             measured[self._probe.measures] = [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
         peaks, floors = self.schedule.bounds()
 
-        def close(**measured: Any) -> CycleOutcome:
+        def close(**read: Any) -> CycleOutcome:
             return self.engine.close(
-                losses, **measured, scheduled=self.schedule.values(), peak=peaks, floor=floors, schedule_step=self.schedule.step
+                losses, **measured, **read, scheduled=self.schedule.values(), peak=peaks, floor=floors, schedule_step=self.schedule.step
             )
 
-        return close(**measured) if self._line is None else self._read_line(closure, close)
+        return close() if self._line is None else self._read_line(closure, close)
 
     def _read_line(self, closure: Closure | None, close: Callable[..., CycleOutcome]) -> CycleOutcome:
         """End the cycle; where an interval of the line ends with it, with what the line says."""
@@ -554,9 +556,11 @@ class Ensemble:
             return close()
         assert closure is not None  # or check_closure has refused
         with self.during("line"), self._line.scores(closure, self.replicas) as line:
-            outcome = close(line=line)
+            outcome = close(line=line, mean=self._means)
         if self._line.settle(self.engine.step, outcome.decisions):
             self.weights.moments.reset()
+            if len(self.replicas.local) > 1:  # the line is that of the first
+                self.weights.complete([1.0] + [0.0] * (self.replicas.count - 1))
             self.weights.written()
         return outcome
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 
 from .converge import Masters
 from .core.clock import Clock
-from .core.controllers import Decision, LineRule
-from .core.controllers.base import RuledController
+from .core.controllers import Controller, Decision, Evidence, LineRule
+from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, spreads
 from .core.controllers.peak import LARGEST_T
+from .core.controllers.protocol import require_keys
 from .probe import undisturbed
 from .ranges import ranged
 from .replicas import Replicas
+from .sensor import Sensor
 from .shards import reshard
 from .way import Way, check_room
 
-__all__ = ["LineController"]
+__all__ = ["LineController", "sensor_of"]
 
 LARGEST_LOSS = 1e30
 """What a loss that is not finite is taken for."""
@@ -51,6 +53,8 @@ class LineController(RuledController):
         dtype: of anchor and average; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves them (and the weights
             that are kept meanwhile are then a copy for themselves); weights that are taken back are rounded to it.
         freeze_after: see `BaseController`; of a rule of your own it is the rule's.
+        then: another controller, which takes over when the rate that the sweep has found has been reached (nothing is read late then). The
+            sweep saves it from a start that is far off, to which the others come late or not at all; replicas part only when it acts.
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
     number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. It is called 25 to 30 times
@@ -60,10 +64,6 @@ class LineController(RuledController):
     interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
     """
 
-    name = "line"
-    needs_replicas = False
-    spreads = False
-
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -72,7 +72,10 @@ class LineController(RuledController):
         place: str = "device",
         dtype: torch.dtype | None = None,
         freeze_after: float | None = None,
+        then: Controller | None = None,
     ) -> None:
+        if then is not None and (isinstance(then, (type, LineController)) or not isinstance(then, Controller)):
+            raise TypeError(f"then must be another controller, such as hdet.ProbeController(...), or None, got {then!r}")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         if rule is not None and not isinstance(rule, LineRule):
@@ -80,10 +83,58 @@ class LineController(RuledController):
         if rule is not None and freeze_after is not None:
             raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, LineRule(freeze_after=...)")
         check_room(place, dtype)
-        self.model, self.place, self.dtype = model, place, dtype
+        self.model, self.place, self.dtype, self.then = model, place, dtype, then
+        self.name = "line" if then is None else f"line, then {then.name}"
+        self.needs_probe = then is not None and then.needs_probe
+        self.needs_replicas = then is not None and needs_replicas(then)
+        self.regresses = then is not None and regresses(then)
+        self.acts = False
+        """Is it ``then`` that decides?"""
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._way: Way | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
+
+    # -- a controller ----------------------------------------------------------------------------------------------------
+
+    @property
+    def spreads(self) -> bool:  # type: ignore[override]
+        return self.acts and spreads(self.then)
+
+    @property
+    def listens(self) -> bool:
+        """Is there something left to read on the line?"""
+        return self.sweeping if self.then is not None else not self.rule.idle
+
+    @property
+    def idle(self) -> bool:
+        return not self.listens and (self.then is None or is_idle(self.then))
+
+    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+        super().check_run(total_steps, floor)
+        if self.then is not None:
+            check_run(self.then, total_steps, floor)
+
+    def update(self, evidence: Evidence) -> list[Decision]:
+        """Of the rule; after its sweep, once the rate has risen, of ``then``."""
+        if self.then is None or self.sweeping:
+            return self.rule.update(evidence)
+        if self.acts:
+            return self.then.update(evidence)
+        self.acts = evidence.step >= self.rule.risen
+        return [Decision()] * len(evidence.knobs)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.rule.state_dict()
+        return state if self.then is None else {"sweep": state, "then": self.then.state_dict(), "acts": self.acts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.then is None:
+            self.rule.load_state_dict(state)
+            return
+        require_keys(state, ("sweep", "then", "acts"), "LineController's")
+        self.then.load_state_dict(state["then"])
+        self.rule.load_state_dict(state["sweep"])
+        self.acts = bool(state["acts"])
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
@@ -126,7 +177,7 @@ class LineController(RuledController):
 
     def check_closure(self, closure: Closure | None) -> None:
         """Raises TypeError for a step without a closure while there is something left to decide."""
-        if closure is None and not self.idle:
+        if closure is None and self.listens:
             raise TypeError("a LineController scores the current batch: call step(loss, closure=...)")
 
     def begin_anew(self, step: int) -> None:
@@ -137,14 +188,14 @@ class LineController(RuledController):
 
     def depart(self, step: int) -> None:
         """Before the first optimizer step after ``step`` of them."""
-        if self._begun is None and not self.idle:
+        if self._begun is None and self.listens:
             self._way = self._way or self._make_way()
             self._way.begin()
             self._begun = step
 
     def sample(self, step: int) -> None:
         """After optimizer step ``step``: a sweep is read where it stands at an octave's end, a late interval at the mean of its second half."""
-        if self._begun is None or self.idle:
+        if self._begun is None or not self.listens:
             return
         end = self.rule.next_end(self._total, self._interval)
         if self.sweeping:
@@ -194,7 +245,7 @@ class LineController(RuledController):
             with torch.no_grad():
                 for buffer, before in self._buffers:
                     buffer.copy_(before)
-        if self.idle:  # for good, and the memory is free again
+        if not self.listens:  # for good, and the memory is free again
             self._way, self._begun, self._buffers = None, None, []
             return back
         if not self.sweeping:
@@ -210,6 +261,12 @@ class LineController(RuledController):
     def _way_or_fail(self) -> Way:
         assert self._way is not None, "follow_run comes first"
         return self._way
+
+
+def sensor_of(controller: Controller | None) -> Sensor | None:
+    """What measures during a cycle: the controller itself, or the one that follows the sweep."""
+    found = controller.then if isinstance(controller, LineController) else controller
+    return found if isinstance(found, Sensor) else None
 
 
 class _Scores:

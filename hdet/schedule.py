@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from .core.controllers.protocol import require_keys
 from .core.engine import Engine
+from .forecast import trajectory
 from .knobs import Bound, GroupKnob
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -67,6 +69,14 @@ class Schedule:
         """Highest and lowest values of the untouched schedule, by knob."""
         pairs = [knob.bounds() for knob in self.knobs]
         return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
+
+    def means(self) -> list[float]:
+        """[knob]: the mean of the untouched schedule from now to the end of the run; its peak where that cannot be told."""
+        ahead = trajectory(self.scheduler, self.total_steps)
+        return [
+            statistics.fmean(ahead[knob.indices[0]]) if ahead and isinstance(knob, GroupKnob) and knob.key == "lr" else peak
+            for knob, peak in zip(self.knobs, self.bounds()[0], strict=True)
+        ]
 
     def _highest_of(self, knob: Bound) -> float:
         return self._highest[knob.indices[0]] if self._highest and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0

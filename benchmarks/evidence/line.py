@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from problems import Batch, Problem
 from torch import nn
-from training import BETAS, Parts, one_cycle_schedule, plain
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from training import BETAS, Parts, one_cycle_schedule, plain, wsd_schedule
 
 import hdet
 
@@ -15,15 +18,28 @@ INTERVALS = 400
 """the same for all starts and problems: cycles in a run; the line's octaves are of several"""
 
 
-def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+Schedule = Callable[[Optimizer, float, int], LRScheduler]
+"""(optimizer, rate, steps)"""
+
+
+def interval_of(problem: Problem) -> int:
+    return max(1, problem.steps // INTERVALS)
+
+
+def hdet_line_onecycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+    return hdet_line(problem, model, rate, seed, one_cycle_schedule)
+
+
+def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int, schedule: Schedule = wsd_schedule) -> Parts:
     probed: list[int] = []
     train = plain(problem, model)
     last = math.nan
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     ensemble = hdet.Ensemble(
         optimizer,
-        one_cycle_schedule(optimizer, rate, problem.steps),
-        sync_interval=max(1, problem.steps // INTERVALS),
+        schedule(optimizer, rate, problem.steps),
+        total_steps=problem.steps,
+        sync_interval=interval_of(problem),
         controller=hdet.LineController(model),
         seed=seed,
     )

@@ -29,7 +29,8 @@ METHODS: dict[str, Method] = {
         Method("dog", peers.dog, 1.0, _FREE, package="dog-optimizer"),
         Method("dog-movement", peers.dog_movement, 1e-4, (-6, 8), package="dog-optimizer"),
         Method("hdet-softmax", replicated.hdet_softmax, 1e-2, None, borrows="onecycle"),
-        Method("hdet-line", line.hdet_line, 1e-2, None, copies=2, borrows="onecycle"),
-        Method("hdet-probe", replicated.hdet_probe, 1e-2, None, copies=1, borrows="onecycle"),
+        Method("hdet-line", line.hdet_line, 1e-2, None, copies=2, borrows="wsd"),
+        Method("hdet-line-onecycle", line.hdet_line_onecycle, 1e-2, None, copies=2, borrows="onecycle"),
+        Method("hdet-probe", replicated.hdet_probe, 1e-2, None, copies=2, borrows="wsd"),
     )
 }

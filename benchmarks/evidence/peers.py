@@ -8,11 +8,8 @@ import math
 import torch
 from problems import Batch, Problem
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
-from training import BETAS, WARMUP, Parts, one_cycle_schedule, plain, scheduled
-
-DECAY = 0.2
-"""part of a run in which WSD falls"""
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from training import BETAS, WARMUP, Parts, one_cycle_schedule, plain, scheduled, wsd_schedule
 
 
 def one_cycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
@@ -21,11 +18,8 @@ def one_cycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Par
 
 
 def wsd(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    """Warm-up, stable, linear decay to 0."""
     optimizer = torch.optim.AdamW(problem.groups(model), lr=rate, betas=BETAS, foreach=True)
-    rise, fall = WARMUP * problem.steps, DECAY * problem.steps
-    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (problem.steps - step) / fall))
-    return scheduled(problem, model, optimizer, schedule)
+    return scheduled(problem, model, optimizer, wsd_schedule(optimizer, rate, problem.steps))
 
 
 # -- peers ---------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from line import Schedule, interval_of
 from problems import Batch, Problem
 from torch import nn
-from training import BETAS, WARMUP, Parts, one_cycle_schedule
+from training import BETAS, WARMUP, Parts, one_cycle_schedule, wsd_schedule
 
 import hdet
 
@@ -21,11 +22,18 @@ def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> 
 
 
 def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    return replicated(problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed))
+    """After the line's sweep, until which replicas train alike, from a tenth of the run to the next, for its first two fifths: a schedule that
+    stays at its peak could be probed to the end, at four times the compute."""
+
+    def controller(probed: list[int]) -> hdet.LineController:
+        later = probe(problem, model, seed, probed, chunks=4, interval=round(0.1 * problem.steps / interval_of(problem)), freeze_after=0.4)
+        return hdet.LineController(model, then=later)
+
+    return replicated(problem, model, rate, seed, controller, interval=interval_of(problem), schedule=wsd_schedule)
 
 
-def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], **settings: Any) -> hdet.ProbeController:
-    """On eight mini-batches of a replica's size, of training data that no step uses. ``settings``: further ones of the controller."""
+def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], *, chunks: int = 8, **settings: Any) -> hdet.ProbeController:
+    """On ``chunks`` mini-batches of a replica's size, of training data that no step uses. ``settings``: further ones of the controller."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         losses = problem.losses(model, batch)
@@ -35,12 +43,12 @@ def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], **se
     def batches(cycle: int) -> list[Batch]:
         return [part for i in range(2) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
 
-    return hdet.ProbeController(loss_fn, batches, chunks=8, model=model, **settings)
+    return hdet.ProbeController(loss_fn, batches, chunks=chunks, model=model, **settings)
 
 
 def replicated(
     problem: Problem, model: nn.Module, rate: float, seed: int, controller: Callable[[list[int]], Any],
-    *, warmup: float = 0.0, interval: int | None = None,
+    *, warmup: float = 0.0, interval: int | None = None, schedule: Schedule = one_cycle_schedule,
 ) -> Parts:  # fmt: skip
     """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part of the run in which it may not act;
     ``interval``: steps of a cycle."""
@@ -49,7 +57,8 @@ def replicated(
     replicas = hdet.CoresidentReplicas(model, REPLICAS)
     ensemble = hdet.Ensemble(
         optimizer,
-        one_cycle_schedule(optimizer, rate, problem.steps),
+        schedule(optimizer, rate, problem.steps),
+        total_steps=problem.steps,
         knobs=[hdet.LearningRate(SPREAD)],
         replicas=replicas,
         sync_interval=interval or max(1, problem.steps // INTERVALS),
@@ -68,10 +77,18 @@ def replicated(
             total += loss.item() / REPLICAS
         return total
 
+    def after(batch: Batch) -> None:
+        def closure() -> torch.Tensor:
+            """Of all replicas' batches, for a sweep, in which replicas are equal."""
+            probed.append(len(batch[0]))
+            return problem.losses(model, batch)
+
+        ensemble.step(closure=closure)
+
     return Parts(
         optimizer,
         backward,
-        after=lambda batch: ensemble.step(),
+        after=after,
         rate=lambda: optimizer.param_groups[0]["lr"],
         probed=probed,
         heals=True,

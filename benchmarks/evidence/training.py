@@ -14,13 +14,15 @@ from typing import Any
 from problems import Batch, Problem
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-__all__ = ["BETAS", "WARMUP", "Method", "Outcome", "Parts", "one_cycle_schedule", "plain", "scheduled", "train"]
+__all__ = ["BETAS", "WARMUP", "Method", "Outcome", "Parts", "one_cycle_schedule", "plain", "scheduled", "train", "wsd_schedule"]
 
 BETAS = (0.9, 0.95)
 WARMUP = 0.1
 """part of a run in which every schedule rises; the peers whose READMEs advise against it have none"""
+DECAY = 0.2
+"""part of a run in which WSD falls"""
 POINTS = 20
 """of the rate's trajectory"""
 
@@ -136,6 +138,12 @@ def plain(problem: Problem, model: nn.Module) -> Callable[[Batch], float]:
 
 def one_cycle_schedule(optimizer: Optimizer, rate: float, steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, rate, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
+
+
+def wsd_schedule(optimizer: Optimizer, rate: float, steps: int) -> LambdaLR:
+    """Warm-up, stable, linear decay to 0. ``rate`` is the optimizer's."""
+    rise, fall = WARMUP * steps, DECAY * steps
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (steps - step) / fall))
 
 
 def scheduled(problem: Problem, model: nn.Module, optimizer: Optimizer, schedule: Any, found: str | None = None) -> Parts:

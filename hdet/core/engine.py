@@ -160,6 +160,7 @@ class Engine:
         inner: Sequence[Sequence[float] | None] | None = None,
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
+        mean: Sequence[float] | None = None,
         floor: Sequence[float] | None = None,
         schedule_step: int | None = None,
     ) -> CycleOutcome:
@@ -180,7 +181,7 @@ class Engine:
                 cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
                 knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, probes=rows,
-                scheduled=list(scheduled), peak=list(peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
+                scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean or peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step), line=line, inner=cosines,
             )  # fmt: skip

@@ -16,11 +16,12 @@ STARTS = (-8, -5, -3, -1, 0, 1, 2, 4, 6)
 """exponents of the whole figure"""
 SEEDS = {"transformer": 3}
 """how many the whole figure has; five on the other problems"""
-METHODS = (FIXED, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax", "hdet-probe", "hdet-line")
+METHODS = (FIXED, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax", "hdet-line-onecycle", "hdet-probe", "hdet-line")
 """those that the figure has to have, in the order of tables and legends; others stand between the peers and HDET"""
 
 CAPTION = """
-The rate that a run starts from is 2^start times the best one of the method (HDET's: of the fixed schedule), which was found on other seeds.
+The rate that a run starts from is 2^start times the best one of the method (HDET's: of the schedule that it steers: WSD's under hdet-line and
+hdet-probe, OneCycle's under the others), which was found on other seeds.
 Losses are held-out, in nats, means over seeds ± one standard error. A run that crashed, or ended above it, counts as an untrained model.
 LR sensitivity is E[min(l, l0)] - l* over starts even in ln(rate), l0 the untrained model's loss, l* the lowest mean of any method; beside
 it, with the method's own lowest as l*.

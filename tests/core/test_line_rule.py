@@ -16,7 +16,7 @@ import pytest
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence, LineRule
 from hdet.core.controllers.line import BELOW, FROM, LATE, LIMIT, RISE, octave_steps
-from hdet.core.controllers.sweep import BREAK_OVER_BEST
+from hdet.core.controllers.sweep import BREAK_OVER_MEAN
 from hdet.core.engine import Engine, KnobSpec
 
 # -- single decisions ----------------------------------------------------------------------------------------------------
@@ -52,6 +52,7 @@ def evidence(step: int, line: Made | None = None, loss: float | None = 1.0, **mo
         "multipliers": [[1.0]] * n, "losses": [loss], "probes": None, "scheduled": [1.0] * n, "peak": [1.0] * n, "floor": [0.0] * n,
         "corrections": [1.0] * n,
     } | more  # fmt: skip
+    given.setdefault("mean", given["peak"])
     given.setdefault("values", [c * s for c, s in zip(given["corrections"], given["scheduled"], strict=True)])
     return Evidence(step=step, line=line, **given)
 
@@ -120,18 +121,26 @@ def test_what_breaks_is_taken_back_and_the_estimate_comes_gently() -> None:
     (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,))
     # The octaves of these made-up evidences are all at 60 / sqrt(2), so the break says less than what is sufficient.
     assert decision.restart and decision.rise_from == 1 / FROM and decision.over == RISE * TOTAL
-    assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_BEST)
+    assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_MEAN)
     assert "training broke" in decision.note and "begun again" in decision.note
     assert not rule.sweeping and not rule.idle and rule.next_end(TOTAL, CYCLE) == LATE[0] * TOTAL
 
 
 @pytest.mark.parametrize(("best", "stays"), [(0.65, False), (0.75, True), (1.0, True), (2.4, True), (2.6, False)])
 def test_the_user_s_value_stays_within_the_band(best: float, stays: bool) -> None:
-    rule, broken = LineRule(), best * BREAK_OVER_BEST * math.sqrt(2)
+    rule, broken = LineRule(), best * BREAK_OVER_MEAN * math.sqrt(2)
     feel(rule, corrections=(broken,))
     (decision,) = swept(rule, [*LEARNS, None], corrections=(broken,))
     assert broken * decision.factor == pytest.approx(1.0 if stays else best) and decision.restart
     assert ("which stays" in decision.note) is stays
+
+
+@pytest.mark.parametrize("mean", [1.0, 0.85, 0.5])
+def test_what_is_found_is_a_mean_over_the_run_and_the_schedule_tells_its_peak(mean: float) -> None:
+    rule = LineRule()
+    feel(rule, corrections=(60.0,), mean=[mean])
+    (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,), mean=[mean])
+    assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_MEAN / mean)
 
 
 @pytest.mark.parametrize("losses", [[None], [2.0, None], [2.0, 9.0, 9.0], [2.0, 1e30, None]])
@@ -464,7 +473,7 @@ def test_octaves_double_the_rate_under_a_real_schedule_and_nothing_else_moves_be
     (back,) = run.taken_back()
     assert max(rate for (rate,) in run.rates[:back]) > 1.4 * run.values()[0]
     after = [rate for (rate,) in run.rates[back:]]
-    assert after[0] < run.values()[0] / 32 and max(after) < 1.01 * run.values()[0]
+    assert after[0] < 1.1 / FROM * run.values()[0] and max(after) < 1.01 * run.values()[0]
     assert all(high < 1.2 * low for low, high in pairwise(after))  # no jump
 
 

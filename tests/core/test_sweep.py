@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet.core.controllers import sweep
-from hdet.core.controllers.sweep import AMPLE, BREAK_OVER_BEST, Octave, Outcome
+from hdet.core.controllers.sweep import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Octave, Outcome
 
 
 def octaves(losses: Sequence[float], error: float = 0.01, rate: float = 1.0) -> list[Octave]:
@@ -37,17 +37,22 @@ FALLS = [3.0, 2.9, 2.7, 2.3, 1.9, 1.8]
 SUFFICIENT = 8 * 2 ** ((2.3 - 1.98) / (2.3 - 1.9))
 
 
+def broken_at(lost: float) -> float:
+    """Half of the gain is lost at 2.4, between the rates 32 (1.8) and 64 (``lost``, at most 3)."""
+    return 32 * 2 ** ((2.4 - 1.8) / (lost - 1.8))
+
+
 @pytest.mark.parametrize("gone", [math.inf, math.nan])
 def test_what_is_not_finite_breaks_at_once(gone: float) -> None:
     count, found = course([*FALLS, gone, 1.0])
     assert (count, found.over, found.broke) == (7, True, True)
-    assert found.best == pytest.approx(min(64 / BREAK_OVER_BEST, AMPLE * SUFFICIENT))
+    assert found.best == pytest.approx(broken_at(3.0) / BREAK_OVER_MEAN) and found.best < AMPLE * SUFFICIENT
 
 
 @pytest.mark.parametrize("gone", [math.inf, math.nan])
 def test_the_first_octave_can_break_too(gone: float) -> None:
     found = outcome(octaves([gone]))
-    assert found == Outcome(True, pytest.approx(1 / BREAK_OVER_BEST), True)
+    assert found == Outcome(True, pytest.approx(1 / BREAK_OVER_MEAN), True)
     assert outcome(octaves([gone, gone])).broke
 
 
@@ -55,18 +60,27 @@ def test_the_first_octave_can_break_too(gone: float) -> None:
 def test_more_than_there_was_is_a_break_at_once(lost: float) -> None:
     count, found = course([*FALLS, lost, 1.7])
     assert (count, found.broke) == (7, True)
-    assert found.best == pytest.approx(min(64 / BREAK_OVER_BEST, AMPLE * SUFFICIENT))
+    assert found.best == pytest.approx(broken_at(3.0) / BREAK_OVER_MEAN)
 
 
 @pytest.mark.parametrize("lost", [2.5, 2.9])
 def test_more_than_half_of_the_gain_lost_in_two_octaves_is_a_break_and_in_one_is_noise(lost: float) -> None:
-    """The break is where the first of them was."""
+    """The break is where the first of them was, between the octave before it and it."""
     count, found = course([*FALLS, lost, lost])
     assert (count, found.broke) == (8, True)
-    assert found.best == pytest.approx(min(64 / BREAK_OVER_BEST, AMPLE * SUFFICIENT))
+    assert found.best == pytest.approx(broken_at(lost) / BREAK_OVER_MEAN)
     assert not outcome(octaves([*FALLS, lost])).over
     alone = [*FALLS, lost, 1.7, lost, 1.6]
     assert course(alone) == (len(alone), outcome(octaves(alone))) and not outcome(octaves(alone)).over
+
+
+@pytest.mark.parametrize(("error", "ends"), [(0.01, 8), (0.05, 10)])
+def test_a_loss_within_its_errors_is_no_break_until_one_is_clear_and_the_first_tells_the_rate(error: float, ends: int) -> None:
+    """2.4 is half of the gain; 2.45 and 2.5 are clear of it at errors of 0.01, not of 0.05 (twice 0.07)."""
+    count, found = course([*FALLS, 2.45, 2.5, 2.5, 2.9, 2.9], error)
+    assert (count, found.broke) == (ends, True)
+    assert found.best == pytest.approx(broken_at(2.45) / BREAK_OVER_MEAN)
+    assert not outcome(octaves([*FALLS, 2.45, 2.5, 2.0, 2.9], error=0.05)).over  # it was won back
 
 
 def test_less_than_half_of_the_gain_is_no_break() -> None:
@@ -78,14 +92,14 @@ def test_a_break_long_after_all_was_learned_says_no_more_than_is_sufficient() ->
     """All is learned at the second octave's rate, 2; the break is at 64."""
     falls = [2.0, 0.2, 0.2, 0.2, 0.2, 0.2]
     _, found = course([*falls, math.inf], 0.1)
-    sufficient = outcome(octaves(falls, 0.1)).best
-    assert sufficient is not None and 1 < sufficient < 2
-    assert found.broke and found.best == pytest.approx(AMPLE * sufficient) and found.best < 64 / BREAK_OVER_BEST
+    sufficient = 2 ** (0.85)
+    assert outcome(octaves(falls, 0.1)).best == pytest.approx(sufficient / SUFFICIENT_OVER_MEAN)
+    assert found.broke and found.best == pytest.approx(AMPLE * sufficient) and found.best < 32 * math.sqrt(2) / BREAK_OVER_MEAN
 
 
 def test_a_break_before_anything_was_learned_counts_by_itself() -> None:
     count, found = course([2.0, 2.0, 2.0, 2.001, 9.0, 9.0])
-    assert (count, found.broke) == (6, True) and found.best == pytest.approx(16 / BREAK_OVER_BEST)
+    assert (count, found.broke) == (6, True) and found.best == pytest.approx(16 / BREAK_OVER_MEAN)
 
 
 @pytest.mark.parametrize(("error", "patience"), [(0.001, 2), (0.1, 5)])
@@ -93,7 +107,7 @@ def test_a_plateau_is_seen_sooner_where_errors_are_small(error: float, patience:
     """0.05 of the gain, which is 1.2, is progress. An error that could hide it makes for more patience."""
     count, found = course([*FALLS, *[1.8] * 9], error)
     assert (count, found.broke) == (len(FALLS) + patience, False)
-    assert found.best == pytest.approx(SUFFICIENT)
+    assert found.best == pytest.approx(SUFFICIENT / SUFFICIENT_OVER_MEAN)
 
 
 def test_slow_progress_is_progress() -> None:
@@ -107,16 +121,17 @@ def test_where_nothing_is_learned_and_nothing_breaks_there_is_no_estimate(losses
 
 
 def test_what_is_sufficient_lies_between_octaves_by_the_logarithm() -> None:
-    assert outcome(octaves(FALLS)).best == pytest.approx(SUFFICIENT)
+    over = SUFFICIENT_OVER_MEAN
+    assert outcome(octaves(FALLS)).best == pytest.approx(SUFFICIENT / over)
     # 85 % of a gain of 2 are reached exactly at 2, and half way there from 1.
-    assert outcome(octaves([2.0, 0.3, 0.0])).best == pytest.approx(2.0)
-    assert outcome(octaves([2.0, -1.4, -0.0, -0.0])).best == pytest.approx(2**0.85)
+    assert outcome(octaves([2.0, 0.3, 0.0])).best == pytest.approx(2.0 / over)
+    assert outcome(octaves([2.0, -1.4, -0.0, -0.0])).best == pytest.approx(2**0.85 / over)
 
 
 def test_what_the_first_octave_learned_counts_too() -> None:
     """The untrained model's loss is that of its own batch; the first octave's stands for it where that is higher."""
     known = outcome(octaves(FALLS[2:]), 3.0)
-    assert known.best == pytest.approx(SUFFICIENT / 4)
+    assert known.best == pytest.approx(SUFFICIENT / 4 / SUFFICIENT_OVER_MEAN)
     assert outcome(octaves(FALLS), 2.0) == outcome(octaves(FALLS), 3.0)
 
 
@@ -144,7 +159,7 @@ def test_an_estimate_is_among_the_rates_that_were_swept_and_later_octaves_do_not
     given_losses = [*given_losses[:place], math.inf, *given_losses[place:]] if place % 2 else given_losses
     count, found = course(given_losses, error)
     if found.best is not None:
-        assert 1 / BREAK_OVER_BEST / (1 + 1e-9) <= found.best <= 2.0 ** (count - 1) * (1 + 1e-9)
+        assert 1 / BREAK_OVER_MEAN / (1 + 1e-9) <= found.best <= 2.0 ** (count - 1) * (1 + 1e-9)
     assert found.over or not found.broke
     if found.over:
         assert outcome(octaves(given_losses, error)) == found

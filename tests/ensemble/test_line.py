@@ -18,6 +18,7 @@ import hdet
 from hdet.checks import _check_alike as check_alike
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence, LineRule
+from hdet.core.controllers.line import FROM
 from tests.ensemble.helpers import model
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_after_the_sweep_all_is_as_it_was_at_the_beginning(lr: float) -> None:
     for p in net.parameters():
         assert not any(torch.as_tensor(value).any() for value in run.optimizer.state[p].values())
     scheduled, value = run.ensemble.schedule.values()[0], run.ensemble.values()["lr"]
-    assert value < scheduled * run.ensemble.corrections["lr"] / 32  # and the rate begins low
+    assert value < scheduled * run.ensemble.corrections["lr"] * 1.1 / FROM  # and the rate begins low
     run.steps(1)
     assert int(net[1].num_batches_tracked) == 1  # type: ignore[index,arg-type]
 

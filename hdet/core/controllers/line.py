@@ -47,7 +47,7 @@ BELOW = 32.0
 """The first octave ends at the line's edge over this."""
 LIMIT = 0.15
 """of the run: a sweep that has not found anything by then is given up"""
-RISE, FROM = 0.12, 64.0
+RISE, FROM = 0.08, 16.0
 """After the sweep: of the run, and the factor by which the rate rises in it."""
 BAND = (0.7, 2.5)
 """The user's rate stays if the estimate, as a multiple of it, lies within."""
@@ -73,7 +73,7 @@ class LineRule(BaseController):
     needs_replicas = False
     spreads = False
     opening = OPENING
-    state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled")
+    state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled", "risen")
 
     def __init__(self, significant: float = 1.5, farthest: float = 256.0, freeze_after: float | None = None) -> None:
         super().__init__(freeze_after)
@@ -97,6 +97,8 @@ class LineRule(BaseController):
         """Late readings that were taken."""
         self.scheduled = 0.0
         """The schedule at the end of the octave before the last, as a part of its peak."""
+        self.risen = 0.0
+        """The step at which the rate that was found is in force."""
 
     @property
     def idle(self) -> bool:
@@ -165,9 +167,8 @@ class LineRule(BaseController):
             self.octaves, self.phase = [], float(FEEL)
             return self._from(evidence, now / BELOW, "broken at once: the sweep begins again, lower")
         if found.over or used >= LIMIT:
-            return self._end(
-                evidence, found.best, "training broke" if found.broke else "more does not help" if found.best else "nothing was found"
-            )
+            note = "training broke" if found.broke else "more does not help" if found.best else "nothing was found"
+            return self._end(evidence, found.best and found.best * _peak_over_mean(evidence), note)
         return self._towards(evidence, 2 * now, "")
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:
@@ -191,6 +192,7 @@ class LineRule(BaseController):
             note += f", the best peak is about {best:.3g} times the schedule's" + (", which stays" if stays else "")
         goal = 1.0 if best is None or stays else best
         over = round(RISE * (evidence.total_steps or 0))
+        self.risen = float(evidence.step + over)
         return [
             Decision(factor=goal / correction, restart=True, rise_from=1 / FROM, over=over, note=f"{note}: begun again")
             for correction in evidence.corrections
@@ -229,6 +231,11 @@ def octave_steps(total_steps: int, sync_interval: int) -> int:
 
 def octave_steps_of(evidence: Evidence) -> int:
     return octave_steps(evidence.total_steps or 0, evidence.sync_interval)
+
+
+def _peak_over_mean(evidence: Evidence) -> float:
+    """Of the schedule: what the rate has to be on the mean, it has to be so many times at the peak."""
+    return evidence.peak[0] / evidence.mean[0] if evidence.mean[0] > 0 else 1.0
 
 
 def _value(evidence: Evidence) -> float:

@@ -37,6 +37,8 @@ class Evidence:
     """[knob]: the untouched schedule's value now."""
     peak: Sequence[float]
     """[knob]: the highest value of the untouched schedule."""
+    mean: Sequence[float]
+    """[knob]: the mean of the untouched schedule over the run (``peak`` where unknown)."""
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]

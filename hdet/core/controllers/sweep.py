@@ -27,10 +27,14 @@ CLEAR = 4.0
 """Standard errors of an octave's mean by which more is lost than there was."""
 LEARNED, PAIRED = 8.0, 5.0
 """Something was learned: the gain in standard errors of the untrained model's loss; or the paired t, where examples differ more than that."""
-BREAK_OVER_BEST = 7.0
-"""The rate that breaks training over the best peak: 3 to 8 on the problems it was found on."""
-AMPLE = 3.0
-"""The best peak is at most this multiple of the rate that is sufficient."""
+NOISE = 2.0
+"""Standard errors by which more than `LOST` is lost in one of the octaves, or nothing has broken yet."""
+BREAK_OVER_MEAN = 15.0
+"""The rate at which training breaks over the best mean rate of a run."""
+SUFFICIENT_OVER_MEAN = 2.5
+"""The same of the rate from which on more does not help, where nothing breaks."""
+AMPLE = 1.5
+"""The best mean rate is at most this multiple of the rate that is sufficient."""
 
 
 class Octave(NamedTuple):
@@ -51,33 +55,47 @@ class Outcome(NamedTuple):
 
     over: bool
     best: float | None
-    """An estimate of the best peak, in the rates' unit; None: nothing was learned and nothing broke."""
+    """An estimate of the best mean rate of a run, in the octaves' unit; None: nothing was learned and nothing broke."""
     broke: bool
 
 
 def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
     """Is the sweep over, and what follows from it? ``untrained``: of a batch, at rate 0."""
     start = least = max(untrained.loss, octaves[0].loss if math.isfinite(octaves[0].loss) else -math.inf)
-    stalled, learned, lost = 0.0, False, None
+    least_error, stalled, learned = untrained.error, 0.0, False
+    broken: list[int] = []
+    """The octaves since something was lost that have not won it back."""
+    clear = False
     for i, (_, loss, error, t) in enumerate(octaves):
         gain = start - least
         ruined = not math.isfinite(loss) or loss > start + CLEAR * error
         if ruined or (learned and loss - least > LOST * gain):
-            # One octave in which much is lost may be noise; two are none.
-            if lost is not None or (ruined and learned) or not math.isfinite(loss):
-                first = i if lost is None else lost
-                limit = AMPLE * _sufficient(start, octaves[:first], least) if learned else math.inf
-                return Outcome(True, min(octaves[first].rate / BREAK_OVER_BEST, limit), True)
-            lost = i
+            broken.append(i)
+            clear = clear or ruined or loss - least > LOST * gain + NOISE * math.hypot(error, least_error)
+            # One octave in which much is lost may be noise, and so may be two in which it is just as much as counts.
+            if (clear and len(broken) > 1) or (ruined and learned) or not math.isfinite(loss):
+                return Outcome(True, _of_break(start, octaves, broken[0], least, learned), True)
             continue
-        lost = None
+        broken, clear = [], False
         patience = PLAIN if error < PROGRESS * gain else 1.0
         stalled = 0.0 if loss < least - PROGRESS * gain else stalled + learned * patience
-        least = min(least, loss)
+        if loss < least:
+            least, least_error = loss, error
         learned = learned or start - least > LEARNED * untrained.error or (loss < start and t < -PAIRED)
         if stalled >= STALLED:
-            return Outcome(True, _sufficient(start, octaves[: i + 1], least), False)
-    return Outcome(False, _sufficient(start, octaves, least) if learned else None, False)
+            return Outcome(True, _sufficient(start, octaves[: i + 1], least) / SUFFICIENT_OVER_MEAN, False)
+    return Outcome(False, _sufficient(start, octaves, least) / SUFFICIENT_OVER_MEAN if learned else None, False)
+
+
+def _of_break(start: float, octaves: Sequence[Octave], first: int, least: float, learned: bool) -> float:
+    """The mean rate that follows from a break in the octave ``first``; where exactly, say the losses of it and of the one before."""
+    rate, loss = octaves[first][:2]
+    if not learned:
+        return rate / BREAK_OVER_MEAN
+    before, below = octaves[first - 1][:2]
+    at, above = least + LOST * (start - least), min(loss, start) if math.isfinite(loss) else start
+    part = (at - below) / (above - below) if below < at < above else 1.0
+    return min(before * (rate / before) ** part / BREAK_OVER_MEAN, AMPLE * _sufficient(start, octaves[:first], least))
 
 
 def _sufficient(start: float, octaves: Sequence[Octave], least: float) -> float:

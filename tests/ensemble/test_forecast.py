@@ -1,0 +1,88 @@
+"""What a scheduler is going to do: told before it does it, and without touching it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+
+import hdet
+from hdet.forecast import trajectory
+from hdet.knobs import LearningRate, bind_all
+from hdet.schedule import Schedule
+
+TOTAL = 40
+
+
+def adam() -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.ones(3))], "lr": lr, "name": name} for lr, name in ((0.1, "a"), (0.02, "b"))]
+    return torch.optim.AdamW(groups)
+
+
+def wsd(step: int) -> float:
+    return min(1.0, (step + 1) / 4, (TOTAL - step) / 8)
+
+
+def warm_then_cosine(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [lrs.LinearLR(optimizer, 0.1, total_iters=5), lrs.CosineAnnealingLR(optimizer, TOTAL - 5)]
+    return lrs.SequentialLR(optimizer, parts, [5])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "onecycle": lambda o: lrs.OneCycleLR(o, [0.1, 0.02], TOTAL),  # cycles betas too
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, TOTAL),
+    "wsd": lambda o: lrs.LambdaLR(o, wsd),
+    "sequential": warm_then_cosine,
+    "steps": lambda o: lrs.MultiStepLR(o, [10, 30]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_it_is_what_the_scheduler_then_does_and_leaves_it_alone(name: str) -> None:
+    optimizer = adam()
+    scheduler = SCHEDULERS[name](optimizer)
+    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], str(scheduler.state_dict())
+    ahead = trajectory(scheduler, TOTAL)
+    assert before == ([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], str(scheduler.state_dict()))
+    real: list[list[float]] = [[], []]
+    for _ in range(TOTAL):
+        for column, group in zip(real, optimizer.param_groups, strict=True):
+            column.append(group["lr"])
+        optimizer.step()
+        if len(real[0]) < TOTAL:
+            scheduler.step()
+    assert ahead == [pytest.approx(column) for column in real]
+
+
+def test_a_tensor_as_rate_is_told_too() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=torch.tensor(0.1))
+    ahead = trajectory(lrs.LambdaLR(optimizer, wsd), TOTAL)
+    assert ahead == [pytest.approx([0.1 * wsd(step) for step in range(TOTAL)])]
+
+
+def test_what_cannot_be_told() -> None:
+    plateau = lrs.ReduceLROnPlateau(adam())
+    assert trajectory(None, TOTAL) is None and trajectory(plateau, TOTAL) is None and trajectory(lrs.LambdaLR(adam(), wsd), None) is None
+    assert trajectory(object(), TOTAL) is None
+
+
+def test_the_means_of_knobs() -> None:
+    """In the middle between its values; of a schedule that nobody knows, and of what has none, the peak."""
+    optimizer = adam()
+    schedule = Schedule(lrs.LambdaLR(optimizer, wsd), bind_all([LearningRate(0.1, groups="each")], optimizer), TOTAL)
+    mean = sum(map(wsd, range(TOTAL))) / TOTAL
+    assert schedule.means() == [pytest.approx(0.1 * mean), pytest.approx(0.02 * mean)] and 0.8 < mean < 0.9
+    constant = adam()
+    assert Schedule(None, bind_all([LearningRate(0.1, groups="each")], constant), TOTAL).means() == [0.1, 0.02]
+
+
+def test_the_drop_in_tells_torch_s_own_trajectory() -> None:
+    optimizer, other = adam(), adam()
+    scheduler = hdet.OneCycleAutoLR(optimizer, [0.1, 0.02], TOTAL, cycle_momentum=False)
+    ahead = trajectory(scheduler.ensemble.schedule.scheduler, TOTAL)
+    assert ahead is not None and ahead == trajectory(lrs.OneCycleLR(other, [0.1, 0.02], TOTAL, cycle_momentum=False), TOTAL)
+    assert sum(ahead[0]) / TOTAL < 0.06  # of a peak of 0.1

@@ -1,0 +1,198 @@
+"""The line's sweep, and then another controller: who decides when, replicas that part only then, co-resident ones, resume, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from hdet.core.controllers import Decision, Evidence
+from hdet.core.controllers.base import BaseController
+from tests.ensemble.helpers import model
+from tests.ensemble.test_line import Run, data, losses_of
+
+TOTAL, FOUND = 400, 0.03
+"""The best peaks are 0.01 to 0.1 (test_line)."""
+
+
+class Listener(BaseController):
+    """Writes down when it was asked, and doubles the rate once, at its third cycle."""
+
+    name = "listener"
+    needs_replicas = False
+    state_keys = ("steps",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        assert evidence.line is None
+        self.steps.append(float(evidence.step))
+        return [Decision(factor=2.0 if len(self.steps) == 3 else 1.0)]
+
+
+def chained(then: Any, lr: float = 1e-3, **settings: Any) -> Run:
+    net = model()
+    return Run(lr, total=TOTAL, net=net, line=hdet.LineController(net, then=then), **settings)
+
+
+def sweep(run: Run) -> int:
+    """Until the run has begun again; at which step."""
+    while run.line.sweeping:
+        run.steps(1)
+        assert run.index < 0.1 * TOTAL
+    return run.index
+
+
+def test_the_other_decides_when_the_rate_has_risen_and_the_line_is_read_no_more() -> None:
+    then = Listener()
+    run = chained(then)
+    back = sweep(run)
+    found = run.ensemble.corrections["lr"]
+    assert then.steps == [] and not run.line.acts and run.line._way is None  # its memory is free
+    run.closure = None  # nobody asks for it any more
+    run.steps(TOTAL - back)
+    risen = run.line.rule.risen
+    assert back < risen <= back + 0.08 * TOTAL + 1
+    assert then.steps == [float(step) for step in range(4, TOTAL + 1, 4) if step > risen]
+    assert run.ensemble.corrections["lr"] == pytest.approx(2 * found)
+    assert run.validation() < 2 * Run(FOUND, total=TOTAL, line=None).steps(TOTAL).validation()
+
+
+def test_a_line_alone_and_one_before_another_sweep_alike() -> None:
+    alone, before = Run(1e-3, total=TOTAL), chained(Listener())
+    back = sweep(alone)
+    assert sweep(before) == back and torch.equal(alone.weights(), before.weights())
+    assert alone.ensemble.corrections == before.ensemble.corrections
+
+
+class Together:
+    """Four co-resident replicas, and a probe after the sweep."""
+
+    def __init__(self, lr: float, **probe: Any) -> None:
+        self.net = model()
+        self.optimizer = hdet.FusedAdamW(self.net.parameters(), lr=lr, weight_decay=0.0)
+        self.replicas = hdet.CoresidentReplicas(self.net, 4)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, TOTAL, cycle_momentum=False)
+        self.asked = 0
+        batches = [data(20_000 + i) for i in range(8)]
+        self.probe = hdet.ProbeController(self._loss, batches, chunks=4, model=self.net, interval=5, **probe)
+        self.line = hdet.LineController(self.net, then=self.probe)
+        self.ensemble = hdet.Ensemble(
+            self.optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=self.replicas, sync_interval=4, controller=self.line
+        )
+        self.index = 0
+
+    def _loss(self, net: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self.asked += 1
+        return losses_of(net, batch).mean()
+
+    def steps(self, count: int) -> Together:
+        for _ in range(count):
+            batch = data(self.index)
+            for r, part in enumerate(zip(*(x.chunk(4) for x in batch), strict=True)):
+                with self.replicas.use(r):
+                    loss = losses_of(self.net, part).mean()
+                    self.ensemble.observe(loss.detach())
+                    (loss / 4).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.ensemble.step(closure=lambda batch=batch: losses_of(self.net, batch))
+            self.index += 1
+        return self
+
+    def sets(self) -> Sequence[Sequence[torch.Tensor]]:
+        return self.replicas.sets(list(self.net.parameters()))
+
+    def equal(self) -> bool:
+        first, *others = self.sets()
+        return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_co_resident_replicas_train_alike_until_the_probe_acts_and_all_are_taken_back() -> None:
+    run = Together(30 * FOUND)  # breaks training at once
+    begin = [p.detach().clone() for p in run.net.parameters()]
+    while run.line.sweeping:
+        run.steps(1)
+        assert run.equal()
+    assert all(torch.equal(p, b) for p, b in zip(run.net.parameters(), begin, strict=True))
+    while not run.line.acts:
+        assert run.asked == 0 and not run.ensemble.engine.explores
+        run.steps(1)
+        assert run.equal()
+    run.steps(3)
+    assert not run.equal() and run.ensemble.engine.explores
+    run.steps(TOTAL - run.index)
+    assert run.asked > 0 and run.line.idle and run.equal()
+    with torch.no_grad():
+        end = losses_of(run.net, data(10_000, 512)).mean().item()
+    assert end < 2 * Run(FOUND, total=TOTAL, line=None).steps(TOTAL).validation()
+
+
+def test_a_replica_that_is_nan_in_the_sweep_is_taken_back_too() -> None:
+    run = Together(FOUND).steps(6)
+    with torch.no_grad():
+        run.sets()[2][0].fill_(math.nan)
+    while run.line.sweeping:
+        run.steps(1)
+    assert run.equal() and all(bool(p.isfinite().all()) for p in run.net.parameters())
+
+
+def test_a_probe_after_the_sweep_votes_and_freezes() -> None:
+    """It votes: at a 256th of what was found, for more."""
+    run = Together(FOUND, freeze_after=0.5)
+    while not run.line.acts:
+        run.steps(1)
+    run.ensemble.engine.corrections = [run.ensemble.engine.corrections[0] / 256]
+    low = run.ensemble.corrections["lr"]
+    run.steps(TOTAL - run.index)
+    assert run.ensemble.corrections["lr"] > low and run.probe.rule.frozen
+
+
+@pytest.mark.parametrize("when", ["in the sweep", "while it rises", "after"])
+def test_resumed_it_goes_on_where_it_was(when: str) -> None:
+    first = chained(Listener())
+    first.steps(10)
+    if when != "in the sweep":
+        sweep(first)
+        first.steps(4 if when == "while it rises" else 80)
+    state = first.ensemble.state_dict()
+    second = chained(Listener())
+    second.net.load_state_dict(first.net.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    second.ensemble.load_state_dict(state)
+    second.index = first.index
+    assert second.line.acts is first.line.acts is (when == "after")
+    assert second.line.then.steps == first.line.then.steps and second.ensemble.values() == first.ensemble.values()
+    for run in (first, second):
+        run.steps(TOTAL - run.index)
+    if when != "in the sweep":  # which begins anew
+        assert torch.equal(first.weights(), second.weights()) and first.line.then.steps == second.line.then.steps
+    with pytest.raises(ValueError, match="controller"):
+        Run(1e-3, total=TOTAL).ensemble.load_state_dict(state)
+
+
+@pytest.mark.parametrize("then", [Listener, 3, hdet.LineController()])
+def test_what_is_no_other_controller_is_refused(then: Any) -> None:
+    with pytest.raises(TypeError, match="then must be another controller"):
+        hdet.LineController(then=then)
+
+
+def test_what_follows_asks_for_what_it_needs() -> None:
+    """As if it were alone: the run's length for a part of it; a sensor for its probes; replicas, of which one explores nothing."""
+
+    class Lame(Listener):
+        needs_probe = True
+
+    with pytest.raises(TypeError, match="Lame needs a probe but lacks"):
+        chained(Lame())
+    with pytest.warns(UserWarning, match="one replica explores nothing"):
+        chained(hdet.SoftmaxController(decay=None))
+    line = hdet.LineController(then=hdet.SoftmaxController(decay=None))
+    assert line.name == "line, then softmax" and line.needs_replicas and not line.spreads and not line.idle
