@@ -5,7 +5,7 @@
     python benchmarks/evidence/search.py --table FILE ...
 
 All know as much about the rate: it is drawn log-uniformly from 2^-8 to 2^6 times the best fixed one, which `hero.py --find --methods
-onecycle` has found. A trial is a full run of AdamW under OneCycle on the full batch. HDET is one run from such a rate; population-based
+wsd` has found. A trial is a full run of AdamW under WSD, the schedule that HDET steers, on the full batch. HDET is one run from such a rate; population-based
 training has its members at such rates, each on its part of the batch. Random search and successive halving (Optuna's) are played through
 with the recorded trials in random orders, so nothing is trained twice. Runs that are in the file already are not repeated.
 
@@ -34,12 +34,15 @@ import pbt
 from methods import METHODS
 from problems import PROBLEMS, Batch, Problem
 from runs import Record, Task, read, run_missing
+from training import wsd_schedule
 
 from hdet.evidence.search import TRIAL, table
 
 RESULTS = "benchmarks/results/evidence/search.jsonl"
 LOW, HIGH = -8.0, 6.0
 """log2 of the prior's ends, over the best fixed rate"""
+FIXED = "wsd"
+"""the schedule of all of them"""
 POINTS = 20
 """of a run's curve, evenly spaced; population-based training is ready to exploit at each"""
 QUICK = 8
@@ -62,7 +65,7 @@ def run(problem: str, method: str, draw: int, seed: int, best: float, steps: int
     else:
         rate = best * 2.0 ** random.Random(f"{problem} {seed} {draw}").uniform(LOW, HIGH)
         watch = Watch(chosen)
-        outcome = methods.train(watch.problem, METHODS["onecycle" if method == TRIAL else method], rate, seed).to_dict()
+        outcome = methods.train(watch.problem, METHODS[FIXED if method == TRIAL else method], rate, seed).to_dict()
         curve = [*watch.curve, (watch.samples, math.inf if outcome["validation"] is None else outcome["validation"])]
     return {
         "benchmark": "search", "problem": problem, "method": method, "exponent": math.log2(rate / best), "rate": rate, "best": best,
@@ -110,7 +113,7 @@ def interval(steps: int) -> int:
 def shape(steps: int) -> list[float]:
     """The schedule of the trials, at a peak of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=steps, pct_start=methods.WARMUP, cycle_momentum=False)
+    schedule = wsd_schedule(optimizer, 1.0, steps)
     rates = []
     for _ in range(steps):
         rates.append(schedule.get_last_lr()[0])
@@ -148,13 +151,13 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 def best_fixed(problem: str, options: argparse.Namespace) -> float:
     """The middle of the prior."""
     if options.quick:
-        return METHODS["onecycle"].start
+        return METHODS[FIXED].start
     try:
-        return hero.best_rate(read(options.hero), problem, "onecycle", PROBLEMS[problem].steps)
+        return hero.best_rate(read(options.hero), problem, FIXED, PROBLEMS[problem].steps)
     except KeyError:
         raise SystemExit(
             f"{options.hero} does not say the best fixed rate on {problem}: "
-            f"run benchmarks/evidence/hero.py --find --methods onecycle --problems {problem}"
+            f"run benchmarks/evidence/hero.py --find --methods {FIXED} --problems {problem}"
         ) from None
 
 
