@@ -1,4 +1,4 @@
-"""What a user's scheduler is going to do, told by a copy of it that runs ahead."""
+"""What a user's scheduler is going to do: told by its functions, or by a copy of it that runs ahead. The scheduler is left alone."""
 
 from __future__ import annotations
 
@@ -9,31 +9,46 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-__all__ = ["trajectory"]
+__all__ = ["highest_factors", "trajectory"]
 
 POINTS = 1000
-"""in which a function of the step alone is looked at, beside the first hundred steps"""
+"""in which a function of the step alone is looked at"""
+
+
+def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | None:
+    """LambdaLR alone multiplies a group's rate by what can lie far from 1 at all times (Noam's): its factors' highest values, by group.
+
+    Looked at in a thousand places of the run and in its first hundred steps; None for other schedulers, whose peak the group has, and
+    where the length is not known.
+    """
+    lambdas = getattr(scheduler, "lr_lambdas", None)
+    if type(scheduler).__name__ != "LambdaLR" or not lambdas or total_steps is None:
+        return None
+    steps = sorted({*_places(total_steps), *range(min(total_steps, 100)), total_steps})
+    highest = [max(float(factor(step)) for step in steps) for factor in lambdas]
+    return [factor if factor > 0 else 1.0 for factor in highest]
 
 
 def trajectory(scheduler: Any, total_steps: int | None) -> list[list[float]] | None:
-    """[parameter group]: the rates that torch's ``scheduler`` will set, from now to the end of the run, at even places of it.
+    """[parameter group]: the rates that torch's ``scheduler`` sets from now on to the end of the run, at even places (of a LambdaLR, from
+    its beginning).
 
-    None where that cannot be told: no scheduler or none of torch's, one that reacts to the run (ReduceLROnPlateau), or no length. The
-    scheduler and its optimizer are left alone.
+    None where that cannot be told: no scheduler or none of torch's, one that reacts to the run (ReduceLROnPlateau), or no length.
     """
     scheduler = scheduler.plain() if hasattr(scheduler, "plain") else scheduler
     if not isinstance(scheduler, LRScheduler) or total_steps is None:
         return None
     if type(scheduler) is LambdaLR:  # of a long run not every step has to be asked for
-        steps = sorted({round(i * (total_steps - 1) / POINTS) for i in range(POINTS + 1)})
-        return [
-            [float(base) * float(factor(step)) for step in steps]
-            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
+        lambdas = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        return [[float(base) * float(factor(step)) for step in _places(total_steps)] for base, factor in lambdas]
     try:
         return _run_ahead(scheduler, total_steps - scheduler.last_epoch)
     except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
         return None
+
+
+def _places(total_steps: int) -> list[int]:
+    return sorted({round(i * (total_steps - 1) / POINTS) for i in range(POINTS + 1)})
 
 
 def _run_ahead(scheduler: Any, steps: int) -> list[list[float]]:

@@ -36,8 +36,8 @@ Closure = Callable[[], Any]
 
 
 class LineController(RuledController):
-    """Sweeps the rate upwards once until training breaks, begins again at a seventh of that, and listens twice more. No probe data, no spread, N = 1 and
-    every layout included.
+    """Sweeps the rate upwards once until training breaks, begins again at a rate that follows from where, and listens twice more, or hands over
+    to another controller. No probe data, no spread, N = 1 and every layout included.
 
     Losses at multipliers that no replica has come from the line through the interval's beginning: each rank calls the closure of
     ``ensemble.step(loss, closure=...)`` on its current batch at several points of it, and the differences, paired by example, are added up over

@@ -10,7 +10,7 @@ import torch
 
 from .core.controllers.protocol import require_keys
 from .core.engine import Engine
-from .forecast import trajectory
+from .forecast import highest_factors, trajectory
 from .knobs import Bound, GroupKnob
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -30,7 +30,7 @@ class Schedule:
     def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
-        self._highest = _highest_factors(scheduler, self.total_steps)
+        self._highest = highest_factors(scheduler, self.total_steps)
 
     @property
     def step(self) -> int | None:
@@ -99,19 +99,6 @@ class Schedule:
             self.scheduler.load_state_dict(state["scheduler"])
         for knob in self.knobs:
             knob.scheduled = scheduled[knob.name]
-
-
-def _highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | None:
-    """LambdaLR alone multiplies a group's rate by what can lie far from 1 at all times (Noam's): its factors' highest values, by group.
-
-    Looked at in a thousand places of the run; None for other schedulers, whose peak the group has, and where the length is not known.
-    """
-    lambdas = getattr(scheduler, "lr_lambdas", None)
-    if type(scheduler).__name__ != "LambdaLR" or not lambdas or total_steps is None:
-        return None
-    steps = sorted({round(i * total_steps / 1000) for i in range(1001)} | set(range(min(total_steps, 100))))
-    highest = [max(float(factor(step)) for step in steps) for factor in lambdas]
-    return [factor if factor > 0 else 1.0 for factor in highest]
 
 
 def _scheduled(state: Mapping[str, Any], knobs: Sequence[Bound], scheduler: Any) -> dict[str, list[float]]:

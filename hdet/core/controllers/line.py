@@ -6,8 +6,9 @@ theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has
 1. *Feel*: a few steps far below the user's rate, then one look along the line from the beginning of the run: at which rho is the loss
    above that of the untrained model? The answer is a scale, whatever the rate was.
 2. *Sweep*: from far below that, the rate doubles from octave to octave until training breaks or more does not help (`sweep`). What
-   follows is an estimate of the best peak, within a factor of two. Then weights and moments are taken back to the beginning, which costs less
-   than 8 % of the run, and the rate rises gently: from a 64th, evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
+   follows is an estimate of the best mean rate of the run, within a factor of two, and the schedule's shape says what that is at its peak.
+   Then weights and moments are taken back to the beginning, which costs less than 8 % of the run, and the rate rises gently: from a 16th,
+   evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
 3. *Late*: the line is read twice more. Late readings are greedy, they vote for rates that are too low by a factor of up to three or so;
    only what is far beyond that counts: a minimum at rho >= 4.
 """
