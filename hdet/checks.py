@@ -22,7 +22,7 @@ from .core.design import columns
 from .core.divergence import Divergence
 from .core.engine import STATE_VERSION, Engine
 from .knobs import Bound
-from .line import LineController
+from .line import LineController, follower
 from .moments import POLICIES
 from .replicas import Replicas
 from .replicas.agreement import digest
@@ -84,7 +84,7 @@ def check_arguments(
             "pass hdet.SoftmaxController() or hdet.ProbeController(...)"
         )
     if controller is not None and controller.needs_probe:
-        sensor = getattr(controller, "then", controller)
+        sensor = follower(controller)
         missing = [
             name
             for name in ("watch", "begin_anew", "depart", "forget", "sample", "measure", "split", "measures", "idle")

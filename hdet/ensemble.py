@@ -31,7 +31,7 @@ from .fan_out import FanOut
 from .faults import ReplicaLost, during
 from .history import cycle_record
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .line import Closure, LineController, sensor_of
+from .line import Closure, LineController, follower, sensor_of
 from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
@@ -171,7 +171,9 @@ class Ensemble:
             tied=tied,
             refresh=refresh,
             divergence=divergence,
-            modules=[x for x in (buffers, getattr(controller, "model", None)) if isinstance(x, nn.Module)],
+            modules=[
+                x for x in (buffers, *(getattr(c, "model", None) for c in (controller, follower(controller)))) if isinstance(x, nn.Module)
+            ],
         )
 
         self._agreed = False  # ranks have the same settings
@@ -439,7 +441,7 @@ class Ensemble:
 
     def _will_probe(self, cycle_end: int) -> bool:
         """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
-        waits = self._line is not None and not self._line.acts
+        waits = self._line is not None and not self._line.handed_over
         return self._probe is not None and not self._probe.idle and not waits and self.engine.clock.controls(cycle_end)
 
     def _steps_left(self) -> int:
@@ -542,10 +544,11 @@ class Ensemble:
             measured[self._probe.measures] = [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
         peaks, floors = self.schedule.bounds()
 
-        def close(**read: Any) -> CycleOutcome:
+        def close(line: Any = None) -> CycleOutcome:
             return self.engine.close(
-                losses, **measured, **read, scheduled=self.schedule.values(), peak=peaks, floor=floors, schedule_step=self.schedule.step
-            )
+                losses, **measured, line=line, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
+                schedule_step=self.schedule.step,
+            )  # fmt: skip
 
         return close() if self._line is None else self._read_line(closure, close)
 
@@ -556,10 +559,10 @@ class Ensemble:
             return close()
         assert closure is not None  # or check_closure has refused
         with self.during("line"), self._line.scores(closure, self.replicas) as line:
-            outcome = close(line=line, mean=self._means)
+            outcome = close(line)
         if self._line.settle(self.engine.step, outcome.decisions):
             self.weights.moments.reset()
-            if len(self.replicas.local) > 1:  # the line is that of the first
+            if len(self.replicas.local) > 1:  # only the first one's weights were taken back
                 self.weights.complete([1.0] + [0.0] * (self.replicas.count - 1))
             self.weights.written()
         return outcome

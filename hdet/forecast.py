@@ -21,11 +21,10 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
     Looked at in a thousand places of the run and in its first hundred steps; None for other schedulers, whose peak the group has, and
     where the length is not known.
     """
-    lambdas = getattr(scheduler, "lr_lambdas", None)
-    if type(scheduler).__name__ != "LambdaLR" or not lambdas or total_steps is None:
+    if type(scheduler) is not LambdaLR or total_steps is None:
         return None
     steps = sorted({*_places(total_steps), *range(min(total_steps, 100)), total_steps})
-    highest = [max(float(factor(step)) for step in steps) for factor in lambdas]
+    highest = [max(float(factor(step)) for step in steps) for factor in scheduler.lr_lambdas]
     return [factor if factor > 0 else 1.0 for factor in highest]
 
 
@@ -33,9 +32,10 @@ def trajectory(scheduler: Any, total_steps: int | None) -> list[list[float]] | N
     """[parameter group]: the rates that torch's ``scheduler`` sets from now on to the end of the run, at even places (of a LambdaLR, from
     its beginning).
 
-    None where that cannot be told: no scheduler or none of torch's, one that reacts to the run (ReduceLROnPlateau), or no length.
+    None where that cannot be told: no scheduler, none of torch's (ReduceLROnPlateau is one of those), one that cannot be copied or run ahead,
+    or no length.
     """
-    scheduler = scheduler.plain() if hasattr(scheduler, "plain") else scheduler
+    scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
     if not isinstance(scheduler, LRScheduler) or total_steps is None:
         return None
     if type(scheduler) is LambdaLR:  # of a long run not every step has to be asked for
@@ -43,7 +43,8 @@ def trajectory(scheduler: Any, total_steps: int | None) -> list[list[float]] | N
         return [[float(base) * float(factor(step)) for step in _places(total_steps)] for base, factor in lambdas]
     try:
         return _run_ahead(scheduler, total_steps - scheduler.last_epoch)
-    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
+    # Of somebody's own class, which may hold what cannot be copied: if something is wrong with it, it will say so itself.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError):
         return None
 
 
@@ -53,6 +54,7 @@ def _places(total_steps: int) -> list[int]:
 
 def _run_ahead(scheduler: Any, steps: int) -> list[list[float]]:
     """One call of ``step`` for each; about a second for 100 000."""
+    # One tensor a group, which needs no names.
     groups = [
         {"params": [torch.zeros(1)], **{key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}}
         for group in scheduler.optimizer.param_groups

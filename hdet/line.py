@@ -24,7 +24,7 @@ from .sensor import Sensor
 from .shards import reshard
 from .way import Way, check_room
 
-__all__ = ["LineController", "sensor_of"]
+__all__ = ["LineController", "follower", "sensor_of"]
 
 LARGEST_LOSS = 1e30
 """What a loss that is not finite is taken for."""
@@ -52,13 +52,15 @@ class LineController(RuledController):
         place: "device" or "host": where anchor and average live.
         dtype: of anchor and average; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves them (and the weights
             that are kept meanwhile are then a copy for themselves); weights that are taken back are rounded to it.
-        freeze_after: see `BaseController`; of a rule of your own it is the rule's.
+        freeze_after: see `BaseController`; of the line alone (a sweep then ends without a result; ``then`` has its own), and of a rule of
+            your own it is the rule's.
         then: another controller, which takes over when the rate that the sweep has found has been reached (nothing is read late then). The
             sweep saves it from a start that is far off, to which the others come late or not at all; replicas part only when it acts.
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
     number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. It is called 25 to 30 times
-    in a run: 1 to 1.6 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters.
+    in a run: 1 to 1.6 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read;
+    those of ``then`` come on top (a probe of single cycles takes its own at once).
 
     Needs the run's length, cycles of at most 1.5 % of it and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
     interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
@@ -88,8 +90,8 @@ class LineController(RuledController):
         self.needs_probe = then is not None and then.needs_probe
         self.needs_replicas = then is not None and needs_replicas(then)
         self.regresses = then is not None and regresses(then)
-        self.acts = False
-        """Is it ``then`` that decides?"""
+        self.handed_over = False
+        """Does ``then`` decide from now on?"""
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._way: Way | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
@@ -98,7 +100,7 @@ class LineController(RuledController):
 
     @property
     def spreads(self) -> bool:  # type: ignore[override]
-        return self.acts and spreads(self.then)
+        return self.handed_over and spreads(self.then)
 
     @property
     def listens(self) -> bool:
@@ -118,23 +120,28 @@ class LineController(RuledController):
         """Of the rule; after its sweep, once the rate has risen, of ``then``."""
         if self.then is None or self.sweeping:
             return self.rule.update(evidence)
-        if self.acts:
+        if self.handed_over:
             return self.then.update(evidence)
-        self.acts = evidence.step >= self.rule.risen
+        self.handed_over = evidence.step >= self.rule.risen
         return [Decision()] * len(evidence.knobs)
 
     def state_dict(self) -> dict[str, Any]:
         state = self.rule.state_dict()
-        return state if self.then is None else {"sweep": state, "then": self.then.state_dict(), "acts": self.acts}
+        return state if self.then is None else {"sweep": state, "then": self.then.state_dict(), "handed_over": self.handed_over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.then is None:
             self.rule.load_state_dict(state)
             return
-        require_keys(state, ("sweep", "then", "acts"), "LineController's")
+        require_keys(state, ("sweep", "then", "handed_over"), "LineController's")
+        before = self.then.state_dict()
         self.then.load_state_dict(state["then"])
-        self.rule.load_state_dict(state["sweep"])
-        self.acts = bool(state["acts"])
+        try:
+            self.rule.load_state_dict(state["sweep"])
+        except ValueError:
+            self.then.load_state_dict(before)
+            raise
+        self.handed_over = bool(state["handed_over"])
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
@@ -263,9 +270,14 @@ class LineController(RuledController):
         return self._way
 
 
+def follower(controller: Controller | None) -> Controller | None:
+    """The one that follows the line's sweep; without one, the controller itself."""
+    return controller.then if isinstance(controller, LineController) and controller.then is not None else controller
+
+
 def sensor_of(controller: Controller | None) -> Sensor | None:
-    """What measures during a cycle: the controller itself, or the one that follows the sweep."""
-    found = controller.then if isinstance(controller, LineController) else controller
+    """What measures during a cycle."""
+    found = follower(controller)
     return found if isinstance(found, Sensor) else None
 
 

@@ -17,7 +17,8 @@ __all__ = ["Schedule", "Scheduler", "plain"]
 
 
 class Scheduler(Protocol):
-    """What an Ensemble asks of a scheduler: any of torch's."""
+    """What an Ensemble asks of a scheduler: any of torch's. One that wraps torch's may have ``torch_alone()``: a scheduler of torch's, of the
+    same run and optimizer, that can be copied and run ahead (`forecast.trajectory`)."""
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...

@@ -199,11 +199,10 @@ class _TorchPart:
     def step(self) -> None:
         OneCycleLR.step(self.owner)
 
-    def plain(self) -> OneCycleLR:
-        """torch's alone, of the same run and optimizer, for whoever wants to run ahead of it."""
-        plain = OneCycleLR.__new__(OneCycleLR)
-        vars(plain).update({name: value for name, value in vars(self.owner).items() if name != "ensemble"})
-        return plain
+    def torch_alone(self) -> OneCycleLR:
+        alone = OneCycleLR.__new__(OneCycleLR)
+        vars(alone).update({name: value for name, value in vars(self.owner).items() if name != "ensemble"})
+        return alone
 
     def state_dict(self) -> dict[str, Any]:
         return self.owner._torch_state()

@@ -4,7 +4,7 @@
                                        [--jobs 2] [--find] [--quick] [--json FILE] [--known FILE ...]
 
 Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then runs from 2^exponent times it; HDET
-starts from the best rate of the fixed schedule. Same steps, mini-batches and seeds for all. Runs that are in the file already are not
+starts from that of the schedule which it steers. Same steps, mini-batches and seeds for all. Runs that are in the file already are not
 repeated; to try a method out, write elsewhere and let ``--known`` name the file with the best rates. ``hdet report --evidence FILE`` draws the figure.
 """
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import training
 from hero import RESULTS as HERO
 from hero import untrained
 from methods import METHODS
@@ -48,7 +49,7 @@ def run(problem: str, method: str, interval: float, exponent: int, rate: float, 
 
         return replicated(problem, model, rate, seed, controller, interval=length)
 
-    chosen = METHODS["onecycle"] if method == FIXED else Method(method, build, rate, None)
+    chosen = METHODS[training.FIXED] if method == FIXED else Method(method, build, rate, None)
     outcome = train(replace(PROBLEMS[problem], steps=steps), chosen, rate, seed)
     return {
         "benchmark": "horizon", "problem": problem, "method": method, "interval": interval, "exponent": exponent, "rate": rate, "seed": seed,

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from problems import Batch, Problem
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from training import BETAS, Parts, one_cycle_schedule, plain, wsd_schedule
+from training import BETAS, Parts, Schedule, fine_interval, one_cycle_schedule, plain, wsd_schedule
 
 import hdet
-
-INTERVALS = 400
-"""the same for all starts and problems: cycles in a run; the line's octaves are of several"""
-
-
-Schedule = Callable[[Optimizer, float, int], LRScheduler]
-"""(optimizer, rate, steps)"""
-
-
-def interval_of(problem: Problem) -> int:
-    return max(1, problem.steps // INTERVALS)
 
 
 def hdet_line_onecycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
@@ -37,9 +23,9 @@ def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int, schedu
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     ensemble = hdet.Ensemble(
         optimizer,
-        schedule(optimizer, rate, problem.steps),
+        schedule(optimizer, problem.steps),
         total_steps=problem.steps,
-        sync_interval=interval_of(problem),
+        sync_interval=fine_interval(problem),
         controller=hdet.LineController(model),
         seed=seed,
     )

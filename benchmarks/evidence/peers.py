@@ -14,12 +14,12 @@ from training import BETAS, WARMUP, Parts, one_cycle_schedule, plain, scheduled,
 
 def one_cycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     optimizer = torch.optim.AdamW(problem.groups(model), lr=rate, betas=BETAS, foreach=True)
-    return scheduled(problem, model, optimizer, one_cycle_schedule(optimizer, rate, problem.steps))
+    return scheduled(problem, model, optimizer, one_cycle_schedule(optimizer, problem.steps))
 
 
 def wsd(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     optimizer = torch.optim.AdamW(problem.groups(model), lr=rate, betas=BETAS, foreach=True)
-    return scheduled(problem, model, optimizer, wsd_schedule(optimizer, rate, problem.steps))
+    return scheduled(problem, model, optimizer, wsd_schedule(optimizer, problem.steps))
 
 
 # -- peers ---------------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def dadapt(problem: Problem, model: nn.Module, rate: float, seed: int, d0: float
     from dadaptation import DAdaptAdam
 
     optimizer = DAdaptAdam(problem.groups(model), lr=rate, betas=BETAS, decouple=True, d0=d0)
-    return scheduled(problem, model, optimizer, one_cycle_schedule(optimizer, rate, problem.steps), found="d")
+    return scheduled(problem, model, optimizer, one_cycle_schedule(optimizer, problem.steps), found="d")
 
 
 def dadapt_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:

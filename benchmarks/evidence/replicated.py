@@ -6,30 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from line import Schedule, interval_of
 from problems import Batch, Problem
 from torch import nn
-from training import BETAS, WARMUP, Parts, one_cycle_schedule, wsd_schedule
+from training import BETAS, WARMUP, Parts, Schedule, fine_interval, one_cycle_schedule, wsd_schedule
 
 import hdet
 
 REPLICAS, SPREAD, INTERVALS = 4, 0.3, 20
-"""the same for all starts and problems: N, alpha, cycles in a run"""
+"""the same for all starts and problems: N, alpha, cycles in a run (hdet-probe's are the line's)"""
 
 
 def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    return replicated(problem, model, rate, seed, lambda probed: hdet.SoftmaxController(decay=None), warmup=WARMUP)
+    return replicated(
+        problem, model, rate, seed, lambda probed: hdet.SoftmaxController(decay=None), warmup=WARMUP, schedule=one_cycle_schedule
+    )
 
 
 def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    """After the line's sweep, until which replicas train alike, from a tenth of the run to the next, for its first two fifths: a schedule that
-    stays at its peak could be probed to the end, at four times the compute."""
+    """The line's sweep, until which replicas train alike, then a probe over intervals of a tenth of the run, frozen at 0.4. (WSD stays at its
+    peak, so it could be probed to the end, at about four times the probe's compute.)"""
 
     def controller(probed: list[int]) -> hdet.LineController:
-        later = probe(problem, model, seed, probed, chunks=4, interval=round(0.1 * problem.steps / interval_of(problem)), freeze_after=0.4)
+        later = probe(
+            problem, model, seed, probed, chunks=4, interval=round(0.1 * problem.steps / fine_interval(problem)), freeze_after=0.4
+        )
         return hdet.LineController(model, then=later)
 
-    return replicated(problem, model, rate, seed, controller, interval=interval_of(problem), schedule=wsd_schedule)
+    return replicated(problem, model, rate, seed, controller, interval=fine_interval(problem))
 
 
 def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], *, chunks: int = 8, **settings: Any) -> hdet.ProbeController:
@@ -41,14 +44,14 @@ def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], *, c
         return losses.mean()
 
     def batches(cycle: int) -> list[Batch]:
-        return [part for i in range(2) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
+        return [part for i in range(-(-chunks // REPLICAS)) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
 
     return hdet.ProbeController(loss_fn, batches, chunks=chunks, model=model, **settings)
 
 
 def replicated(
     problem: Problem, model: nn.Module, rate: float, seed: int, controller: Callable[[list[int]], Any],
-    *, warmup: float = 0.0, interval: int | None = None, schedule: Schedule = one_cycle_schedule,
+    *, warmup: float = 0.0, interval: int | None = None, schedule: Schedule = wsd_schedule,
 ) -> Parts:  # fmt: skip
     """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part of the run in which it may not act;
     ``interval``: steps of a cycle."""
@@ -57,7 +60,7 @@ def replicated(
     replicas = hdet.CoresidentReplicas(model, REPLICAS)
     ensemble = hdet.Ensemble(
         optimizer,
-        schedule(optimizer, rate, problem.steps),
+        schedule(optimizer, problem.steps),
         total_steps=problem.steps,
         knobs=[hdet.LearningRate(SPREAD)],
         replicas=replicas,

@@ -34,15 +34,13 @@ import pbt
 from methods import METHODS
 from problems import PROBLEMS, Batch, Problem
 from runs import Record, Task, read, run_missing
-from training import wsd_schedule
+from training import FIXED, wsd_schedule
 
 from hdet.evidence.search import TRIAL, table
 
 RESULTS = "benchmarks/results/evidence/search.jsonl"
 LOW, HIGH = -8.0, 6.0
 """log2 of the prior's ends, over the best fixed rate"""
-FIXED = "wsd"
-"""the schedule of all of them"""
 POINTS = 20
 """of a run's curve, evenly spaced; population-based training is ready to exploit at each"""
 QUICK = 8
@@ -113,7 +111,7 @@ def interval(steps: int) -> int:
 def shape(steps: int) -> list[float]:
     """The schedule of the trials, at a peak of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule = wsd_schedule(optimizer, 1.0, steps)
+    schedule = wsd_schedule(optimizer, steps)
     rates = []
     for _ in range(steps):
         rates.append(schedule.get_last_lr()[0])

@@ -31,7 +31,7 @@ from problems import PROBLEMS, Batch, Problem
 from replicated import INTERVALS, probe, replicated
 from runs import Record, Task, read, run_missing
 from search import best_fixed, finite, shape
-from training import BETAS, Method, Parts, one_cycle_schedule, plain, scheduled, train
+from training import BETAS, Method, Parts, plain, scheduled, train, wsd_schedule
 
 import hdet
 from hdet.core.controllers import BaseController, Decision, Evidence
@@ -154,8 +154,8 @@ def hear_hypergradient(
 def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Any, *, cycle: int) -> Parts:
     """One replica with the whole batch."""
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
-    schedule = one_cycle_schedule(optimizer, rate, problem.steps)
-    ensemble = hdet.Ensemble(optimizer, schedule, sync_interval=cycle, controller=controller, seed=seed)
+    schedule = wsd_schedule(optimizer, problem.steps)
+    ensemble = hdet.Ensemble(optimizer, schedule, total_steps=problem.steps, sync_interval=cycle, controller=controller, seed=seed)
 
     def after(batch: Batch) -> None:
         ensemble.step(closure=lambda: problem.losses(model, batch))

@@ -14,15 +14,33 @@ from typing import Any
 from problems import Batch, Problem
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-__all__ = ["BETAS", "WARMUP", "Method", "Outcome", "Parts", "one_cycle_schedule", "plain", "scheduled", "train", "wsd_schedule"]
+__all__ = [
+    "BETAS",
+    "FIXED",
+    "WARMUP",
+    "Method",
+    "Outcome",
+    "Parts",
+    "Schedule",
+    "fine_interval",
+    "one_cycle_schedule",
+    "plain",
+    "scheduled",
+    "train",
+    "wsd_schedule",
+]
 
 BETAS = (0.9, 0.95)
 WARMUP = 0.1
 """part of a run in which every schedule rises; the peers whose READMEs advise against it have none"""
 DECAY = 0.2
 """part of a run in which WSD falls"""
+FIXED = "wsd"
+"""the schedule, and the method under it alone, that search, signal and horizon are about"""
+FINE = 400
+"""cycles in a run of the line, whose octaves are of several; the same for all starts and problems"""
 POINTS = 20
 """of the rate's trajectory"""
 
@@ -136,14 +154,24 @@ def plain(problem: Problem, model: nn.Module) -> Callable[[Batch], float]:
     return backward
 
 
-def one_cycle_schedule(optimizer: Optimizer, rate: float, steps: int) -> OneCycleLR:
-    return OneCycleLR(optimizer, rate, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
+Schedule = Callable[[Optimizer, int], LRScheduler]
+"""(optimizer, steps); its peak is the optimizer's rate"""
 
 
-def wsd_schedule(optimizer: Optimizer, rate: float, steps: int) -> LambdaLR:
-    """Warm-up, stable, linear decay to 0. ``rate`` is the optimizer's."""
+def one_cycle_schedule(optimizer: Optimizer, steps: int) -> OneCycleLR:
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    return OneCycleLR(optimizer, peaks, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
+
+
+def wsd_schedule(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """Warm-up, stable, linear decay to 0."""
     rise, fall = WARMUP * steps, DECAY * steps
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rise, (steps - step) / fall))
+
+
+def fine_interval(problem: Problem) -> int:
+    """Steps of a cycle of the line."""
+    return max(1, problem.steps // FINE)
 
 
 def scheduled(problem: Problem, model: nn.Module, optimizer: Optimizer, schedule: Any, found: str | None = None) -> Parts:

@@ -14,6 +14,7 @@ __all__ = ["FIXED", "HDET", "goals_table", "recovered"]
 FIXED = "onecycle"
 """the fixed schedule that a method of ours steers, and is measured against, if `STEERED` names no other"""
 STEERED = {"hdet-line": "wsd", "hdet-probe": "wsd"}
+"""the schedule that a method steers, where it is another; what it borrows its best rate from (benchmarks/evidence/methods.py)"""
 HDET = "hdet-"
 """how our methods begin; all others are peers"""
 SMALLEST_GAP = 0.02

@@ -72,10 +72,12 @@ def _draw_rates(axes: Axes, curve: Curve) -> None:
 
 
 def _style(method: str, methods: Methods) -> dict[str, Any]:
-    """HDET in strong colours; fixed schedules grey; peers thin, a variant of one with the same colour, dotted."""
+    """HDET in strong colours; fixed schedules grey; peers thin; a variant has the same colour, dotted."""
     if method.startswith(HDET):
-        ours = [name for name in methods if name.startswith(HDET)]
-        return {"color": COLOURS[ours.index(method) % 3], "linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4}
+        families = list(dict.fromkeys(name.split("-")[1] for name in methods if name.startswith(HDET)))
+        _, family, *variant = method.split("-")
+        colour = COLOURS[families.index(family) % 3]
+        return {"color": colour, "linewidth": 2.4, "linestyle": ":" if variant else "-", "marker": "o", "markersize": 4, "zorder": 4}
     if method in SCHEDULES:
         return {"color": GREY, "linewidth": 1.6, "linestyle": "-" if method == FIXED else "--", "zorder": 3}
     peers = list(dict.fromkeys(name.split("-")[0] for name in methods if not name.startswith(HDET) and name not in SCHEDULES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -58,10 +59,35 @@ def test_it_is_what_the_scheduler_then_does_and_leaves_it_alone(name: str) -> No
     assert ahead == [pytest.approx(column) for column in real]
 
 
-def test_a_tensor_as_rate_is_told_too() -> None:
+@pytest.mark.parametrize(
+    "make", [lambda o: lrs.LambdaLR(o, wsd), lambda o: lrs.MultiplicativeLR(o, lambda step: wsd(step) / wsd(step - 1))]
+)
+def test_a_tensor_as_rate_is_told_too_and_stays_what_it_is(make: Callable[[torch.optim.Optimizer], Any]) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=torch.tensor(0.1))
-    ahead = trajectory(lrs.LambdaLR(optimizer, wsd), TOTAL)
-    assert ahead == [pytest.approx([0.1 * wsd(step) for step in range(TOTAL)])]
+    scheduler = make(optimizer)
+    first = float(optimizer.param_groups[0]["lr"]) / wsd(0)
+    ahead = trajectory(scheduler, TOTAL)
+    assert ahead == [pytest.approx([first * wsd(step) for step in range(TOTAL)])]
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(first * wsd(0))
+
+
+class Odd(lrs.LRScheduler):
+    """Somebody's own: raises in its fourth step, or holds what cannot be copied."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lock: Any = None) -> None:
+        self.lock = lock
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        if self.last_epoch == 3 and self.lock is None:
+            raise KeyError("no such epoch")
+        return [0.1] * len(self.base_lrs)
+
+
+@pytest.mark.parametrize("lock", [None, threading.Lock()])
+def test_a_scheduler_that_cannot_run_ahead_is_not_told_and_may_go_on(lock: Any) -> None:
+    scheduler = Odd(adam(), lock)
+    assert trajectory(scheduler, TOTAL) is None and scheduler.last_epoch == 0
 
 
 def test_what_cannot_be_told() -> None:

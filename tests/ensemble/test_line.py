@@ -101,6 +101,7 @@ class Fixed(LineRule):
         pass
 
     def decide(self, evidence: Evidence) -> list[Decision]:
+        self.shape = evidence.mean[0] / evidence.peak[0]
         if evidence.line is None or self.said:
             return [Decision()] * len(evidence.knobs)
         self.said = True
@@ -119,6 +120,19 @@ def test_wherever_it_starts_it_ends_near_the_right_rate(off: float) -> None:
     assert run.validation() < 2 * Run(0.03, total=400, line=None).steps(400).validation()
     if off != 1:
         assert run.validation() < 0.5 * Run(0.03 * off, total=400, line=None).steps(400).validation()
+
+
+def test_the_rule_is_told_the_schedule_s_mean() -> None:
+    """Of OneCycleLR half of the peak; and a run of half the rate everywhere has the same shape."""
+    alone = Run(1e-2, line=None)
+    rates = []
+    for _ in range(200):
+        rates.append(alone.optimizer.param_groups[0]["lr"])
+        alone.steps(1)
+    net = model()
+    rule = Fixed(factor=0.5)
+    Run(1e-2, net=net, line=hdet.LineController(net, rule=rule)).steps(12)
+    assert rule.shape == pytest.approx(sum(rates) / 200 / max(rates), rel=1e-2) and 0.4 < rule.shape < 0.6
 
 
 def test_scoring_leaves_the_run_alone() -> None:

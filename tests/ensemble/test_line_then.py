@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hdet
 from hdet.core.controllers import Decision, Evidence
 from hdet.core.controllers.base import BaseController
+from tests.distributed import run_ranks
 from tests.ensemble.helpers import model
 from tests.ensemble.test_line import Run, data, losses_of
 
@@ -55,7 +57,7 @@ def test_the_other_decides_when_the_rate_has_risen_and_the_line_is_read_no_more(
     run = chained(then)
     back = sweep(run)
     found = run.ensemble.corrections["lr"]
-    assert then.steps == [] and not run.line.acts and run.line._way is None  # its memory is free
+    assert then.steps == [] and not run.line.handed_over and run.line._way is None  # its memory is free
     run.closure = None  # nobody asks for it any more
     run.steps(TOTAL - back)
     risen = run.line.rule.risen
@@ -122,7 +124,7 @@ def test_co_resident_replicas_train_alike_until_the_probe_acts_and_all_are_taken
         run.steps(1)
         assert run.equal()
     assert all(torch.equal(p, b) for p, b in zip(run.net.parameters(), begin, strict=True))
-    while not run.line.acts:
+    while not run.line.handed_over:
         assert run.asked == 0 and not run.ensemble.engine.explores
         run.steps(1)
         assert run.equal()
@@ -147,7 +149,7 @@ def test_a_replica_that_is_nan_in_the_sweep_is_taken_back_too() -> None:
 def test_a_probe_after_the_sweep_votes_and_freezes() -> None:
     """It votes: at a 256th of what was found, for more."""
     run = Together(FOUND, freeze_after=0.5)
-    while not run.line.acts:
+    while not run.line.handed_over:
         run.steps(1)
     run.ensemble.engine.corrections = [run.ensemble.engine.corrections[0] / 256]
     low = run.ensemble.corrections["lr"]
@@ -168,7 +170,7 @@ def test_resumed_it_goes_on_where_it_was(when: str) -> None:
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     second.ensemble.load_state_dict(state)
     second.index = first.index
-    assert second.line.acts is first.line.acts is (when == "after")
+    assert second.line.handed_over is first.line.handed_over is (when == "after")
     assert second.line.then.steps == first.line.then.steps and second.ensemble.values() == first.ensemble.values()
     for run in (first, second):
         run.steps(TOTAL - run.index)
@@ -178,6 +180,17 @@ def test_resumed_it_goes_on_where_it_was(when: str) -> None:
         Run(1e-3, total=TOTAL).ensemble.load_state_dict(state)
 
 
+def test_a_damaged_state_changes_nothing() -> None:
+    run = chained(Listener())
+    state = run.ensemble.state_dict()
+    broken = {"sweep": {}, "then": {"steps": [1.0], "frozen": True}, "handed_over": True}
+    with pytest.raises(ValueError, match="LineRule's state lacks"):
+        run.ensemble.load_state_dict({**state, "controller_state": broken})
+    with pytest.raises(ValueError, match="LineController's state lacks"):
+        run.ensemble.load_state_dict({**state, "controller_state": {"sweep": {}}})
+    assert run.line.then.steps == [] and not run.line.then.frozen and not run.line.handed_over
+
+
 @pytest.mark.parametrize("then", [Listener, 3, hdet.LineController()])
 def test_what_is_no_other_controller_is_refused(then: Any) -> None:
     with pytest.raises(TypeError, match="then must be another controller"):
@@ -185,7 +198,14 @@ def test_what_is_no_other_controller_is_refused(then: Any) -> None:
 
 
 def test_what_follows_asks_for_what_it_needs() -> None:
-    """As if it were alone: the run's length for a part of it; a sensor for its probes; replicas, of which one explores nothing."""
+    """As if it were alone: a run that suits it; a sensor for its probes; replicas, of which one explores nothing."""
+
+    class Fussy(Listener):
+        def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+            raise ValueError(f"{total_steps} steps are too few")
+
+    with pytest.raises(ValueError, match=f"{TOTAL} steps are too few"):
+        chained(Fussy())
 
     class Lame(Listener):
         needs_probe = True
@@ -196,3 +216,40 @@ def test_what_follows_asks_for_what_it_needs() -> None:
         chained(hdet.SoftmaxController(decay=None))
     line = hdet.LineController(then=hdet.SoftmaxController(decay=None))
     assert line.name == "line, then softmax" and line.needs_replicas and not line.spreads and not line.idle
+
+
+# -- replicas in processes of their own ------------------------------------------------------------------------------------
+
+
+def two_processes(rank: int, world: int) -> Any:
+    """[(step, handed over, weights differ between ranks)], and the corrections in the end. Each rank has its half of every batch."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=30 * FOUND, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 30 * FOUND, TOTAL, cycle_momentum=False)
+    line = hdet.LineController(net, then=hdet.SoftmaxController(decay=None))
+    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], sync_interval=4, controller=line)
+    seen = []
+    for step in range(100):
+        half = tuple(x.chunk(world)[rank] for x in data(step))
+        losses_of(net, half).mean().backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        optimizer.step()
+        with torch.no_grad():
+            loss = losses_of(net, half).mean()
+            weights = torch.cat([p.flatten() for p in net.parameters()])
+        largest, least = weights.clone(), weights.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        seen.append((step, line.handed_over, not torch.equal(largest, least)))
+        optimizer.zero_grad()
+        ensemble.step(loss, closure=lambda half=half: losses_of(net, half))
+    return seen, ensemble.corrections
+
+
+def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
+    (seen, corrections), (others, same) = run_ranks(two_processes, 2)
+    assert seen == others and corrections == same and corrections["lr"] < 0.2
+    assert {differ for _, handed, differ in seen if not handed} == {False} and any(handed for _, handed, _ in seen)
+    assert all(differ for _, handed, differ in seen if handed)

@@ -7,7 +7,7 @@ theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has
    above that of the untrained model? The answer is a scale, whatever the rate was.
 2. *Sweep*: from far below that, the rate doubles from octave to octave until training breaks or more does not help (`sweep`). What
    follows is an estimate of the best mean rate of the run, within a factor of two, and the schedule's shape says what that is at its peak.
-   Then weights and moments are taken back to the beginning, which costs less than 8 % of the run, and the rate rises gently: from a 16th,
+   Then weights and moments are taken back to the beginning, at 5 to 9 % of the run, and the rate rises gently: from a 16th,
    evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
 3. *Late*: the line is read twice more. Late readings are greedy, they vote for rates that are too low by a factor of up to three or so;
    only what is far beyond that counts: a minimum at rho >= 4.
@@ -168,8 +168,9 @@ class LineRule(BaseController):
             self.octaves, self.phase = [], float(FEEL)
             return self._from(evidence, now / BELOW, "broken at once: the sweep begins again, lower")
         if found.over or used >= LIMIT:
-            note = "training broke" if found.broke else "more does not help" if found.best else "nothing was found"
-            return self._end(evidence, found.best and found.best * _peak_over_mean(evidence), note)
+            best = None if found.best is None else found.best * _peak_over_mean(evidence)
+            why = "nothing was found" if best is None else "more does not help" if found.over else "out of time"
+            return self._end(evidence, best, "training broke" if found.broke else why)
         return self._towards(evidence, 2 * now, "")
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:

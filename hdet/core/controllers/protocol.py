@@ -38,7 +38,7 @@ class Evidence:
     peak: Sequence[float]
     """[knob]: the highest value of the untouched schedule."""
     mean: Sequence[float]
-    """[knob]: the mean of the untouched schedule over the run (``peak`` where unknown)."""
+    """[knob]: the mean of the untouched schedule, from where the run was begun or resumed to its end; ``peak`` where nobody can tell."""
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
@@ -87,7 +87,7 @@ class Controller(Protocol):
 
     name: str
     needs_probe: bool
-    """Does it read ``evidence.probes``? Then it is a sensor too (`ProbeController`), and compares replicas."""
+    """Does it read ``evidence.probes``? Then it is a sensor too (`ProbeController`), or has one (`LineController`'s ``then``), and compares replicas."""
 
     def update(self, evidence: Evidence) -> list[Decision]: ...
 
