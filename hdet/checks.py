@@ -341,8 +341,8 @@ def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: st
 def _settings(controller: Any) -> list[tuple[str, Any]]:
     """The plain attributes of a controller and of its rule."""
     plain = [(name, value) for name, value in sorted(vars(controller).items()) if isinstance(value, (int, float, str, type(None)))]
-    parts = [part for part in (getattr(controller, "rule", None), getattr(controller, "then", None)) if part is not None]
-    return plain + [setting for part in parts for setting in _settings(part)]
+    parts = [getattr(controller, "rule", None), controller.then if isinstance(controller, LineController) else None]
+    return plain + [setting for part in parts if part is not None for setting in _settings(part)]
 
 
 def _whole(value: object) -> int:

@@ -154,10 +154,13 @@ class Ensemble:
             run = Run(clock, self.replicas, gradients, lambda: self._fan_out.multipliers)
             self._probe.watch(*sets, masters=masters, knobs=self.knobs, run=run)
         self._line = controller if isinstance(controller, LineController) else None
-        self._means = None if self._line is None else self.schedule.means()
+        self._means: list[float] | None = None
         if self._line is not None:
             assert clock.total_steps is not None  # or check_controller has refused
             self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), self.knobs, clock)
+            self._means = self.schedule.means()
+            if self.engine.step:
+                self._line.begin_anew(self.engine.step)
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,

@@ -15,7 +15,7 @@ from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
 from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, spreads
-from .core.controllers.peak import LARGEST_T
+from .core.controllers.peak import LARGEST_T, PeakController
 from .core.controllers.protocol import require_keys
 from .probe import undisturbed
 from .ranges import ranged
@@ -78,6 +78,11 @@ class LineController(RuledController):
     ) -> None:
         if then is not None and (isinstance(then, (type, LineController)) or not isinstance(then, Controller)):
             raise TypeError(f"then must be another controller, such as hdet.ProbeController(...), or None, got {then!r}")
+        if getattr(then, "decay", None) is not None:
+            raise ValueError(
+                f"then decays from where it takes over (decay={getattr(then, 'decay', None)!r}), in the place of the schedule whose peak the sweep has "
+                "found: pass decay=None"
+            )
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         if rule is not None and not isinstance(rule, LineRule):
@@ -118,10 +123,15 @@ class LineController(RuledController):
 
     def update(self, evidence: Evidence) -> list[Decision]:
         """Of the rule; after its sweep, once the rate has risen, of ``then``."""
-        if self.then is None or self.sweeping:
+        if self.then is None:
             return self.rule.update(evidence)
         if self.handed_over:
             return self.then.update(evidence)
+        later = getattr(self.then, "rule", self.then)
+        if isinstance(later, PeakController):
+            later.see(evidence)
+        if self.sweeping:
+            return self.rule.update(evidence)
         self.handed_over = evidence.step >= self.rule.risen
         return [Decision()] * len(evidence.knobs)
 
@@ -170,9 +180,10 @@ class LineController(RuledController):
             )
         self._knobs, self._total, self._interval = len(knobs), total, interval
         owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
-        listed = [(p, owners[g]) for g, group in enumerate(optimizer.param_groups) if g in owners for p in group["params"]]
+        # Those that no knob moves are trained in the sweep, too, and have to be taken back.
+        listed = [(p, owners.get(g)) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
         tensors = [p for p, _ in listed]
-        self._owner = [k for _, k in listed]
+        self._owner: list[int | None] = [k for _, k in listed]
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
         self._keep_buffers()  # not later: a step's forward pass comes before anything that the Ensemble sees of it
@@ -223,7 +234,11 @@ class LineController(RuledController):
     def scores(self, closure: Closure, replicas: Replicas) -> Iterator[_Scores]:
         """The line of the interval that ends, to be read inside; afterwards the weights are what they were."""
         with self._way_or_fail().scored() as put, torch.no_grad():
-            yield _Scores(lambda rho: put([rho[k] for k in self._owner]), self._evaluate(closure), replicas, self._knobs)
+            # What no knob moves stays at the mean; in a sweep the line is that of the whole model from its beginning.
+            yield _Scores(
+                lambda rho: put([(rho[0] if self.sweeping else 1.0) if k is None else rho[k] for k in self._owner]),
+                self._evaluate(closure), replicas, self._knobs,
+            )  # fmt: skip
 
     def _evaluate(self, closure: Closure) -> Callable[[], torch.Tensor | None]:
         def evaluate() -> torch.Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,7 +9,7 @@ import torch
 
 from .core.controllers.protocol import require_keys
 from .core.engine import Engine
-from .forecast import highest_factors, trajectory
+from .forecast import highest_factors, means
 from .knobs import Bound, GroupKnob
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -18,7 +17,7 @@ __all__ = ["Schedule", "Scheduler", "plain"]
 
 class Scheduler(Protocol):
     """What an Ensemble asks of a scheduler: any of torch's. One that wraps torch's may have ``torch_alone()``: a scheduler of torch's, of the
-    same run and optimizer, that can be copied and run ahead (`forecast.trajectory`)."""
+    same run and optimizer, that can be copied and run ahead (`forecast.means`)."""
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -73,9 +72,9 @@ class Schedule:
 
     def means(self) -> list[float]:
         """[knob]: the mean of the untouched schedule from now to the end of the run; its peak where that cannot be told."""
-        ahead = trajectory(self.scheduler, self.total_steps)
+        ahead = means(self.scheduler, self.total_steps)
         return [
-            statistics.fmean(ahead[knob.indices[0]]) if ahead and isinstance(knob, GroupKnob) and knob.key == "lr" else peak
+            ahead[knob.indices[0]] if ahead and isinstance(knob, GroupKnob) and knob.key == "lr" else peak
             for knob, peak in zip(self.knobs, self.bounds()[0], strict=True)
         ]
 

@@ -12,6 +12,7 @@ from .converge import BucketedAverage, Masters
 from .kernels import PairPlan
 from .kernels.checks import FLOATS
 from .kernels.reference_rules import value_of
+from .kernels.rounding import split
 from .optim.finish import values_to
 from .replicas import Replicas
 from .shards import local_parts
@@ -123,9 +124,14 @@ class Way:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """The tensors as they were at the anchor, in place."""
-        for tensor, anchor in zip(local_parts(self._tensors), self._anchor, strict=True):
+        """The tensors as they were at the anchor, in place, and what is beyond their dtype in their masters."""
+        for tensor, master, anchor in zip(local_parts(self._tensors), _locals(self._masters()), self._anchor, strict=True):
             tensor.copy_(anchor)
+            if master is not None and master.dtype == torch.float32:
+                master.copy_(anchor)
+            elif master is not None:
+                for part, value in zip((tensor, master), split(anchor.to(tensor.device, torch.float32)), strict=True):
+                    part.copy_(value)
 
     @contextmanager
     def scored(self, tensors: Sequence[torch.Tensor] | None = None) -> Iterator[Callable[[Sequence[float]], None]]:

@@ -19,6 +19,7 @@ from hdet.checks import _check_alike as check_alike
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence, LineRule
 from hdet.core.controllers.line import FROM
+from hdet.way import Way
 from tests.ensemble.helpers import model
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
@@ -120,6 +121,72 @@ def test_wherever_it_starts_it_ends_near_the_right_rate(off: float) -> None:
     assert run.validation() < 2 * Run(0.03, total=400, line=None).steps(400).validation()
     if off != 1:
         assert run.validation() < 0.5 * Run(0.03 * off, total=400, line=None).steps(400).validation()
+
+
+def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = model()
+    groups = [{"params": [p], "name": name, "lr": 1e-2} for p, name in zip(list(net.parameters())[:2], "ab", strict=False)]
+    return net, torch.optim.SGD(groups, lr=1e-2)
+
+
+def test_what_no_knob_moves_is_taken_back_too() -> None:
+    net, optimizer = two_groups()
+    begin = [p.detach().clone() for p in net.parameters()]
+    line = hdet.LineController(net)
+    ensemble = hdet.Ensemble(optimizer, total_steps=200, knobs=[hdet.LearningRate(groups=["a"])], sync_interval=2, controller=line)
+    for step in range(40):
+        batch = data(step)
+        optimizer.zero_grad()
+        loss = losses_of(net, batch).mean() * (math.inf if step == 8 else 1.0)  # NaN in both
+        loss.backward()
+        optimizer.step()
+        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
+        if not line.sweeping:
+            break
+    assert not line.sweeping and all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True))
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_masters_are_taken_back_to_the_last_bit(masters: str) -> None:
+    net = model().bfloat16()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, master_weights=masters)
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 0.1)
+    optimizer.step()  # masters are beside their weights now
+    parameters = list(net.parameters())
+    way = Way(parameters, lambda: optimizer.masters(parameters))
+    way.begin()
+    begin = [(p.detach().clone(), m.clone()) for p, m in zip(parameters, optimizer.masters(parameters), strict=True)]
+    for _ in range(3):
+        optimizer.step()
+    way.take_back()
+    for p, m, (value, master) in zip(parameters, optimizer.masters(parameters), begin, strict=True):
+        assert torch.equal(p, value) and torch.equal(m, master)
+
+
+def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
+    """Of 400 steps 200 are done: from then on a whole sweep, and no late reading while the rate rises."""
+    first = Run(1e-3, total=400, line=None).steps(200)
+    optimizer = torch.optim.AdamW(first.net.parameters(), lr=1e-3, weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 1e-3
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400, last_epoch=200)
+    line = hdet.LineController(first.net)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=400, sync_interval=1, controller=line)
+    start = ensemble.engine.step
+    assert start >= 200 and line.rule.began == start
+    for step in range(100):
+        batch = data(1000 + step)
+        optimizer.zero_grad()
+        loss = losses_of(first.net, batch).mean()
+        loss.backward()
+        optimizer.step()
+        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(first.net, batch))
+        if line.sweeping:
+            octaves = len(line.rule.octaves)
+        else:
+            assert line.rule.next_end(400, 1) >= line.rule.risen
+    assert not line.sweeping and octaves >= 3
 
 
 def test_the_rule_is_told_the_schedule_s_mean() -> None:

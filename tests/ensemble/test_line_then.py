@@ -180,6 +180,25 @@ def test_resumed_it_goes_on_where_it_was(when: str) -> None:
         Run(1e-3, total=TOTAL).ensemble.load_state_dict(state)
 
 
+def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
+    """By the time of the hand-over a cosine is at 0.9: a probe that had not seen its peak would wait for it, and probe, to the end."""
+    net = model()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=FOUND, weight_decay=0.0)
+    probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(20_000 + i) for i in range(4)], chunks=4, model=net)
+    line = hdet.LineController(net, then=probe)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
+    with pytest.warns(UserWarning, match="one replica"):
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=TOTAL, sync_interval=4, controller=line)
+    for step in range(TOTAL // 2):
+        batch = data(step)
+        optimizer.zero_grad()
+        loss = losses_of(net, batch).mean()
+        loss.backward()
+        optimizer.step()
+        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
+    assert line.handed_over and probe.rule.warm == [True] and line.idle
+
+
 def test_a_damaged_state_changes_nothing() -> None:
     run = chained(Listener())
     state = run.ensemble.state_dict()
@@ -214,6 +233,8 @@ def test_what_follows_asks_for_what_it_needs() -> None:
         chained(Lame())
     with pytest.warns(UserWarning, match="one replica explores nothing"):
         chained(hdet.SoftmaxController(decay=None))
+    with pytest.raises(ValueError, match="pass decay=None"):
+        hdet.LineController(then=hdet.SoftmaxController(decay="floor"))
     line = hdet.LineController(then=hdet.SoftmaxController(decay=None))
     assert line.name == "line, then softmax" and line.needs_replicas and not line.spreads and not line.idle
 

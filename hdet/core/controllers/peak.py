@@ -44,11 +44,15 @@ class PeakController(BaseController):
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         """Where the schedule is now, then the rule's `vote`."""
+        self.see(evidence)
+        return self.vote(evidence)
+
+    def see(self, evidence: Evidence) -> None:
+        """Where the schedule is now: also where another controller decides, so that its peak is not missed."""
         if not self.warm:
             self.begin_run(len(evidence.knobs))
         self.phase = [now / top if top > 0 else 1.0 for now, top in zip(evidence.scheduled, evidence.peak, strict=True)]
         self.warm = [w or p >= self.begin for w, p in zip(self.warm, self.phase, strict=True)]
-        return self.vote(evidence)
 
     def begin_run(self, knobs: int) -> None:
         """The state at the first decision, when the number of knobs is known; without knobs, that before it."""

@@ -72,8 +72,8 @@ def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
         if ruined or (learned and loss - least > LOST * gain):
             broken.append(i)
             clear = clear or ruined or loss - least > LOST * gain + NOISE * math.hypot(error, least_error)
-            # One octave in which much is lost may be noise, and so may be two in which it is just as much as counts.
-            if (clear and len(broken) > 1) or (ruined and learned) or not math.isfinite(loss):
+            # One octave in which much is lost may be noise, and so may be two in which it is just as much as counts; three are none.
+            if (clear and len(broken) > 1) or len(broken) > 2 or (ruined and learned) or not math.isfinite(loss):
                 return Outcome(True, _of_break(start, octaves, broken[0], least, learned), True)
             continue
         broken, clear = [], False
