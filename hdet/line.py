@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
-from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, spreads
-from .core.controllers.peak import LARGEST_T, PeakController
+from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, see, spreads
+from .core.controllers.peak import LARGEST_T
 from .core.controllers.protocol import require_keys
 from .probe import undisturbed
 from .ranges import ranged
@@ -127,9 +127,7 @@ class LineController(RuledController):
             return self.rule.update(evidence)
         if self.handed_over:
             return self.then.update(evidence)
-        later = getattr(self.then, "rule", self.then)
-        if isinstance(later, PeakController):
-            later.see(evidence)
+        see(self.then, evidence)
         if self.sweeping:
             return self.rule.update(evidence)
         self.handed_over = evidence.step >= self.rule.risen

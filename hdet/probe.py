@@ -82,8 +82,8 @@ class ProbeController(RuledController):
         rule: turns scores into decisions; see `ProbeRule` for its settings.
         interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. With shared gradients
             and rates as knobs alone it may be several: all are then scored on the line from where the interval began through the average
-            of the mean weights over its later part, each at the multiplier of the last cycle. None: as long as averages over a fortieth of the run ask for, where it may be several:
-            one of a run of 40 cycles or fewer, else 5 % of the run.
+            of the mean weights over its later part, each at the multiplier of the last cycle. None: as long as averages over a
+            fortieth of the run ask for, where it may be several: one of a run of 40 cycles or fewer, else 5 % of the run.
         average_every: sample the average every so many steps.
         average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
         place: "device" or "host": where averages (and the interval's beginning) live. On the host they cost two copies over the bus a sample.

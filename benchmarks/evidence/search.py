@@ -5,8 +5,8 @@
     python benchmarks/evidence/search.py --table FILE ...
 
 All know as much about the rate: it is drawn log-uniformly from 2^-8 to 2^6 times the best fixed one, which `hero.py --find --methods
-wsd` has found. A trial is a full run of AdamW under WSD, the schedule that HDET steers, on the full batch. HDET is one run from such a rate; population-based
-training has its members at such rates, each on its part of the batch. Random search and successive halving (Optuna's) are played through
+wsd` has found. A trial is a full run of AdamW under WSD, the schedule that HDET steers, on the full batch. HDET is one run from such a rate;
+population-based training has its members at such rates, each on its part of the batch. Random search and successive halving (Optuna's) are played through
 with the recorded trials in random orders, so nothing is trained twice. Runs that are in the file already are not repeated.
 
 The compute is counted in examples: one is a forward and a backward pass of it, a pass forward alone is a third. Validations are free.

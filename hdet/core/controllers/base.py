@@ -9,7 +9,7 @@ from typing import Any
 
 from .protocol import Controller, Decision, Evidence, require_keys
 
-__all__ = ["BaseController", "RuledController", "check_run", "is_idle", "needs_replicas", "opening", "regresses", "spreads"]
+__all__ = ["BaseController", "RuledController", "check_run", "is_idle", "needs_replicas", "opening", "regresses", "see", "spreads"]
 
 
 class BaseController:
@@ -76,6 +76,9 @@ class BaseController:
         """One Decision per knob; a function of the evidence and of the state alone. The part that a controller has to have."""
         raise NotImplementedError(f"{type(self).__name__} has no decide(evidence)")
 
+    def see(self, evidence: Evidence) -> None:
+        """A cycle in which another controller decides, before this one takes over: whatever must not be missed."""
+
     def hold(self, evidence: Evidence) -> list[Decision]:
         """In the place of `decide` after ``freeze_after``: reports what that measures, and moves nothing."""
         return [replace(decision, factor=1.0, base=None) for decision in self.decide(evidence)]
@@ -125,6 +128,9 @@ class RuledController(BaseController):
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         check_run(self.rule, total_steps, floor)
 
+    def see(self, evidence: Evidence) -> None:
+        see(self.rule, evidence)
+
     def update(self, evidence: Evidence) -> list[Decision]:
         return self.rule.update(evidence)
 
@@ -168,6 +174,11 @@ def opening(controller: Controller | None) -> float:
 def regresses(controller: Controller) -> bool:
     """`BaseController.regresses`; True with a probe."""
     return controller.needs_probe or bool(getattr(controller, "regresses", False))
+
+
+def see(controller: Controller, evidence: Evidence) -> None:
+    """`BaseController.see`; without it there is nothing to miss."""
+    getattr(controller, "see", lambda _: None)(evidence)
 
 
 def check_run(controller: Controller, total_steps: int | None, floor: Sequence[float]) -> None:

@@ -120,9 +120,9 @@ class LineRule(BaseController):
         """The step from which on the next decision is due; infinity if there is none."""
         if self.idle:
             return math.inf
-        return (
-            self.ended + octave_steps(total_steps, sync_interval) if self.sweeping else max(LATE[int(self.late)] * total_steps, self.risen)
-        )
+        if self.sweeping:
+            return self.ended + octave_steps(total_steps, sync_interval)
+        return max(LATE[int(self.late)] * total_steps, self.risen)
 
     def anew(self, step: int) -> None:
         """The weights that a sweep would go back to are lost (a checkpoint was loaded, a cycle taken back): it begins again, here."""
