@@ -217,10 +217,13 @@ def check_knobs(
         _check_alike(replicas, gradients, converge, alone=controller.then is None)
 
 
-def _check_alike(replicas: Replicas, gradients: str, converge: Converge, alone: bool = True) -> None:
-    """Under a LineController replicas are equal, and so have one line; ``alone``: to the end, for no other follows it."""
+def _check_alike(replicas: Replicas, gradients: str, converge: Converge, alone: bool) -> None:
+    """Under a LineController replicas are equal where it reads, and so have one line; ``alone``: to the end, for no other follows it."""
     for wrong, remedy in (
-        (gradients == "local" and replicas.count > 1, "gradients is 'local': pass gradients='shared'"),
+        (
+            alone and gradients == "local" and replicas.count > 1,
+            "gradients is 'local': pass gradients='shared', or then=ProbeController(...)",
+        ),
         (converge != Plain(), f"converge is {converge!r}: leave it out"),
         (alone and len(replicas.local) > 1, "replicas are co-resident: give it one model, and all micro-batches of a step to its closure"),
     ):
@@ -232,8 +235,9 @@ def _judges_held_out(controller: Controller | None) -> bool:
     """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""
     if controller is None or controller.name == "none":
         return True
+    judge = follower(controller)
     # A probe may have been given a rule that reads training losses all the same.
-    return bool(getattr(controller, "held_out", False)) and getattr(getattr(controller, "rule", None), "needs_probe", True)
+    return bool(getattr(judge, "held_out", False)) and getattr(getattr(judge, "rule", None), "needs_probe", True)
 
 
 def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:

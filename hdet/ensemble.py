@@ -136,7 +136,7 @@ class Ensemble:
             self.knobs, optimizer, self.replicas, controller, design=design, gradients=gradients, moments=moments, converge=converge
         )
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
-        specs = [KnobSpec(knob.name, knob.spread, knob.scale) for knob in self.knobs]
+        specs = [KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr") for knob in self.knobs]
         clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
@@ -538,9 +538,8 @@ class Ensemble:
                 self._probe.begin_anew()
             if self._line is not None:
                 self._line.begin_anew(self.engine.step)
-            rates = [k for k, knob in enumerate(self.knobs) if knob.key == "lr"]
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
-            return self.engine.roll_back(rates, self.divergence.lower)
+            return self.engine.roll_back(self.divergence.lower)
         self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
         measured: dict[str, Any] = {}
         if scores is not None and self._probe is not None:

@@ -128,10 +128,13 @@ class LineController(RuledController):
         if self.handed_over:
             return self.then.update(evidence)
         see(self.then, evidence)
+        decisions = [Decision()] * len(evidence.knobs)
         if self.sweeping:
-            return self.rule.update(evidence)
-        self.handed_over = evidence.step >= self.rule.risen
-        return [Decision()] * len(evidence.knobs)
+            for k, decision in zip(self._rates, self.rule.update(evidence.only(self._rates)), strict=True):
+                decisions[k] = decision
+        else:
+            self.handed_over = evidence.step >= self.rule.risen
+        return decisions
 
     def state_dict(self) -> dict[str, Any]:
         state = self.rule.state_dict()
@@ -159,12 +162,18 @@ class LineController(RuledController):
         """Once, before the first step. ``masters``: of some tensors.
 
         Raises:
-            ValueError: a knob that is no learning rate (displacements do not scale with it), cycles that are too long to sweep in, or
-                a warm-up of the controller: what it has to find, it finds at the run's beginning.
+            ValueError: a knob that is no learning rate (displacements do not scale with it) without ``then``, no knob that is one, cycles
+                that are too long to sweep in, or a warm-up of the controller: what it has to find, it finds at the run's beginning.
         """
-        for knob in knobs:
-            if knob.key != "lr":
-                raise ValueError(f"knob {knob.name!r} is no learning rate, and the line scales with no other: use a ProbeController")
+        self._rates = [k for k, knob in enumerate(knobs) if knob.key == "lr"]
+        others = [knob.name for knob in knobs if knob.key != "lr"]
+        if others and self.then is None:
+            raise ValueError(
+                f"knob {others[0]!r} is no learning rate, and the line scales with no other: use LineController(model, then=ProbeController(...)), "
+                "which leaves it to the probe"
+            )
+        if not self._rates:
+            raise ValueError(f"none of the knobs {others} is a learning rate, and a LineController sweeps nothing else: leave it out")
         total, interval = clock.total_steps or 0, clock.sync_interval
         if clock.warmup_steps:
             raise ValueError(
@@ -176,8 +185,8 @@ class LineController(RuledController):
                 f"must be done soon: pass at most {max(1, int(LONGEST * total))} (replicas train alike under it, so short cycles cost one small "
                 "collective each)"
             )
-        self._knobs, self._total, self._interval = len(knobs), total, interval
-        owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
+        self._total, self._interval = total, interval
+        owners = {index: i for i, k in enumerate(self._rates) for index in knobs[k].indices}
         # Those that no knob moves are trained in the sweep, too, and have to be taken back.
         listed = [(p, owners.get(g)) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
         tensors = [p for p, _ in listed]
@@ -210,32 +219,30 @@ class LineController(RuledController):
             self._begun = step
 
     def sample(self, step: int) -> None:
-        """After optimizer step ``step``: a sweep is read where it stands at an octave's end, a late interval at the mean of its second half."""
-        if self._begun is None or not self.listens:
+        """After optimizer step ``step``, for a late interval, which is read at the mean of its second half."""
+        if self._begun is None or not self.listens or self.sweeping:
             return
-        end = self.rule.next_end(self._total, self._interval)
-        if self.sweeping:
-            if step >= end:
-                self._way_or_fail().begin_mean()
-                self._way_or_fail().add()
-            return
-        end = math.ceil(end / self._interval) * self._interval
+        end = math.ceil(self.rule.next_end(self._total, self._interval) / self._interval) * self._interval
         length = max(1, end - self._begun)
         stride = max(1, length // 100)
         if step > self._begun + length / 2 and (end - step) % stride == 0:
             self._way_or_fail().add()
 
     def is_due(self, step: int) -> bool:
-        return self._begun is not None and step >= self.rule.next_end(self._total, self._interval) and self._way_or_fail().samples > 0
+        due = self._begun is not None and step >= self.rule.next_end(self._total, self._interval)
+        return due and (self.sweeping or self._way_or_fail().samples > 0)
 
     @contextmanager
     def scores(self, closure: Closure, replicas: Replicas) -> Iterator[_Scores]:
-        """The line of the interval that ends, to be read inside; afterwards the weights are what they were."""
+        """The line of the interval that ends, to be read inside; afterwards the weights are what they were. A sweep is read where it stands."""
+        if self.sweeping:
+            self._way_or_fail().begin_mean()
+            self._way_or_fail().add()
         with self._way_or_fail().scored() as put, torch.no_grad():
             # What no knob moves stays at the mean; in a sweep the line is that of the whole model from its beginning.
             yield _Scores(
                 lambda rho: put([(rho[0] if self.sweeping else 1.0) if k is None else rho[k] for k in self._owner]),
-                self._evaluate(closure), replicas, self._knobs,
+                self._evaluate(closure), replicas, len(self._rates),
             )  # fmt: skip
 
     def _evaluate(self, closure: Closure) -> Callable[[], torch.Tensor | None]:

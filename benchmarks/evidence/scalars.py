@@ -2,8 +2,8 @@
 
     python benchmarks/evidence/scalars.py [--corners careful bold] [--seeds 2] [--jobs 2] [--quick] [--json FILE]
 
-Eight replicas, each a process with its own gradients, its own values and batches of 16 of scikit-learn's digits; a `ProbeController` scores
-them on images that are not trained on. Tuning trains one replica after the other, from the same corner, on the same budget or a little more:
+Eight replicas, each a process with its own gradients, its own values and batches of 16 of scikit-learn's digits; a `LineController` sweeps both
+rates, then a `ProbeController` scores the replicas on images that are not trained on. Tuning trains one replica after the other, from the same corner, on the same budget or a little more:
 a trial for each replica, and one for the probe. What it has found is then trained on eight replicas, too, at twice the budget. The budget is
 counted in examples: one is a forward and a backward pass of it, a pass forward alone (the probe's, and tuning's choice between trials) is a
 third. A process for each replica: expect ``--jobs 1`` to keep several cores busy while replicas run.
@@ -20,29 +20,30 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 from harness import spawn
 from problems.digits import Classifier, data, disturbed, held_out
 from runs import Record, Task, read, run_missing
-from training import BETAS, WARMUP
+from training import BETAS, wsd_schedule
 
 import hdet
 from hdet.evidence.scalars import CORNERS, EQUAL, GOOD, REPLICAS, SEEDS, scalars_tables
 
 RESULTS = "benchmarks/results/evidence/scalars.jsonl"
-STEPS, QUICK = 400, 20
+STEPS, QUICK = 1600, 20
 IMAGES, PROBED = 16, 12
 """examples of a replica's step, and of each of the eight mini-batches of a probe"""
-CYCLES = 20
+CYCLE = 0.015
+"""of the run: as long as a sweep lets it be"""
 SPREAD, RATE_SPREAD = 0.4, 0.3
 TRIALS = 16
 FACTOR = 4.0
@@ -103,12 +104,11 @@ def loss_on(model: nn.Module, examples: tuple[Tensor, Tensor]) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def prepared(values: Values, seed: int, steps: int) -> tuple[Dropped, torch.optim.Optimizer, OneCycleLR]:
+def prepared(values: Values, seed: int, steps: int) -> tuple[Dropped, torch.optim.Optimizer, LambdaLR]:
     torch.manual_seed(seed)
     model = Dropped(values["dropout"])
     optimizer = torch.optim.AdamW(groups(model, values), betas=BETAS)
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    return model, optimizer, OneCycleLR(optimizer, rates, total_steps=steps, pct_start=WARMUP, cycle_momentum=False)
+    return model, optimizer, wsd_schedule(optimizer, steps)
 
 
 # -- replicas --------------------------------------------------------------------------------------------------------------
@@ -126,27 +126,33 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
 
     smoothing = hdet.LabelSmoothing(values["label_smoothing"], SPREAD)
     knobs = [hdet.LearningRate(RATE_SPREAD, groups="each"), hdet.WeightDecay(SPREAD), hdet.Dropout(model, SPREAD), smoothing]
+    controller = hdet.LineController(model, then=hdet.ProbeController(loss_fn, probe_batches, model=model, held_out=True))
     ensemble = hdet.Ensemble(
         optimizer,
         schedule,
         knobs=knobs if control else [hdet.LearningRate(0.0)],
-        sync_interval=max(5, steps // CYCLES),
+        sync_interval=max(1, int(CYCLE * steps)),
+        total_steps=steps,
         gradients="local",
         moments="keep",
-        controller=hdet.ProbeController(loss_fn, probe_batches, model=model, held_out=True) if control else None,
+        controller=controller if control else None,
         seed=seed,
     )
+
+    def losses(images: Tensor, labels: Tensor) -> Tensor:
+        smoothed = ensemble.value("label_smoothing") if control else values["label_smoothing"]
+        return F.cross_entropy(model(images), labels, label_smoothing=smoothed, reduction="none")
+
     torch.manual_seed(1000 * (seed + 1) + rank)  # replicas drop different units
     with contextlib.suppress(hdet.ReplicasDiverged):  # then no weight is finite
         for step in range(steps):
             images, labels = batch(seed, world_size * step + rank)
             with ensemble.explore():
-                smoothed = ensemble.value("label_smoothing") if control else values["label_smoothing"]
-                loss = F.cross_entropy(model(images), labels, label_smoothing=smoothed)
+                loss = losses(images, labels).mean()
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            ensemble.step(loss)
+            ensemble.step(loss, closure=partial(losses, images, labels))
     found = {name: values[name] * ensemble.corrections[name] for name in values} if control else values
     seen = world_size * (steps * IMAGES + sum(probed) / 3)
     return {"validation": finite(loss_on(model, held_out())), "values": found, "samples": seen}

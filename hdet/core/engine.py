@@ -31,6 +31,8 @@ class KnobSpec:
     name: str
     spread: float
     scale: Scale = field(default_factory=Scale)
+    rate: bool = True
+    """Is it a learning rate? A controller's opening is of those, and they are lowered where a cycle is taken back."""
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
@@ -81,7 +83,7 @@ class Engine:
         self.cycle = 0
         self.step = 0
         self.position = 0
-        self.corrections = [opening(controller)] * len(knobs)
+        self.corrections = [opening(controller) if knob.rate else 1.0 for knob in knobs]
         self.bases: list[float | None] = [None] * len(knobs)
         self.eased: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
         """By knob: what the correction was, and since which step and over how many the one in `corrections` comes into force."""
@@ -195,10 +197,10 @@ class Engine:
         self.position = 0
         return outcome
 
-    def roll_back(self, knobs: Sequence[int], factor: float) -> CycleOutcome:
-        """End a cycle that is taken back: nothing was learned in it but that the values of these knobs were too high."""
+    def roll_back(self, factor: float) -> CycleOutcome:
+        """End a cycle that is taken back: nothing was learned in it but that the rates were too high."""
         table = self.multipliers()
-        for k in knobs:
+        for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
             self.corrections[k] = max(self.in_force(k) * factor, 1 / LARGEST_CORRECTION)
             self.eased[k] = (1.0, 0, 0)
             base = self.bases[k]

@@ -459,7 +459,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         build(converge=hdet.converge.ExactLocal())
     two: Any = SimpleNamespace(count=2, local=[0])
     with pytest.raises(ValueError, match="gradients is 'local'"):
-        check_alike(two, "local", hdet.converge.Plain())
+        check_alike(two, "local", hdet.converge.Plain(), alone=True)
     build(gradients="local", moments="keep")  # one replica: the same as shared
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hdet
+from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence
 from hdet.core.controllers.base import BaseController
+from hdet.core.engine import Engine, KnobSpec
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import model
 from tests.ensemble.test_line import Run, data, losses_of
@@ -36,7 +39,7 @@ class Listener(BaseController):
     def decide(self, evidence: Evidence) -> list[Decision]:
         assert evidence.line is None
         self.steps.append(float(evidence.step))
-        return [Decision(factor=2.0 if len(self.steps) == 3 else 1.0)]
+        return [Decision(factor=2.0 if len(self.steps) == 3 else 1.0) for _ in evidence.knobs]
 
 
 def chained(then: Any, lr: float = 1e-3, **settings: Any) -> Run:
@@ -274,3 +277,81 @@ def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
     assert seen == others and corrections == same and corrections["lr"] < 0.2
     assert {differ for _, handed, differ in seen if not handed} == {False} and any(handed for _, handed, _ in seen)
     assert all(differ for _, handed, differ in seen if handed)
+
+
+# -- other knobs, and gradients of their own --------------------------------------------------------------------------------
+
+
+def local_gradients(rank: int, world: int) -> Any:
+    """Whether each rank is back at the beginning when it begins again, who decided on what, and the corrections in the end."""
+    net = model()
+    begin = [p.detach().clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, TOTAL, cycle_momentum=False)
+    then = Listener()
+    line = hdet.LineController(net, then=then)
+    ensemble = hdet.Ensemble(
+        optimizer,
+        scheduler,
+        knobs=[hdet.Eps(), hdet.LearningRate(0.3)],
+        sync_interval=4,
+        controller=line,
+        gradients="local",
+        moments="keep",
+    )
+    swept, back = [], False
+    for step in range(TOTAL // 2):
+        batch = data(2 * step + rank)
+        loss = losses_of(net, batch).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sweeping = line.sweeping
+        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
+        if sweeping:
+            swept.append(ensemble.corrections)
+        if sweeping and not line.sweeping:
+            back = all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True)) and not any(
+                bool(state["exp_avg"].any()) for state in optimizer.state.values()
+            )
+    return back, swept, then.steps, ensemble.corrections, list(ensemble.corrections)
+
+
+def test_replicas_with_gradients_of_their_own_sweep_the_rate_alone_and_the_other_decides_on_all() -> None:
+    first, second = run_ranks(local_gradients, 2)
+    assert first == second
+    back, swept, asked, corrections, names = first
+    assert back and asked and names == ["lr", "eps"]  # rates come first
+    assert {row["eps"] for row in swept} == {1.0} and len({row["lr"] for row in swept}) > 5
+    assert corrections["eps"] == 2.0  # by the Listener, which is asked for a decision on each
+    assert 0.01 < 1e-4 * corrections["lr"] / 2 < 0.1  # the best peaks
+
+
+def test_knobs_that_are_no_rates_need_another_controller_and_a_rate_beside_them() -> None:
+    def build(knobs: Any, **settings: Any) -> hdet.Ensemble:
+        net = nn.Sequential(nn.Dropout(0.1), model())
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        batches = [data(20_000 + i) for i in range(8)]
+        probe = hdet.ProbeController(
+            lambda net, batch: losses_of(net, batch).mean(), batches, model=net, held_out=settings.pop("held_out", True)
+        )
+        line = hdet.LineController(net, then=probe if settings.pop("then", True) else None)
+        return hdet.Ensemble(
+            optimizer, knobs=[hdet.Dropout(net) if knob == "dropout" else knob for knob in knobs], controller=line, total_steps=100,
+            sync_interval=1, gradients="local", moments="keep",
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"'eps' is no learning rate.*then=ProbeController"):
+        build([hdet.LearningRate(), hdet.Eps()], then=False)
+    with pytest.raises(ValueError, match=r"none of the knobs \['eps'\] is a learning rate"), pytest.warns(UserWarning, match="one replica"):
+        build([hdet.Eps()])
+    with pytest.raises(ValueError, match="'dropout'.*held_out=True"):
+        build([hdet.LearningRate(), "dropout"], held_out=False)
+    with pytest.warns(UserWarning, match="one replica"):
+        build([hdet.LearningRate(), "dropout"])
+
+
+def test_a_cycle_taken_back_lowers_rates_alone() -> None:
+    engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
+    engine.roll_back(0.5)
+    assert engine.corrections == [0.5, 1.0]

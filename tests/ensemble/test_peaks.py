@@ -32,7 +32,7 @@ def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> Non
     engine.close([1.0], scheduled=[1.0])
     assert engine.corrections == [8.0] and engine.in_force(0) == pytest.approx(8 ** (1 / 8))
     before = engine.in_force(0)
-    engine.roll_back([0], 0.5)
+    engine.roll_back(0.5)
     assert engine.in_force(0) == pytest.approx(before / 2)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 __all__ = ["Controller", "Decision", "Evidence", "require_keys"]
@@ -51,6 +51,12 @@ class Evidence:
     """The `Line` of the interval that ends, which scores what it is asked for; None where no interval ends."""
     inner: Sequence[Sequence[float] | None] | None = None
     """[replica][knob * samples + sample]: cosines of gradient and displacement, see `HypergradientRule`; None where none were taken."""
+
+    def only(self, knobs: Sequence[int]) -> Evidence:
+        """Of these knobs; ``inner``, which is of all, is left out."""
+        of_knobs = ("knobs", "multipliers", "scheduled", "peak", "mean", "floor", "values", "corrections")
+        chosen: dict[str, Any] = {name: [getattr(self, name)[k] for k in knobs] for name in of_knobs}
+        return replace(self, inner=None, **chosen)
 
 
 @dataclass(frozen=True)
