@@ -31,13 +31,13 @@ from .fan_out import FanOut
 from .faults import ReplicaLost, during
 from .history import cycle_record
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .line import Closure, LineController, follower, sensor_of
+from .line import Closure
+from .listening import Listening
 from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
-from .sensor import Run
-from .slots import Slot, gather_slots, masters_of
+from .slots import Slot, gather_slots
 from .weights import ReplicaWeights, Tied, average_weights, check_tied
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
@@ -146,21 +146,10 @@ class Ensemble:
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
             "moments": moments, "converge": converge, "divergence": divergence, "design": design,
         }  # fmt: skip
-        self._probe = sensor_of(controller)
-        if self._probe is not None:
-            trained = [p for group in optimizer.param_groups for p in group["params"]]
-            sets = self.replicas.sets(trained)
-            masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
-            run = Run(clock, self.replicas, gradients, lambda: self._fan_out.multipliers)
-            self._probe.watch(*sets, masters=masters, knobs=self.knobs, run=run)
-        self._line = controller if isinstance(controller, LineController) else None
-        self._means: list[float] | None = None
-        if self._line is not None:
-            assert clock.total_steps is not None  # or check_controller has refused
-            self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), self.knobs, clock)
-            self._means = self.schedule.means()
-            if self.engine.step:
-                self._line.begin_anew(self.engine.step)
+        self._listening = Listening(
+            self.engine, optimizer, self.replicas, self.knobs, gradients, lambda: self._fan_out.multipliers, self.during
+        )
+        self._means = self.schedule.means() if self._listening.has_line else None  # the only one that reads them
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,
@@ -174,9 +163,7 @@ class Ensemble:
             tied=tied,
             refresh=refresh,
             divergence=divergence,
-            modules=[
-                x for x in (buffers, *(getattr(c, "model", None) for c in (controller, follower(controller)))) if isinstance(x, nn.Module)
-            ],
+            modules=[*self._listening.modules, *([buffers] if isinstance(buffers, nn.Module) else [])],
         )
 
         self._agreed = False  # ranks have the same settings
@@ -232,16 +219,12 @@ class Ensemble:
         if stepped and not self._compared:
             self._compare_gradients()
         try:
-            if self._line is not None:
-                self._line.check_closure(closure)
+            self._listening.check_closure(closure)
             self.schedule.advance()
             ends = False
             if stepped:
                 ends = self.engine.tick()
-                if self._line is not None:
-                    self._line.sample(self.engine.step)
-                if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
-                    self._probe.sample(self.engine.position, self.engine.position + self._steps_left())
+                self._listening.sample()
             if ends or (self.schedule.is_over and self.engine.position > 0):
                 self._end_cycle(closure)
             elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
@@ -431,40 +414,25 @@ class Ensemble:
     def _depart(self) -> None:
         """Before the first optimizer step after an average."""
         self.weights.depart()
-        if self._line is not None:
-            self._line.depart(self.engine.step)
-        if self._probe is not None and self._will_probe(self.engine.step + self._steps_left()):
-            self._probe.depart(self.engine.step)
+        self._listening.depart()
 
     def forget_window(self) -> None:
         for member in self.weights.local:
             member.window.reset()
-        if self._probe is not None:
-            self._probe.forget()
-
-    def _will_probe(self, cycle_end: int) -> bool:
-        """Is a probe at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
-        waits = self._line is not None and not self._line.handed_over
-        return self._probe is not None and not self._probe.idle and not waits and self.engine.clock.controls(cycle_end)
-
-    def _steps_left(self) -> int:
-        """Steps to the end of the running cycle, which the end of the run may cut short."""
-        clock = self.engine.clock
-        left = clock.sync_interval - self.engine.position
-        return left if clock.total_steps is None else min(left, max(0, clock.total_steps - self.engine.step))
+        self._listening.forget()
 
     @ranged("hdet.cycle")
     def _end_cycle(self, closure: Closure | None) -> None:
         self._check_explored()
         started = self._now()
         compare = self.replicas.count > 1 and not self._replicas_part
-        rows = self._measure() if self._will_probe(self.engine.step) else None
+        rows = self._listening.rows(self._as_replica)
         probed = self._now()
         with self.during("slots"):
             slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, mark=self.weights.mark())
         self.weights.check_marks(slots)
-        scores = None if rows is None or self._probe is None else self._probe.split([slot.probe for slot in slots])
-        if self._line is not None and self._line.sweeping:  # what breaks in a sweep is taken back
+        heard = self._listening.heard(rows, slots)
+        if self._listening.sweeping:  # what breaks in a sweep is taken back
             if all(slot.finite and slot.raw_loss is None for slot in slots):
                 raise ValueError("a LineController reads the training losses too: call step(loss, closure=...), or observe(loss)")
             verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
@@ -474,12 +442,12 @@ class Ensemble:
         losses = [slot.loss for slot in slots]
         self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
-        outcome = self._control(verdict, losses, scores, slots, closure)
-        read = self._now() if self._line is not None else averaged
+        outcome = self._control(verdict, losses, heard, slots, closure)
+        read = self._now() if self._listening.has_line else averaged
         self._settle()
         self.schedule.write(self.engine)
         self.history = cycle_record(
-            self.engine, self.schedule, outcome, losses=losses, scores=self._as_losses(scores), rolled_back=verdict.roll_back, notes=self._notes,
+            self.engine, self.schedule, outcome, losses=losses, scores=heard.get("probes"), rolled_back=verdict.roll_back, notes=self._notes,
             probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed),
         )  # fmt: skip
         self._notes = []
@@ -494,19 +462,11 @@ class Ensemble:
             warnings.warn(note, stacklevel=4)
             self._notes.append(note)
 
-    def _as_losses(self, scores: list[list[float]] | None) -> list[list[float]] | None:
-        """What was measured, if it is losses."""
-        return scores if self._probe is not None and self._probe.measures == "probes" else None
-
-    def _measure(self) -> list[torch.Tensor]:
-        """The probe's row of each local replica, at its own cycle average."""
-        assert self._probe is not None
-        rows = []
-        with self.during("probe"):
-            for place, r in enumerate(self.replicas.local):
-                with self.replicas.use(r), self._replicas_values(place, lambda knob: knob.direct):
-                    rows.append(self._probe.measure(self.engine.cycle, place))
-        return rows
+    @contextmanager
+    def _as_replica(self, place: int) -> Iterator[None]:
+        """To be scored: at the local replica's own values where a loss depends on them at given weights, else at base values."""
+        with self.replicas.use(self.replicas.local[place]), self._replicas_values(place, lambda knob: knob.direct):
+            yield
 
     @ranged("hdet.converge")
     def _converge(self, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> None:
@@ -528,41 +488,27 @@ class Ensemble:
         self,
         verdict: Verdict,
         losses: list[float | None],
-        scores: list[list[float]] | None,
+        heard: Mapping[str, list[list[float]]],
         slots: Sequence[Slot],
         closure: Closure | None,
     ) -> CycleOutcome:
         """Let the controller act on the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
-            if self._probe is not None:
-                self._probe.begin_anew()
-            if self._line is not None:
-                self._line.begin_anew(self.engine.step)
+            self._listening.begin_anew()
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(self.divergence.lower)
         self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
-        measured: dict[str, Any] = {}
-        if scores is not None and self._probe is not None:
-            measured[self._probe.measures] = [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
+        measured: dict[str, Any] = {
+            name: [row if slot.votes else None for row, slot in zip(rows, slots, strict=True)] for name, rows in heard.items()
+        }
         peaks, floors = self.schedule.bounds()
 
-        def close(line: Any = None) -> CycleOutcome:
-            return self.engine.close(
+        with self._listening.line(closure) as line:
+            outcome = self.engine.close(
                 losses, **measured, line=line, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
                 schedule_step=self.schedule.step,
             )  # fmt: skip
-
-        return close() if self._line is None else self._read_line(closure, close)
-
-    def _read_line(self, closure: Closure | None, close: Callable[..., CycleOutcome]) -> CycleOutcome:
-        """End the cycle; where an interval of the line ends with it, with what the line says."""
-        assert self._line is not None
-        if not (self.engine.clock.controls(self.engine.step) and self._line.is_due(self.engine.step)):
-            return close()
-        assert closure is not None  # or check_closure has refused
-        with self.during("line"), self._line.scores(closure, self.replicas) as line:
-            outcome = close(line)
-        if self._line.settle(self.engine.step, outcome.decisions):
+        if line is not None and self._listening.settle(outcome.decisions):
             self.weights.moments.reset()
             if len(self.replicas.local) > 1:  # only the first one's weights were taken back
                 self.weights.complete([1.0] + [0.0] * (self.replicas.count - 1))
@@ -614,10 +560,7 @@ class Ensemble:
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._fan_out.unknown()
         self.weights.loaded()
-        if self._probe is not None:
-            self._probe.begin_anew()
-        if self._line is not None:
-            self._line.begin_anew(self.engine.step)
+        self._listening.begin_anew()
         self._begin_cycle()
 
     def close(self) -> None:
