@@ -98,6 +98,10 @@ def check_arguments(
         raise ValueError(
             f"gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), got {gradients!r}"
         )
+    if gradients == "local" and replicas is not None and len(replicas.local) > 1:
+        raise ValueError(
+            "gradients is 'local', but co-resident replicas step with one gradient and one set of moments: pass gradients='shared'"
+        )
     if gradients == "local" and moments not in POLICIES:
         raise ValueError(
             f"moments must be one of {', '.join(map(repr, POLICIES))} with gradients='local', got {moments!r}: replicas' moments differ, "
@@ -225,10 +229,15 @@ def _check_alike(replicas: Replicas, gradients: str, converge: Converge, alone: 
             "gradients is 'local': pass gradients='shared', or then=ProbeController(...)",
         ),
         (converge != Plain(), f"converge is {converge!r}: leave it out"),
-        (alone and len(replicas.local) > 1, "replicas are co-resident: give it one model, and all micro-batches of a step to its closure"),
+        (
+            alone and len(replicas.local) > 1,
+            "replicas are co-resident: give it one model, and all micro-batches of a step to its closure, or then=ProbeController(...)",
+        ),
     ):
         if wrong:
-            raise ValueError(f"a LineController has all replicas on one line, with nothing that makes them differ, but {remedy}")
+            raise ValueError(
+                f"a LineController has all replicas on one line while it reads, with nothing that makes them differ, but {remedy}"
+            )
 
 
 def _judges_held_out(controller: Controller | None) -> bool:
@@ -343,8 +352,12 @@ def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: st
 
 
 def _settings(controller: Any) -> list[tuple[str, Any]]:
-    """The plain attributes of a controller and of its rule."""
-    plain = [(name, value) for name, value in sorted(vars(controller).items()) if isinstance(value, (int, float, str, type(None)))]
+    """The plain attributes of a controller and of its rule; what it keeps for itself may depend on the step, which scalers skip rank by rank."""
+    plain = [
+        (name, value)
+        for name, value in sorted(vars(controller).items())
+        if isinstance(value, (int, float, str, type(None))) and not name.startswith("_")
+    ]
     parts = [getattr(controller, "rule", None), controller.then if isinstance(controller, LineController) else None]
     return plain + [setting for part in parts if part is not None for setting in _settings(part)]
 

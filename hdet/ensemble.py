@@ -436,10 +436,13 @@ class Ensemble:
             if all(slot.finite and slot.raw_loss is None for slot in slots):
                 raise ValueError("a LineController reads the training losses too: call step(loss, closure=...), or observe(loss)")
             verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
+            all_vote = all(slot.votes for slot in slots)
+            # One replica that broke has broken the average of all: its loss may not be left out.
+            losses = [slot.loss if all_vote else None for slot in slots]
         else:
             verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
+            losses = [slot.loss for slot in slots]
         self._notes += verdict.notes
-        losses = [slot.loss for slot in slots]
         self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
         outcome = self._control(verdict, losses, heard, slots, closure)
@@ -545,7 +548,8 @@ class Ensemble:
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order; N may differ from the saved run's.
+        """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order (buffers before it, if a LineController may be in
+        its sweep); N may differ from the saved run's.
 
         Raises:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.

@@ -17,6 +17,7 @@ from .core.controllers import Controller, Decision, Evidence, LineRule
 from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, see, spreads
 from .core.controllers.peak import LARGEST_T
 from .core.controllers.protocol import require_keys
+from .knobs.bound import ProductKnob
 from .probe import undisturbed
 from .ranges import ranged
 from .replicas import Replicas
@@ -41,7 +42,8 @@ class LineController(RuledController):
 
     Losses at multipliers that no replica has come from the line through the interval's beginning: each rank calls the closure of
     ``ensemble.step(loss, closure=...)`` on its current batch at several points of it, and the differences, paired by example, are added up over
-    ranks. Replicas train alike: the spread rests. Learning rates only, with shared gradients; several knobs (parameter groups) are swept together.
+    ranks. Meanwhile the spread rests; with shared gradients, which it asks for where nothing follows, replicas train alike. Several rates (parameter
+    groups) are swept together; other knobs may stand beside them for ``then``.
 
     **The first 5 to 9 % of the run are a search**, after which weights, the model's buffers and the moments are those of the beginning again.
 
@@ -172,6 +174,18 @@ class LineController(RuledController):
                 f"knob {others[0]!r} is no learning rate, and the line scales with no other: use LineController(model, then=ProbeController(...)), "
                 "which leaves it to the probe"
             )
+        product = next((knob.name for knob in knobs if isinstance(knob, ProductKnob)), None)
+        if product is not None:
+            raise ValueError(
+                f"the knob {product!r} is rate * decay, but a sweep moves rates by orders of magnitude, and decays would go the other way: pass "
+                "product=False"
+            )
+        bounded = next((knobs[k].name for k in self._rates if knobs[k].scale.bounded), None)
+        if bounded is not None and len(self._rates) > 1:
+            raise ValueError(
+                f"the knob {bounded!r} has bounds, but a LineController sweeps all rates together, and one that is held back would part from them: "
+                "leave bounds out, or use one knob, LearningRate(groups=None)"
+            )
         if not self._rates:
             raise ValueError(f"none of the knobs {others} is a learning rate, and a LineController sweeps nothing else: leave it out")
         total, interval = clock.total_steps or 0, clock.sync_interval
@@ -182,8 +196,8 @@ class LineController(RuledController):
         if interval > max(1, LONGEST * total):
             raise ValueError(
                 f"sync_interval (model_sync_interval) is {interval} of {total} steps, but a LineController sweeps through the rates cycle by cycle, and "
-                f"must be done soon: pass at most {max(1, int(LONGEST * total))} (replicas train alike under it, so short cycles cost one small "
-                "collective each)"
+                f"must be done soon: pass at most {max(1, int(LONGEST * total))} (with shared gradients replicas train alike in a sweep, and "
+                "a cycle costs one small collective)"
             )
         self._total, self._interval = total, interval
         owners = {index: i for i, k in enumerate(self._rates) for index in knobs[k].indices}
@@ -193,7 +207,7 @@ class LineController(RuledController):
         self._owner: list[int | None] = [k for _, k in listed]
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
-        self._keep_buffers()  # not later: a step's forward pass comes before anything that the Ensemble sees of it
+        self._keep_buffers()
 
     @property
     def sweeping(self) -> bool:
@@ -238,6 +252,10 @@ class LineController(RuledController):
         if self.sweeping:
             self._way_or_fail().begin_mean()
             self._way_or_fail().add()
+            if self.rule.feeling and replicas.count > len(
+                replicas.local
+            ):  # what all go back to; they may have begun with different weights
+                self._way_or_fail().share(replicas)
         with self._way_or_fail().scored() as put, torch.no_grad():
             # What no knob moves stays at the mean; in a sweep the line is that of the whole model from its beginning.
             yield _Scores(
@@ -283,7 +301,8 @@ class LineController(RuledController):
         return back
 
     def _keep_buffers(self) -> None:
-        self._buffers = [] if self.model is None else [(b, b.detach().clone()) for b in self.model.buffers()]
+        """Now, because a step's forward pass comes before anything that the Ensemble sees of it."""
+        self._buffers = [] if self.model is None or not self.sweeping else [(b, b.detach().clone()) for b in self.model.buffers()]
 
     def _way_or_fail(self) -> Way:
         assert self._way is not None, "follow_run comes first"

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,12 +83,27 @@ def test_every_problem_is_a_function_of_seed_and_step(problem: Any) -> None:
     batch, again, other = problem.batch(3, 5), problem.batch(3, 5), problem.batch(3, 6)
     assert all(torch.equal(a, b) for a, b in zip(batch, again, strict=True)) and not all(map(torch.equal, batch, other))
     assert {len(tensor) for tensor in batch} == {problem.batch_size} and problem.batch_size % 8 == 0
+    spare = problem.spare(3, 5, 0)
+    assert all(torch.equal(a, b) for a, b in zip(spare, problem.spare(3, 5, 0), strict=True)) and len(spare[0]) == problem.batch_size
+    assert not all(map(torch.equal, spare, problem.spare(3, 5, 1)))
+    trained = {problem.batch(3, step)[0].numpy().tobytes() for step in range(problem.steps)}
+    assert not trained & {problem.spare(3, 5, number)[0].numpy().tobytes() for number in range(20)}
     model = problem.build(0)
     losses = problem.losses(model, batch)
     assert losses.shape == (problem.batch_size,) and losses.requires_grad and losses.isfinite().all()
     grouped = [p for group in problem.groups(model) for p in group["params"]]
     assert {id(p) for p in grouped} == {id(p) for p in model.parameters()} and len(grouped) == len(set(grouped))
     assert all({"name", "weight_decay"} <= set(group) for group in problem.groups(model))
+
+
+def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users and items drift over the year: a probe of its last day, on which runs are judged, would know what training cannot."""
+    asked: list[tuple[float, str]] = []
+    log = SimpleNamespace(sample=lambda size, at, *, seed, stream, index: asked.append((at, stream)))
+    monkeypatch.setattr(importlib.import_module("problems.recsys"), "LOG", log)
+    for step in (0, 400, 800):
+        problems.PROBLEMS["recsys"].spare(0, step, 7)
+    assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
 
 
 def test_a_loss_that_is_no_number_ends_a_run_of_the_fixed_schedule() -> None:

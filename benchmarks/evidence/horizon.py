@@ -45,7 +45,9 @@ def run(problem: str, method: str, interval: float, exponent: int, rate: float, 
         def controller(probed: list[int]) -> hdet.ProbeController:
             controllers.append(Corrected())
             # Sampled once a cycle is sampled at its end.
-            return probe(problem, model, seed, probed, rule=controllers[0], interval=1, average_every=1 if method == AVERAGED else length)
+            return probe(
+                problem, model, seed, probed, length, rule=controllers[0], interval=1, average_every=1 if method == AVERAGED else length
+            )
 
         return replicated(problem, model, rate, seed, controller, interval=length)
 

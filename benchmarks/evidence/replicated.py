@@ -28,15 +28,19 @@ def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Pa
 
     def controller(probed: list[int]) -> hdet.LineController:
         later = probe(
-            problem, model, seed, probed, chunks=4, interval=round(0.1 * problem.steps / fine_interval(problem)), freeze_after=0.4
-        )
+            problem, model, seed, probed, fine_interval(problem), chunks=4,
+            interval=round(0.1 * problem.steps / fine_interval(problem)), freeze_after=0.4,
+        )  # fmt: skip
         return hdet.LineController(model, then=later)
 
     return replicated(problem, model, rate, seed, controller, interval=fine_interval(problem))
 
 
-def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], *, chunks: int = 8, **settings: Any) -> hdet.ProbeController:
-    """On ``chunks`` mini-batches of a replica's size, of training data that no step uses. ``settings``: further ones of the controller."""
+def probe(
+    problem: Problem, model: nn.Module, seed: int, probed: list[int], length: int, *, chunks: int = 8, **settings: Any
+) -> hdet.ProbeController:
+    """On ``chunks`` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``settings``:
+    further ones of the controller."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         losses = problem.losses(model, batch)
@@ -44,7 +48,8 @@ def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], *, c
         return losses.mean()
 
     def batches(cycle: int) -> list[Batch]:
-        return [part for i in range(-(-chunks // REPLICAS)) for part in parts(problem.batch(seed, problem.steps + 2 * cycle + i))]
+        step = (cycle + 1) * length
+        return [part for i in range(-(-chunks // REPLICAS)) for part in parts(problem.spare(seed, step, 2 * cycle + i))]
 
     return hdet.ProbeController(loss_fn, batches, chunks=chunks, model=model, **settings)
 

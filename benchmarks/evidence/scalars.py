@@ -143,6 +143,10 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
         smoothed = ensemble.value("label_smoothing") if control else values["label_smoothing"]
         return F.cross_entropy(model(images), labels, label_smoothing=smoothed, reduction="none")
 
+    def scored(images: Tensor, labels: Tensor) -> Tensor:
+        probed.append(len(labels))
+        return losses(images, labels)
+
     torch.manual_seed(1000 * (seed + 1) + rank)  # replicas drop different units
     with contextlib.suppress(hdet.ReplicasDiverged):  # then no weight is finite
         for step in range(steps):
@@ -152,7 +156,7 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            ensemble.step(loss, closure=partial(losses, images, labels))
+            ensemble.step(loss, closure=partial(scored, images, labels))
     found = {name: values[name] * ensemble.corrections[name] for name in values} if control else values
     seen = world_size * (steps * IMAGES + sum(probed) / 3)
     return {"validation": finite(loss_on(model, held_out())), "values": found, "samples": seen}

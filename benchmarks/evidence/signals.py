@@ -166,13 +166,18 @@ def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller
 def hear_replicas(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
     """Four replicas: the probe at cycle averages, and what goes by training losses."""
     rules = [hdet.ProbeRule(), hdet.SlopeController(), hdet.RankController(), hdet.SoftmaxController(decay=None)]
-    return replicated(problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed, rule=Ears(rules, moments, said)))
+    length = _cycle(problem.steps)
+    return replicated(
+        problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed, length, rule=Ears(rules, moments, said))
+    )
 
 
 def hear_last(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
     """The same probe at the last weights of the cycle: sampled at its end only."""
-    ears, every = Ears([hdet.ProbeRule()], moments, said, suffix=" (last weights)"), _cycle(problem.steps)
-    return replicated(problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed, rule=ears, average_every=every))
+    ears, length = Ears([hdet.ProbeRule()], moments, said, suffix=" (last weights)"), _cycle(problem.steps)
+    return replicated(
+        problem, model, rate, seed, lambda probed: probe(problem, model, seed, probed, length, rule=ears, average_every=length)
+    )
 
 
 LISTENERS: dict[str, Callable[..., Parts]] = {

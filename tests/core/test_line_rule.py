@@ -158,7 +158,8 @@ def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> N
 def test_not_finite_at_the_first_steps_begins_again_lower() -> None:
     rule = LineRule()
     (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho), None))
-    assert decision.restart and decision.factor == pytest.approx(0.5 / BELOW) and rule.sweeping  # its edge is at 1/2
+    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and rule.sweeping  # the line may be no better than the loss
+    assert rule.edge == 0.0 and rule.feeling
 
 
 def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15_percent() -> None:

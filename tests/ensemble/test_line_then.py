@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
+from hdet import checkpoint
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence
 from hdet.core.controllers.base import BaseController
@@ -355,3 +358,75 @@ def test_a_cycle_taken_back_lowers_rates_alone() -> None:
     engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
     engine.roll_back(0.5)
     assert engine.corrections == [0.5, 1.0]
+
+
+def one_breaks(rank: int, world: int) -> Any:
+    """Rank 1's gradient is NaN once, in the feel; ranks begin with different weights. [weights after each take-back], the rate in the end."""
+    net = model()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.01 * (rank + 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, TOTAL, cycle_momentum=False)
+    line = hdet.LineController(net, then=Listener())
+    ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=4, controller=line, gradients="local", moments="keep")
+    equal = []
+    for step in range(80):
+        batch = data(2 * step + rank)
+        loss = losses_of(net, batch).mean()
+        loss.backward()
+        if rank == 1 and step == 3:
+            net[0].weight.grad.fill_(math.nan)
+        if not (rank == 1 and step == 0):  # as a scaler leaves it out
+            optimizer.step()
+        optimizer.zero_grad()
+        phase, octaves = line.rule.phase, len(line.rule.octaves)
+        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
+        if (line.rule.phase, len(line.rule.octaves)) != (phase, octaves) and not line.rule.octaves:
+            weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+            everyones = [torch.empty_like(weights) for _ in range(world)]
+            dist.all_gather(everyones, weights)
+            equal.append(bool(weights.isfinite().all()) and torch.equal(*everyones))
+    return equal, 3e-3 * ensemble.corrections["lr"], line.sweeping
+
+
+def test_one_replica_that_breaks_breaks_the_sweep_and_all_begin_again_from_the_same_weights() -> None:
+    first, second = run_ranks(one_breaks, 2)
+    assert first == second
+    equal, rate, sweeping = first
+    assert equal and all(equal) and not sweeping
+    assert 0.005 < rate < 0.1  # the best peaks are 0.01 to 0.1
+
+
+def test_a_product_of_rate_and_decay_and_a_bound_beside_other_rates_are_refused() -> None:
+    def build(*knobs: Any) -> hdet.Ensemble:
+        net = model()
+        first, *others = net.parameters()
+        optimizer = torch.optim.AdamW([{"params": [first], "name": "a"}, {"params": others, "name": "b"}], lr=1e-3)
+        probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(9)] * 8, model=net, held_out=True)
+        return hdet.Ensemble(optimizer, knobs=knobs, controller=hdet.LineController(net, then=probe), total_steps=100, sync_interval=1)
+
+    with pytest.warns(UserWarning, match="one replica"):
+        build(hdet.LearningRate(bounds=(1e-4, 1e-2)), hdet.WeightDecay())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=r"'weight_decay' is rate . decay.*product=False"):
+            build(hdet.LearningRate(), hdet.WeightDecay(product=True))
+        with pytest.raises(ValueError, match="'lr/a' has bounds"):
+            build(hdet.LearningRate(groups="each", bounds=(1e-4, 1e-2)))
+
+
+def test_buffers_that_are_loaded_after_the_state_are_what_a_sweep_goes_back_to(tmp_path: Path) -> None:
+    def build() -> Run:
+        net = nn.Sequential(nn.BatchNorm1d(6), model())
+        return Run(1e-3, total=TOTAL, net=net, line=hdet.LineController(net, then=Listener()))
+
+    first, second = build(), build()
+    first.steps(8)
+    norm = first.net[0]
+    saved = norm.running_mean.clone()
+    path = checkpoint.save(tmp_path, checkpoint.RunState(first.net, first.ensemble))
+    checkpoint.load(path, checkpoint.RunState(second.net, second.ensemble))
+    second.index = first.index
+    sweep(second)
+    assert torch.equal(second.net[0].running_mean, saved) and int(second.net[0].num_batches_tracked) == int(norm.num_batches_tracked)

@@ -99,4 +99,14 @@ def validate(model: nn.Module) -> float:
     return found
 
 
-DIGITS = Problem(name="digits", steps=STEPS, batch_size=IMAGES, build=build, groups=groups, batch=batch, losses=losses, validate=validate)
+DIGITS = Problem(
+    name="digits",
+    steps=STEPS,
+    batch_size=IMAGES,
+    build=build,
+    groups=groups,
+    batch=batch,
+    spare=lambda seed, step, number: batch(seed, STEPS + number),
+    losses=losses,
+    validate=validate,
+)

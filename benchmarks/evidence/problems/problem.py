@@ -28,7 +28,9 @@ class Problem:
     groups: Callable[[nn.Module], list[dict[str, Any]]]
     """Named parameter groups with their weight decay."""
     batch: Callable[[int, int], Batch]
-    """(seed, step) -> ``batch_size`` training examples; steps from ``steps`` on are fresh data too."""
+    """(seed, step) -> ``batch_size`` training examples."""
+    spare: Callable[[int, int, int], Batch]
+    """(seed, step, number) -> ``batch_size`` more examples of the kind that there are at this step, which no step trains on."""
     losses: Callable[[nn.Module, Batch], Tensor]
     """(examples,) training losses in nats."""
     validate: Callable[[nn.Module], float]

@@ -23,7 +23,7 @@ def build(seed: int) -> Recommender:
 
 
 def interactions(size: int, step: int, steps: int, seed: int) -> Interactions:
-    """The batch of one of ``steps`` steps that are a year; later ones are more of its last day."""
+    """The batch of one of ``steps`` steps that are a year."""
     return LOG.sample(size, min(step / steps, 1.0), seed=seed, stream="train", index=step)
 
 
@@ -53,6 +53,7 @@ RECSYS = Problem(
     build=build,
     groups=lambda model: model.parameter_groups(weight_decay=0.01),
     batch=lambda seed, step: interactions(INTERACTIONS, step, STEPS, seed),
+    spare=lambda seed, step, number: LOG.sample(INTERACTIONS, min(step / STEPS, 1.0), seed=seed, stream="probe", index=number),
     losses=losses,
     validate=validate,
 )

@@ -61,6 +61,7 @@ TRANSFORMER = Problem(
     build=build,
     groups=lambda model: model.parameter_groups(weight_decay=0.1),
     batch=batch,
+    spare=lambda seed, step, number: batch(seed, STEPS + number),
     losses=losses,
     validate=validate,
 )

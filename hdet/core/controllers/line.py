@@ -110,6 +110,11 @@ class LineRule(BaseController):
         """Are the weights those of feel and sweep, which will be taken back?"""
         return self.phase in (FEEL, SWEEP)
 
+    @property
+    def feeling(self) -> bool:
+        """Is the next reading the first one from where the weights will be taken back to?"""
+        return self.phase == FEEL
+
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         """Raises ValueError without the run's length, of which the parts are parts."""
         super().check_run(total_steps, floor)
@@ -151,11 +156,11 @@ class LineRule(BaseController):
 
     def _feel(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
         now = _value(evidence)
+        if not math.isfinite(loss):  # nor is the line, then
+            return self._from(evidence, now / BELOW, "nothing finite at the first steps' rate: begun again, lower")
         self.edge = now * edge(line.difference)
         level, error = line.mean(0.0)
         self.untrained = [0.0, level, error / math.sqrt(octave_steps_of(evidence))]
-        if not math.isfinite(loss):
-            return self._from(evidence, self.edge / BELOW, "nothing finite at the first steps' rate")
         self.phase, self.scheduled = float(SWEEP), 0.0
         return self._towards(evidence, self.edge / BELOW, f"the line's edge is at {self.edge:.3g} of the schedule's peak", restart=True)
 
