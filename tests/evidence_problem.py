@@ -33,6 +33,6 @@ def tiny(steps: int = 20, batch_size: int = 8, *, noise: bool = False) -> Any:
         return float(losses(model, batch(99, 0)).mean())
 
     return problems.Problem(
-        name="tiny", steps=steps, batch_size=batch_size, build=build, batch=batch, losses=losses, validate=validate,
+        name="tiny", steps=steps, batch_size=batch_size, build=build, batch=batch, spare=lambda seed, step, number: batch(seed, steps + number), losses=losses, validate=validate,
         groups=lambda model: [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}],
     )  # fmt: skip

@@ -188,6 +188,7 @@ def test_successive_halving_prunes_at_its_rungs() -> None:
     trials = [line(*early), line(*falling(2.5)), line(*falling(1.0)), line(3, 1, 1, 1, *[2.9] * 13), line(*crashing)]
     # 1: the first of its rungs; 2: worse at the first; 3: better at each; 4: better at the first alone; 5: worse at the first
     assert played.halved(trials) == [17, 2, 17, 5, 2]
+    assert played.halved([line(*early), line(3, 0.9, 2.9, 2.9, *[0.9] * 13)], first=2) == [17, 3]  # a rung at 2
     assert played.halved([trials[-1], trials[0]])[0] == 9  # a crash ends it where it happened
     curve, final = played.played(trials, played.halved(trials))
     assert (curve[-1][0], final) == (160 * (16 + 1 + 16 + 4 + 1), 1.0)
@@ -213,7 +214,14 @@ def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     axis = figures.Figure().subplots()
     played.figure(lines, axis)
     drawn = {drawn.get_label(): drawn for drawn in axis.get_lines()}
-    assert set(drawn) == {"random search, 4 trials", "successive halving, 4 trials", "hdet-probe", "hdet-line", "pbt-4"}
+    assert set(drawn) == {
+        "random search, 4 trials",
+        "successive halving from 5 % on, 4 trials",
+        "successive halving from 20 % on, 4 trials",
+        "hdet-probe",
+        "hdet-line",
+        "pbt-4",
+    }
     x, y = drawn["random search, 4 trials"].get_data()
     assert x[-1] == 4 and y[-1] == 1.5 and all(a >= b for a, b in itertools.pairwise(y))
     assert drawn["hdet-probe"].get_data()[1][-1] == pytest.approx(2.0)
@@ -233,7 +241,7 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     search.main(["--quick", "--methods", "hdet-probe", "--jobs", "1", "--json", str(path)])
     whole = path.read_text().splitlines()
     assert [json.loads(text)["method"] for text in whole] == ["trial"] * 4 + ["hdet-probe", "pbt-4"]
-    assert "| digits | successive halving, 4 trials |" in capsys.readouterr().out
+    assert "| digits | successive halving from 5 % on, 4 trials |" in capsys.readouterr().out
 
     path.write_text("\n".join(whole[1:]) + "\n")
     search.main(["--quick", "--methods", "hdet-probe", "--jobs", "1", "--json", str(path)])

@@ -23,6 +23,8 @@ TRIAL = "trial"
 """the method of a fixed run whose rate was drawn"""
 ORDERS = 20
 """in which the trials of a seed are played through, at random"""
+FIRST_RUNGS = {1: "5 %", 4: "20 %"}
+"""Points of a curve, and of a run, before which successive halving ends nothing: at the first WSD is still warming up."""
 
 Points = list[tuple[float, float]]
 """(examples seen, held-out loss)"""
@@ -50,10 +52,10 @@ def trials_needed(losses: Sequence[Sequence[float]], target: float) -> int | Non
     return None
 
 
-def halved(trials: Sequence[Record]) -> list[int]:
+def halved(trials: Sequence[Record], first: int = 1) -> list[int]:
     """How many points of each trial's curve are trained under Optuna's successive halving, one trial after the other.
 
-    The rungs are at 1, 4 and 16 of the curve's 20 points: Optuna's default factor, from the first point on.
+    The rungs are at ``first``, 4 and 16 times it of the curve's 20 points: Optuna's default factor.
 
     Raises:
         ValueError: Optuna is not installed.
@@ -63,7 +65,7 @@ def halved(trials: Sequence[Record]) -> list[int]:
     except ImportError as error:
         raise ValueError("successive halving is Optuna's, which is not installed: pip install 'hdet[evidence]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=4))
+    study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=4))
     lengths = []
     for line in trials:
         trial, length = study.ask(), len(line["curve"])
@@ -106,7 +108,9 @@ def searches(lines: Sequence[Record]) -> dict[str, list[tuple[Points, float]]]:
         for _ in range(ORDERS):
             order = rng.sample(pool, len(pool))
             found.setdefault(f"random search, {len(pool)} trials", []).append(played(order, [len(line["curve"]) for line in order]))
-            found.setdefault(f"successive halving, {len(pool)} trials", []).append(played(order, halved(order)))
+            for first, part in FIRST_RUNGS.items():
+                name = f"successive halving from {part} on, {len(pool)} trials"
+                found.setdefault(name, []).append(played(order, halved(order, first)))
     for line in lines:
         if line["method"] != TRIAL:
             found.setdefault(line["method"], []).append(played([line], [len(line["curve"])]))

@@ -27,6 +27,8 @@ STARTS = (-4, -2, 0, 2, 4)
 SEEDS = 5
 SIGNALS = ("line", "probe", "probe (last weights)", "slope", "rank", "softmax", "hypergradient")
 """in the order of the table"""
+IN_NATS = ("line", "probe", "probe (last weights)", "slope")
+"""signals whose slope is that of a loss"""
 CERTAIN = 2.0
 """standard errors; the truth's over seeds, a controller's own"""
 
@@ -36,7 +38,8 @@ moment on; nats, mean over seeds ± one standard error. Below 0 a higher rate is
 """
 EXPLAINED = """
 *Right*: the sign is that of the truth, of all runs in which the truth counts and the controller says something. *Sure*: |t| > 2; softmax has no
-error. *Scatter*: of the slope over seeds, in its own errors, root mean square over starts and moments; near 1 the error bars are honest, above it too small.
+error. *Scatter*: of the slope over seeds, in its own errors, root mean square over starts and moments; near 1 they tell how far seeds are apart, above it they are too
+small. *Off the truth*: slope and truth differ by more than two of both errors together; what errors leave out is that a cycle is not the run.
 Nothing was corrected in these runs; near the schedule's ends the rules do not act on what they say.
 """
 
@@ -140,6 +143,7 @@ def _signal_table(lines: Sequence[Record]) -> str:
             *(_share(one for one in counted if one.moment == moment) for moment in moments),
             *(_share(one for one in counted if chosen(one)) for chosen in (lambda h: h.truth < 0, lambda h: h.truth > 0)),
             "-" if ratio is None else f"{ratio:.1f}",
+            _beyond(said) if name in IN_NATS else "-",
         ])  # fmt: skip
     heads = [
         "signal",
@@ -149,8 +153,14 @@ def _signal_table(lines: Sequence[Record]) -> str:
         "higher is better",
         "lower is better",
         "scatter",
+        "off the truth",
     ]
     return table(heads, rows)
+
+
+def _beyond(said: Iterable[Heard]) -> str:
+    off = [abs(one.slope - one.truth) > CERTAIN * math.hypot(one.error, one.uncertainty) for one in said if one.error]
+    return f"{100 * sum(off) / len(off):.0f} % of {len(off)}" if off else "-"
 
 
 def _share(said: Iterable[Heard]) -> str:
