@@ -11,10 +11,12 @@ import os
 import pickle
 import platform
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,10 +151,20 @@ def summary(seconds: dict[str, list[float]], floor: str) -> dict[str, dict[str, 
     }
 
 
+@cache
+def commit() -> str | None:
+    """The one that is checked out, whatever has been changed since; None outside a repository."""
+    try:
+        asked = ["git", "rev-parse", "--short=10", "HEAD"]
+        return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def emit(record: dict[str, Any], path: str | None = None) -> None:
     """Print one JSON line, and append it to ``path``."""
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
-    line = json.dumps({**record, "on": machine})
+    line = json.dumps({**record, "on": machine | {"commit": commit()}})
     print(line, flush=True)
     if path:
         with open(path, "a", encoding="utf-8") as file:

@@ -22,7 +22,7 @@ from hdet.evidence import search as played
 from tests.evidence_problem import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-methods, pbt, problems, search = map(importlib.import_module, ("methods", "pbt", "problems", "search"))
+methods, pbt, problems, search, training = map(importlib.import_module, ("methods", "pbt", "problems", "search", "training"))
 
 
 class Scripted(random.Random):
@@ -64,7 +64,7 @@ def test_a_quarter_is_rounded_up_and_at_most_half(members: int, moved: int) -> N
 
 def test_a_population_of_one_is_the_fixed_run() -> None:
     problem = tiny()
-    rate, curve = pbt.train(problem, 1, 3, random.Random(0), lambda: 0.1, search.shape(problem.steps), 5)
+    rate, curve = pbt.train(problem, 1, 3, random.Random(0), lambda: 0.1, training.wsd_shape(problem.steps), 5)
     fixed = methods.train(problem, methods.METHODS["wsd"], 0.1, 3)
     assert rate == 0.1
     assert curve[-1][1] == pytest.approx(fixed.validation, rel=1e-5)
@@ -85,7 +85,7 @@ def test_who_exploits_gets_weights_state_and_rate(monkeypatch: pytest.MonkeyPatc
 
     rates = iter([0.0, 0.1])
     problem = replace(plain, batch=batch, validate=validate)
-    rate, curve = pbt.train(problem, 2, 0, random.Random(0), lambda: next(rates), search.shape(20), 5)
+    rate, curve = pbt.train(problem, 2, 0, random.Random(0), lambda: next(rates), training.wsd_shape(20), 5)
     pairs = list(zip(seen[::2], seen[1::2], strict=True))
     assert pairs[0][0] == pairs[0][1] == pairs[1][0] > pairs[1][1]  # until then the first one has not learned
     assert all(first == second for first, second in pairs[2:])  # then it is a copy, and goes on like one
@@ -95,10 +95,10 @@ def test_who_exploits_gets_weights_state_and_rate(monkeypatch: pytest.MonkeyPatc
 def test_a_member_with_nan_is_the_worst_and_recovers() -> None:
     problem = tiny()
     rates = iter([math.nan, 0.1, *[0.1] * 100])
-    _, curve = pbt.train(problem, 2, 0, random.Random(0), lambda: next(rates), search.shape(20), 5)
+    _, curve = pbt.train(problem, 2, 0, random.Random(0), lambda: next(rates), training.wsd_shape(20), 5)
     assert all(math.isfinite(loss) for _, loss in curve) and curve[-1][1] < curve[0][1]
     with pytest.raises(ValueError, match="members=3 do not divide the batch of 8 examples of tiny"):
-        pbt.train(problem, 3, 0, random.Random(0), lambda: 0.1, search.shape(20), 5)
+        pbt.train(problem, 3, 0, random.Random(0), lambda: 0.1, training.wsd_shape(20), 5)
 
 
 # -- what is counted -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hdet.evidence import signal as heard
 from tests.evidence_problem import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-horizon, problems, scalars, signals = map(importlib.import_module, ("horizon", "problems", "scalars", "signals"))
+command, horizon, problems, scalars, signals = map(importlib.import_module, ("command", "horizon", "problems", "scalars", "signals"))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_fork_is_the_run_until_the_moment_and_another_rate_after() -> None:
     below, above = (signals.fork(problem, model, 0.01, 0, factor=f, start=8) for model, f in zip(models, (0.7, 1.4), strict=True))
     assert trained(problem, below, 8) == trained(problem, above, 8)
     assert torch.equal(models[0].weight, models[1].weight)
-    shape = signals.shape(20)
+    shape = signals.wsd_shape(20)
     again = [signals.fork(problem, problem.build(0), 0.01, 0, factor=f, start=8) for f in (0.7, 1.4)]
     for parts, factor in zip(again, (0.7, 1.4), strict=True):
         expected = [0.01 * value * (factor if step >= 8 else 1) for step, value in enumerate(shape)]
@@ -269,9 +269,9 @@ def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeyp
                 records.append(function(**task))
                 file.write(json.dumps(records[-1], allow_nan=False) + "\n")
 
+    monkeypatch.setattr(command, "run_missing", run_missing)
     files = []
     for module, benchmark in ((signals, "signal"), (horizon, "horizon"), (scalars, "scalars")):
-        monkeypatch.setattr(module, "run_missing", run_missing)
         files.append(tmp_path / f"{benchmark}.jsonl")
         module.main(["--quick", "--json", str(files[-1])])
         lines = [json.loads(text) for text in files[-1].read_text().splitlines()]

@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import command
 from methods import METHODS, Method, train
 from problems import PROBLEMS
-from runs import Record, Task, read, run_missing
+from runs import Record, Task, identity, read, run_missing
+from training import FIXED
 
 from hdet.evidence.curves import score
 from hdet.evidence.hero import SEEDS, STARTS
@@ -30,6 +31,7 @@ from hdet.evidence.hero import SEEDS, STARTS
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
 FIND_SEEDS = {"transformer": (1000,)}
 """(1000, 1001) on the others; not those of the figure: the best rate is not chosen on the runs that are shown"""
+QUICK = 40
 FARTHEST = 14
 """powers of 2 beyond which no best rate is looked for"""
 
@@ -49,9 +51,7 @@ def untrained(problem: str, seed: int) -> float:
     return PROBLEMS[problem].validate(PROBLEMS[problem].build(seed))
 
 
-def key(record: Record | Task) -> tuple[Any, ...]:
-    """What makes two runs the same run."""
-    return (*(record[name] for name in ("benchmark", "problem", "method", "seed", "steps")), f"{record['rate']:.6g}")
+key = identity("benchmark", "problem", "method", "seed", "steps", "rate")
 
 
 # -- the best rate ---------------------------------------------------------------------------------------------------------
@@ -92,6 +92,22 @@ def best_rate(records: Sequence[Record], problem: str, method: str, steps: int) 
     return chosen.start * 2.0 ** min(known, key=lambda exponent: (known[exponent], exponent))
 
 
+def best_fixed(problem: str, options: argparse.Namespace) -> float:
+    """The best rate of `FIXED`, from which other benchmarks count; ``options.hero``: where it has been looked for.
+
+    Raises SystemExit, with the command that looks for it, if it has not been.
+    """
+    if options.quick:
+        return METHODS[FIXED].start
+    try:
+        return best_rate(read(options.hero), problem, FIXED, PROBLEMS[problem].steps)
+    except KeyError:
+        raise SystemExit(
+            f"{options.hero} does not say the best fixed rate on {problem}: "
+            f"run benchmarks/evidence/hero.py --find --methods {FIXED} --problems {problem}"
+        ) from None
+
+
 def find(options: argparse.Namespace, records: list[Record]) -> None:
     """Search until every method knows its best rate; a method that starts from another's makes that one search."""
     names = dict.fromkeys(METHODS[name].borrows or name for name in options.methods)
@@ -112,7 +128,7 @@ def find_seeds(problem: str) -> tuple[int, ...]:
 
 
 def steps_of(problem: str, options: argparse.Namespace) -> int:
-    return 40 if options.quick else PROBLEMS[problem].steps
+    return QUICK if options.quick else PROBLEMS[problem].steps
 
 
 # -- the figure's runs -------------------------------------------------------------------------------------------------------
@@ -132,23 +148,14 @@ def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Tas
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits from three starts", seeds=None, problems=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
-    parser.add_argument("--seeds", type=int, help="how many; default 3 on the transformer, 5 on the others")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--find", action="store_true", help="only look for the best rates")
-    parser.add_argument("--quick", action="store_true", help="one seed, 40 steps on digits from three starts: checks the machinery")
-    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
     parser.add_argument(
         "--known", nargs="+", default=[], help="further results, only read: for the best rates, while a method is tried out"
     )
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.problems, options.exponents, options.seeds = ["digits"], [-4, 0, 4], 1
-    else:
-        options.json = options.json or RESULTS
+    options = command.parsed(parser, arguments, problems=["digits"], exponents=[-4, 0, 4], seeds=1)
     records = read(options.json)
     records += [record for path in options.known for record in read(path) if record["benchmark"] == "hero-find"]
     if not options.quick:

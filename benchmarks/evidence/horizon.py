@@ -19,14 +19,14 @@ from typing import Any
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import command
 import training
 from hero import RESULTS as HERO
-from hero import untrained
+from hero import best_fixed, untrained
 from methods import METHODS
 from problems import PROBLEMS, Problem
 from replicated import probe, replicated
-from runs import Record, Task, read, run_missing
-from search import best_fixed
+from runs import Record, Task, identity
 from training import Method, Parts, train
 
 import hdet
@@ -76,9 +76,7 @@ class Corrected(hdet.ProbeRule):
         return decisions
 
 
-def key(record: Record | Task) -> tuple[Any, ...]:
-    """What makes two runs the same run."""
-    return (*(record[name] for name in ("problem", "method", "interval", "seed", "steps")), f"{record['rate']:.6g}")
+key = identity("problem", "method", "interval", "seed", "steps", "rate")
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
@@ -96,24 +94,12 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["digits"])
+    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits, two cycles", seeds=SEEDS, problems=["digits"])
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
     parser.add_argument("--intervals", type=float, nargs="+", default=list(INTERVALS), help="cycles, as parts of the run")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK} steps on digits, two cycles: checks the machinery")
-    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
     parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.problems, options.exponents, options.intervals, options.seeds = ["digits"], [-4, 4], [0.05, 0.1], 1
-    else:
-        options.json = options.json or RESULTS
-    records, wanted = read(options.json), list(tasks(options))
-    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
-    chosen = set(map(key, wanted))
-    print(horizon_tables([record for record in records if key(record) in chosen]), end="")
+    options = command.parsed(parser, arguments, problems=["digits"], exponents=[-4, 4], intervals=[0.05, 0.1], seeds=1)
+    print(horizon_tables(command.complete(run, tasks(options), key, options)), end="")
 
 
 if __name__ == "__main__":

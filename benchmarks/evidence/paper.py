@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import command
 from problems import PROBLEMS
 from problems.recsys import interactions
-from runs import Record, Task, read, run_missing
+from runs import Record, Task, identity
 
 import hdet
 from hdet.core.spread import assignment, multipliers
@@ -209,9 +209,7 @@ def average_(models: Sequence[nn.Module]) -> None:
 # -- what is run -----------------------------------------------------------------------------------------------------------
 
 
-def key(record: Record | Task) -> tuple[Any, ...]:
-    """What makes two runs the same run."""
-    return (*(record[name] for name in ("benchmark", "method", "seed", "steps")), f"{record['rate']:.6g}")
+key = identity("benchmark", "method", "seed", "steps", "rate")
 
 
 def search(steps: int, rates: Sequence[float], seeds: Sequence[int]) -> Iterator[Task]:
@@ -239,22 +237,13 @@ def grid(options: argparse.Namespace, best: float) -> Iterator[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, RESULTS, "one seed, 40 steps at two rates", seeds=10)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--factors", type=float, nargs="+", default=FACTORS, help="times the best rate; below 1 for the baseline alone")
-    parser.add_argument("--seeds", type=int, default=10, help="how many")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--quick", action="store_true", help="one seed, 40 steps at two rates: checks the machinery")
-    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
-    options = parser.parse_args(arguments)
-    options.steps, rates, seeds = STEPS, FIND, FIND_SEEDS
-    if options.quick:
-        options.steps, rates, seeds, options.factors, options.seeds = 40, FIND[2:4], FIND_SEEDS[:1], [1.0, 16.0], 1
-    else:
-        options.json = options.json or RESULTS
-    records = read(options.json)
-    run_missing(run, search(options.steps, rates, seeds), records, key, path=options.json, jobs=options.jobs)
-    run_missing(run, grid(options, best_rate(records, options.steps)), records, key, path=options.json, jobs=options.jobs)
+    parser.set_defaults(steps=STEPS, rates=FIND, find_seeds=FIND_SEEDS)
+    options = command.parsed(parser, arguments, steps=40, rates=FIND[2:4], find_seeds=FIND_SEEDS[:1], factors=[1.0, 16.0], seeds=1)
+    found = command.complete(run, search(options.steps, options.rates, options.find_seeds), key, options)
+    command.complete(run, grid(options, best_rate(found, options.steps)), key, options)
 
 
 if __name__ == "__main__":

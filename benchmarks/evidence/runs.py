@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -15,10 +16,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import emit
 
-__all__ = ["Record", "read", "run_missing"]
+__all__ = ["Record", "Task", "finite", "identity", "read", "run_missing"]
 
 Record = dict[str, Any]
+"""a line of the results"""
 Task = dict[str, Any]
+"""the arguments of a run, which its line repeats"""
+
+
+def identity(*names: str) -> Callable[[Record | Task], tuple[Hashable, ...]]:
+    """What makes two runs the same run: these values of its line, rates to six digits."""
+    return lambda record: tuple(f"{value:.6g}" if isinstance(value := record[name], float) else value for name in names)
+
+
+def finite(loss: float) -> float | None:
+    """JSON has no infinity."""
+    return loss if math.isfinite(loss) else None
 
 
 def read(path: str | None) -> list[Record]:

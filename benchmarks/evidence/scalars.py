@@ -30,9 +30,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import command
 from harness import spawn
 from problems.digits import Classifier, data, disturbed, held_out
-from runs import Record, Task, read, run_missing
+from runs import Record, Task, finite, identity
 from training import BETAS, wsd_schedule
 
 import hdet
@@ -213,11 +214,6 @@ def one_at_a_time(rank: int, world_size: int, values: Values, seed: int, steps: 
     }  # fmt: skip
 
 
-def finite(loss: float) -> float | None:
-    """JSON has no infinity."""
-    return loss if math.isfinite(loss) else None
-
-
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,9 +236,7 @@ def started(function: Callable[..., dict[str, Any]], count: int, *arguments: Any
     return dict(spawn(function, count, *arguments, start_method="forkserver"))
 
 
-def key(record: Record | Task) -> tuple[Any, ...]:
-    """What makes two runs the same run."""
-    return tuple(record[name] for name in ("method", "corner", "seed", "steps"))
+key = identity("method", "corner", "seed", "steps")
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
@@ -262,23 +256,13 @@ def trained_again(wanted: Sequence[Task], records: Sequence[Record]) -> list[Tas
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, RESULTS, f"one seed, one corner, {QUICK} steps, four trials", seeds=SEEDS)
     parser.add_argument("--corners", nargs="+", choices=CORNERS, default=list(CORNERS))
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help=f"one seed, one corner, {QUICK} steps, four trials: checks the machinery")
-    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.corners, options.seeds = options.corners[:1], 1
-    else:
-        options.json = options.json or RESULTS
-    records, wanted = read(options.json), list(tasks(options))
-    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs, forks=True)
-    again = trained_again(wanted, records)
-    run_missing(run, again, records, key, path=options.json, jobs=options.jobs, forks=True)
-    chosen = set(map(key, [*wanted, *again]))
-    print(scalars_tables([record for record in records if key(record) in chosen]), end="")
+    options = command.parsed(parser, arguments, corners=[next(iter(CORNERS))], seeds=1)
+    wanted = list(tasks(options))
+    lines = command.complete(run, wanted, key, options, forks=True)
+    lines += command.complete(run, trained_again(wanted, lines), key, options, forks=True)
+    print(scalars_tables(lines), end="")
 
 
 if __name__ == "__main__":

@@ -22,19 +22,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import command
 import hero
 import methods
 import pbt
 from methods import METHODS
 from problems import PROBLEMS, Batch, Problem
-from runs import Record, Task, read, run_missing
-from training import FIXED, wsd_schedule
+from runs import Record, Task, finite, identity, read
+from training import FIXED, wsd_shape
 
 from hdet.evidence.search import TRIAL, table
 
@@ -57,7 +56,7 @@ def run(problem: str, method: str, draw: int, seed: int, best: float, steps: int
     if method.startswith("pbt-"):
         rng = random.Random(f"{problem} {method} {seed} {draw}")
         rate, curve = pbt.train(
-            chosen, int(method[4:]), seed, rng, lambda: best * 2.0 ** rng.uniform(LOW, HIGH), shape(steps), interval(steps)
+            chosen, int(method[4:]), seed, rng, lambda: best * 2.0 ** rng.uniform(LOW, HIGH), wsd_shape(steps), interval(steps)
         )
         outcome: Record = {"validation": finite(curve[-1][1])}
     else:
@@ -108,26 +107,7 @@ def interval(steps: int) -> int:
     return max(1, steps // POINTS)
 
 
-def shape(steps: int) -> list[float]:
-    """The schedule of the trials, at a peak of 1."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule = wsd_schedule(optimizer, steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    return rates
-
-
-def finite(loss: float) -> float | None:
-    """JSON has no infinity."""
-    return loss if math.isfinite(loss) else None
-
-
-def key(record: Record | Task) -> tuple[Any, ...]:
-    """What makes two runs the same run."""
-    return (*(record[name] for name in ("problem", "method", "draw", "seed", "steps")), f"{record['best']:.6g}")
+key = identity("problem", "method", "draw", "seed", "steps", "best")
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------------
@@ -135,7 +115,7 @@ def key(record: Record | Task) -> tuple[Any, ...]:
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     """Seed by seed, so that a benchmark that is stopped has something of everything."""
-    best = {problem: best_fixed(problem, options) for problem in options.problems}
+    best = {problem: hero.best_fixed(problem, options) for problem in options.problems}
     counts = {TRIAL: options.trials} | dict.fromkeys([*options.methods, *(f"pbt-{n}" for n in options.members)], options.draws)
     for seed in range(max([options.seeds or 5, *hero.SEEDS.values()])):
         for problem in options.problems:
@@ -146,44 +126,19 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                     yield {"problem": problem, "method": method, "draw": draw, "seed": seed, "best": best[problem], "steps": QUICK if options.quick else PROBLEMS[problem].steps}  # fmt: skip
 
 
-def best_fixed(problem: str, options: argparse.Namespace) -> float:
-    """The middle of the prior."""
-    if options.quick:
-        return METHODS[FIXED].start
-    try:
-        return hero.best_rate(read(options.hero), problem, FIXED, PROBLEMS[problem].steps)
-    except KeyError:
-        raise SystemExit(
-            f"{options.hero} does not say the best fixed rate on {problem}: "
-            f"run benchmarks/evidence/hero.py --find --methods {FIXED} --problems {problem}"
-        ) from None
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits, 4 trials", seeds=None, problems=list(PROBLEMS))
     ours = [name for name in METHODS if name.startswith("hdet-")]
     parser.add_argument("--methods", nargs="*", choices=ours, default=[name for name in ours if name in ("hdet-probe", "hdet-line")])
     parser.add_argument("--members", type=int, nargs="*", default=[4, 8], help="sizes of the populations")
     parser.add_argument("--trials", type=int, default=16, help="of random search, for each seed")
     parser.add_argument("--draws", type=int, default=5, help="runs of HDET and of populations, for each seed")
-    parser.add_argument("--seeds", type=int, help="how many; default 3 on the transformer, 5 on the others")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--quick", action="store_true", help="one seed, 8 steps on digits, 4 trials: checks the machinery")
-    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
     parser.add_argument("--hero", default=hero.RESULTS, metavar="FILE", help="where the best fixed rates are")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the table of these result files")
-    options = parser.parse_args(arguments)
+    options = command.parsed(parser, arguments, problems=["digits"], trials=4, draws=1, members=[4], seeds=1)
     if options.table:
         return print(table([line for name in options.table for line in read(name)]))
-    if options.quick:
-        options.problems, options.trials, options.draws, options.members, options.seeds = ["digits"], 4, 1, [4], 1
-    else:
-        options.json = options.json or RESULTS
-    records, wanted = read(options.json), list(tasks(options))
-    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
-    chosen = set(map(key, wanted))
-    print(table([record for record in records if key(record) in chosen]), end="")
+    print(table(command.complete(run, tasks(options), key, options)), end="")
 
 
 if __name__ == "__main__":

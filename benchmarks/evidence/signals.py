@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import command
 from hero import RESULTS as HERO
-from hero import untrained
+from hero import best_fixed, untrained
 from problems import PROBLEMS, Batch, Problem
 from replicated import INTERVALS, probe, replicated
-from runs import Record, Task, read, run_missing
-from search import best_fixed, finite, shape
-from training import BETAS, Method, Parts, plain, scheduled, train, wsd_schedule
+from runs import Record, Task, finite, identity
+from training import BETAS, Method, Parts, plain, scheduled, train, wsd_schedule, wsd_shape
 
 import hdet
 from hdet.core.controllers import BaseController, Decision, Evidence
@@ -61,9 +61,7 @@ def run(problem: str, method: str, moment: float, exponent: int, rate: float, se
     }  # fmt: skip
 
 
-def key(record: Record | Task) -> tuple[Any, ...]:
-    """What makes two runs the same run."""
-    return (*(record[name] for name in ("problem", "method", "moment", "seed", "steps")), f"{record['rate']:.6g}")
+key = identity("problem", "method", "moment", "seed", "steps", "rate")
 
 
 # -- the truth -------------------------------------------------------------------------------------------------------------
@@ -72,13 +70,8 @@ def key(record: Record | Task) -> tuple[Any, ...]:
 def fork(problem: Problem, model: nn.Module, rate: float, seed: int, *, factor: float, start: int) -> Parts:
     """The fixed schedule, times ``factor`` once ``start`` steps are done."""
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
-    values = [value * (factor if step >= start else 1.0) for step, value in enumerate(_shape(problem.steps))]
+    values = [value * (factor if step >= start else 1.0) for step, value in enumerate(wsd_shape(problem.steps))]
     return scheduled(problem, model, optimizer, LambdaLR(optimizer, lambda step: values[min(step, problem.steps - 1)]))
-
-
-@cache
-def _shape(steps: int) -> list[float]:
-    return shape(steps)
 
 
 # -- what controllers say --------------------------------------------------------------------------------------------------
@@ -228,23 +221,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["digits"])
+    parser = command.parser(__doc__, RESULTS, f"one seed, {QUICK} steps on digits, two moments", seeds=SEEDS, problems=["digits"])
     parser.add_argument("--exponents", type=int, nargs="+", default=list(STARTS))
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK} steps on digits, two moments: checks the machinery")
-    parser.add_argument("--json", help=f"results, read and appended to; default {RESULTS}, with --quick none")
     parser.add_argument("--hero", default=HERO, metavar="FILE", help="where the best fixed rates are")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.problems, options.exponents, options.seeds = ["digits"], [0], 1
-    else:
-        options.json = options.json or RESULTS
-    records, wanted = read(options.json), list(tasks(options))
-    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
-    chosen = set(map(key, wanted))
-    print(signal_tables([record for record in records if key(record) in chosen]), end="")
+    options = command.parsed(parser, arguments, problems=["digits"], exponents=[0], seeds=1)
+    print(signal_tables(command.complete(run, tasks(options), key, options)), end="")
 
 
 if __name__ == "__main__":
