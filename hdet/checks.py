@@ -81,13 +81,13 @@ def check_arguments(
     if isinstance(controller, type) or (controller is not None and not isinstance(controller, Controller)):
         raise TypeError(
             f"controller must be an object with name, needs_probe, update, state_dict and load_state_dict, got {controller!r}: "
-            "pass hdet.SoftmaxController() or hdet.ProbeController(...)"
+            "pass hdet.LineController(model) or hdet.ProbeController(...)"
         )
     if controller is not None and controller.needs_probe:
         sensor = follower(controller)
         missing = [
             name
-            for name in ("watch", "begin_anew", "depart", "forget", "sample", "measure", "split", "measures", "idle")
+            for name in ("watch", "begin_anew", "close", "depart", "forget", "sample", "measure", "split", "measures", "idle")
             if not hasattr(sensor, name)
         ]
         if missing:
@@ -122,6 +122,13 @@ def check_arguments(
         raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
     if refresh is not None and not callable(refresh):
         raise TypeError(f"refresh must be callable as refresh(), got {type(refresh).__name__}")
+    if isinstance(controller, LineController) and controller.model is not None and refresh is None:
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in trained for p in controller.model.parameters()):
+            raise ValueError(
+                "the LineController's model has no parameter of this optimizer: pass the module that it trains (or refresh=..., if the optimizer "
+                "has copies of them)"
+            )
 
 
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> list[torch.Tensor]:

@@ -64,7 +64,7 @@ class Ensemble:
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         sync_interval: T, optimizer steps between averages, >= 1.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
-        controller: None, `SoftmaxController`, `ProbeController`, or anything with the protocol of hdet.core.controllers.
+        controller: None, `LineController`, `ProbeController`, or anything with the protocol of hdet.core.controllers (docs/controllers.md).
         gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``: each with its own, so that nothing
             travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
             needed. Which of them it is, is looked at in the first step.
@@ -140,14 +140,21 @@ class Ensemble:
         clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
-        check_controller(controller, self.engine, self.schedule.bounds()[1])
+        check_controller(controller, self.engine, self.schedule.peaks_and_floors()[1])
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self._settings = {
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
             "moments": moments, "converge": converge, "divergence": divergence, "design": design,
         }  # fmt: skip
         self._listening = Listening(
-            self.engine, optimizer, self.replicas, self.knobs, gradients, lambda: self._fan_out.multipliers, self.during
+            self.engine,
+            self._schedule_step,
+            optimizer,
+            self.replicas,
+            self.knobs,
+            gradients,
+            lambda: self._fan_out.multipliers,
+            self.during,
         )
         self._means = self.schedule.means() if self._listening.has_line else None  # the only one that reads them
         # Last, because some ways of averaging give the optimizer a second set of parameters.
@@ -338,6 +345,11 @@ class Ensemble:
         own = self._fan_out.multipliers[self.replicas.local.index(self.replicas.index)]
         return {knob.name: rho for knob, rho in zip(self.knobs, own, strict=True)}
 
+    @property
+    def sweeping(self) -> bool:
+        """Are the weights those of a `LineController`'s sweep, which will be taken back? Then they are nothing to save, or to evaluate."""
+        return self._listening.sweeping
+
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
         return {knob.name: value for knob, value in zip(self.knobs, self.schedule.base_values(), strict=True)}
@@ -388,6 +400,10 @@ class Ensemble:
                 self.replicas.require_agreement(*settings, self.weights.device)
             self._agreed = True
 
+    def _schedule_step(self) -> int:
+        """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
+        return self.engine.step if self.schedule.step is None else max(0, int(self.schedule.step))
+
     def _compare_gradients(self) -> None:
         with self.during("agreement"):
             check_gradients(self.replicas, self._fan_out.gradient_norm, self.gradients, self.weights.device)
@@ -432,16 +448,10 @@ class Ensemble:
             slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, mark=self.weights.mark())
         self.weights.check_marks(slots)
         heard = self._listening.heard(rows, slots)
-        if self._listening.sweeping:  # what breaks in a sweep is taken back
-            if all(slot.finite and slot.raw_loss is None for slot in slots):
-                raise ValueError("a LineController reads the training losses too: call step(loss, closure=...), or observe(loss)")
-            verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
-            all_vote = all(slot.votes for slot in slots)
-            # One replica that broke has broken the average of all: its loss may not be left out.
-            losses = [slot.loss if all_vote else None for slot in slots]
-        else:
-            verdict = judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level)
-            losses = [slot.loss for slot in slots]
+        verdict, losses = self._listening.verdict(slots) or (
+            judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level),
+            [slot.loss for slot in slots],
+        )
         self._notes += verdict.notes
         self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
@@ -504,12 +514,12 @@ class Ensemble:
         measured: dict[str, Any] = {
             name: [row if slot.votes else None for row, slot in zip(rows, slots, strict=True)] for name, rows in heard.items()
         }
-        peaks, floors = self.schedule.bounds()
+        peaks, floors = self.schedule.peaks_and_floors()
 
         with self._listening.line(closure) as line:
             outcome = self.engine.close(
                 losses, **measured, line=line, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
-                schedule_step=self.schedule.step,
+                schedule_step=self.schedule.step, local=self.gradients == "local",
             )  # fmt: skip
         if line is not None and self._listening.settle(outcome.decisions):
             self.weights.moments.reset()
@@ -536,7 +546,8 @@ class Ensemble:
         """Plain numbers, strings, lists and dicts; no communication; the same on every rank; loads with another N.
 
         Save when `converged`: in the middle of a cycle each replica has its own parameters, and the window of the running
-        cycle is not part of the state (a warning says so).
+        cycle is not part of the state (a warning says so). And not while `sweeping`: the weights that will be taken back are not those of
+        the run, and what they are taken back to is not part of the state (a warning says so, too).
         """
         self._check_whole()
         self._check_not_exploring("state_dict")
@@ -545,11 +556,17 @@ class Ensemble:
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
             )
+        if self.sweeping and self.engine.step > 0:
+            warnings.warn(
+                "saving in the middle of a sweep, whose weights are going to be taken back: a run that goes on from them is worse for it; save "
+                "when ensemble.sweeping is False, after 5 to 9 % of the run",
+                stacklevel=2,
+            )
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order (buffers before it, if a LineController may be in
-        its sweep); N may differ from the saved run's.
+        its sweep); N may differ from the saved run's. A sweep that was under way begins anew, from the weights that are loaded.
 
         Raises:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
@@ -559,6 +576,14 @@ class Ensemble:
         self.schedule.check_state(state)
         self.engine.load_state_dict(state)
         self.schedule.load_state_dict(state)
+        if self.sweeping:
+            self.engine.reopen()
+            if self.engine.step > 0:
+                warnings.warn(
+                    "this state was saved in the middle of a sweep, which begins anew: unless the weights are those of the run's beginning, go "
+                    "back to a checkpoint from after the sweep, or begin the run again",
+                    stacklevel=2,
+                )
         self.schedule.write(self.engine)
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
@@ -569,6 +594,7 @@ class Ensemble:
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
+        self._listening.close()
         self._fan_out.close()
         self.weights.close()
         self.replicas.detach()

@@ -27,8 +27,8 @@ def cycle_record(
     """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. Keys:
 
     - event ("cycle"), cycle (from 0), step (optimizer steps);
-    - by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (nats per unit
-      of ln rho; None without a probe), t, multipliers ([N], of the cycle that ended);
+    - by knob: values (base value in force from now on), scheduled (the untouched schedule's), corrections, slopes, errors (in the
+      controller's own unit, nats per unit of ln rho under probe and line; None where none was found), t, multipliers ([N], of the cycle that ended);
     - by replica: losses (mean training loss, None if it must not count), probe (mean probe loss; None without one);
     - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
       cycles taken back, replicas left out of an average);

@@ -40,6 +40,8 @@ class HypergradientController(RuledController):
     name = "hypergradient"
     needs_replicas = False
     measures = "inner"
+    _anchor: list[list[torch.Tensor]]
+    """[knob][parameter]: weights at the cycle's beginning"""
 
     def __init__(self, samples: int = 8, *, rule: HypergradientRule | None = None, freeze_after: float | None = None) -> None:
         if not isinstance(samples, int) or isinstance(samples, bool) or samples < 2:
@@ -71,21 +73,28 @@ class HypergradientController(RuledController):
             if knob.key != "lr":
                 raise ValueError(f"knob {knob.name!r} is no learning rate, and displacements scale with no other: use a ProbeController")
         self._indices = [list(knob.indices) for knob in knobs]
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = knobs[0].optimizer.register_step_pre_hook(self._before_step)
+        self.close()
+        self._optimizer = knobs[0].optimizer
+        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
         self._device = local_parts(replicas[0][:1])[0].device
         self.forget()
 
     def begin_anew(self) -> None:
         self.forget()
 
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        self.forget()
+
+    @torch.no_grad()
     def depart(self, step: int) -> None:
-        """`_before_step` sees it."""
+        self._anchor = [[p.clone() for p in local_parts(own)] for own in self._parameters()]
 
     def forget(self) -> None:
-        self._step, self._length = 1, 0  # the step that comes next
-        self._anchor: list[list[torch.Tensor]] = []  # [knob][parameter]
+        self._step, self._length = 0, 0  # the step that comes next; nothing to see before `sample` is called
+        self._anchor = []
         self._found: dict[int, torch.Tensor] = {}  # products, [knob][3], by the step they belong to
 
     def sample(self, position: int, length: int) -> None:
@@ -93,17 +102,14 @@ class HypergradientController(RuledController):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._step == 1 and not self.idle:
-            self._anchor = [[p.clone() for p in local_parts(own)] for own in self._parameters(optimizer)]
-            self._step = 0  # nothing to see before `sample` is called
-        elif self._step in self._positions() and not any(callable(x) for x in (*args, *kwargs.values())):
+        if self._anchor and self._step in self._positions() and not any(callable(x) for x in (*args, *kwargs.values())):
             self._found[self._step] = torch.stack(
-                [_products(own, anchor).to(self._device) for own, anchor in zip(self._parameters(optimizer), self._anchor, strict=True)]
+                [_products(own, anchor).to(self._device) for own, anchor in zip(self._parameters(), self._anchor, strict=True)]
             )
 
-    def _parameters(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    def _parameters(self) -> list[list[torch.Tensor]]:
         """[knob][parameter]"""
-        return [[p for i in own for p in optimizer.param_groups[i]["params"]] for own in self._indices]
+        return [[p for i in own for p in self._optimizer.param_groups[i]["params"]] for own in self._indices]
 
     def _positions(self) -> list[int]:
         """The steps of the running cycle before which to look: spread over its second half, the last one included."""

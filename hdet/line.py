@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,8 +61,8 @@ class LineController(RuledController):
             sweep saves it from a start that is far off, to which the others come late or not at all; replicas part only when it acts.
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
-    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. It is called 25 to 30 times
-    in a run: 1 to 1.6 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read;
+    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. The mean of the same losses is what
+    ``step`` is given. It is called 25 to 30 times in a run, once in the first step: 1 to 1.6 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read;
     those of ``then`` come on top (a probe of single cycles takes its own at once).
 
     Needs the run's length, cycles of at most 1.5 % of it and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
@@ -100,6 +101,7 @@ class LineController(RuledController):
         self.handed_over = False
         """Does ``then`` decide from now on?"""
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
+        self._tried = False
         self._way: Way | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
 
@@ -126,16 +128,30 @@ class LineController(RuledController):
     def update(self, evidence: Evidence) -> list[Decision]:
         """Of the rule; after its sweep, once the rate has risen, of ``then``."""
         if self.then is None:
-            return self.rule.update(evidence)
+            return self._asked(evidence)
         if self.handed_over:
             return self.then.update(evidence)
         see(self.then, evidence)
         decisions = [Decision()] * len(evidence.knobs)
         if self.sweeping:
-            for k, decision in zip(self._rates, self.rule.update(evidence.only(self._rates)), strict=True):
+            for k, decision in zip(self._rates, self._asked(evidence.only(self._rates)), strict=True):
                 decisions[k] = decision
         else:
             self.handed_over = evidence.step >= self.rule.risen
+        return decisions
+
+    def _asked(self, evidence: Evidence) -> list[Decision]:
+        """The rule's decisions. It compares what it is told with what it reads, so those had better be the same losses."""
+        feeling = self.rule.feeling and evidence.line is not None
+        decisions = self.rule.update(evidence)
+        if feeling and evidence.line is not None and self.rule.felt is not None:
+            told, (read, error) = self.rule.felt, evidence.line.mean(1.0)
+            if abs(told - read) > max(abs(told), abs(read)) / 3 and abs(told - read) > 3 * error:
+                warnings.warn(
+                    f"step(loss) was {told:.4g} on the mean, but the closure's losses are {read:.4g}: give step the mean of the same losses (not "
+                    "divided by the number of micro-batches, nor multiplied by a scaler), or the rate that is found will be wrong",
+                    stacklevel=5,
+                )
         return decisions
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,6 +223,7 @@ class LineController(RuledController):
         self._owner: list[int | None] = [k for _, k in listed]
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
+        self._seen = 0
         self._keep_buffers()
 
     @property
@@ -214,10 +231,18 @@ class LineController(RuledController):
         """Are the weights those of a sweep, which will be taken back?"""
         return self.rule.sweeping
 
-    def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for a step without a closure while there is something left to decide."""
+    def check_closure(self, closure: Closure | None) -> bool:
+        """Raises TypeError for a step without a closure while there is something left to decide. Returns whether it is the first one."""
         if closure is None and self.listens:
             raise TypeError("a LineController scores the current batch: call step(loss, closure=...)")
+        first, self._tried = self.listens and not self._tried, True
+        return first
+
+    def try_closure(self, closure: Closure | None, replicas: Replicas) -> None:
+        """On all ranks, at the weights as they are: raises ValueError for what will not do at the first octave's end either."""
+        assert closure is not None
+        with torch.no_grad():
+            _Scores(lambda rho: None, self._evaluate(closure), replicas, len(self._rates)).mean(1.0)
 
     def begin_anew(self, step: int) -> None:
         """Parameters were loaded, or a cycle was taken back: what is under way begins anew, with the next step."""
@@ -230,16 +255,19 @@ class LineController(RuledController):
         if self._begun is None and self.listens:
             self._way = self._way or self._make_way()
             self._way.begin()
-            self._begun = step
+            self._begun = self._seen = step
 
     def sample(self, step: int) -> None:
-        """After optimizer step ``step``, for a late interval, which is read at the mean of its second half."""
+        """After an optimizer step, the schedule being at ``step``; for a late interval, which is read at the mean of its second half."""
         if self._begun is None or not self.listens or self.sweeping:
             return
         end = math.ceil(self.rule.next_end(self._total, self._interval) / self._interval) * self._interval
         length = max(1, end - self._begun)
         stride = max(1, length // 100)
-        if step > self._begun + length / 2 and (end - step) % stride == 0:
+        # A sample at end, end - stride, ...; or at the step after, where the schedule goes on by several between two of the optimizer.
+        passed = math.ceil((end - step) / stride) < math.ceil((end - self._seen) / stride)
+        self._seen = step
+        if step > self._begun + length / 2 and passed:
             self._way_or_fail().add()
 
     def is_due(self, step: int) -> bool:
@@ -296,7 +324,7 @@ class LineController(RuledController):
         if not self.sweeping:
             if not back:
                 way.begin()
-            self._begun = step
+            self._begun = self._seen = step
         way.begin_mean()
         return back
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .core.controllers import Controller, Decision
+from .core.divergence import Verdict
 from .core.engine import Engine
 from .knobs import Bound
 from .line import Closure, LineController, follower, sensor_of
@@ -26,6 +27,7 @@ class Listening:
 
     Args:
         engine: whose controller it is; its counters say where the run is.
+        step: steps of the schedule done, the clock of the line's rule.
         gradients: "shared" or "local".
         multipliers: [local replica][knob]: rho of the running cycle.
         during: put, with a name, around what communicates: `rows`, and whatever is done with a `line`.
@@ -34,6 +36,7 @@ class Listening:
     def __init__(
         self,
         engine: Engine,
+        step: Callable[[], int],
         optimizer: Optimizer,
         replicas: Replicas,
         knobs: Sequence[Bound],
@@ -41,7 +44,7 @@ class Listening:
         multipliers: Callable[[], Sequence[Sequence[float]]],
         during: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._engine, self._replicas, self._during = engine, replicas, during
+        self._engine, self._step, self._replicas, self._during = engine, step, replicas, during
         controller, clock = engine.controller, engine.clock
         self.controllers: list[Controller | None] = [controller, follower(controller)]
         self.sensor = sensor_of(controller)
@@ -54,7 +57,7 @@ class Listening:
         if self._line is not None:
             self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), knobs, clock)
             if engine.step:
-                self._line.begin_anew(engine.step)
+                self._line.begin_anew(step())
 
     @property
     def has_line(self) -> bool:
@@ -81,20 +84,22 @@ class Listening:
     def depart(self) -> None:
         """Before the first optimizer step after an average."""
         if self._line is not None:
-            self._line.depart(self._engine.step)
+            self._line.depart(self._step())
         if self.sensor is not None and self._measures(self._engine.step + self._steps_left):
             self.sensor.depart(self._engine.step)
 
     def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for a step without one, while the line has something to read."""
-        if self._line is not None:
-            self._line.check_closure(closure)
+        """While the line has something to read, raises TypeError for a step without one, and in the first step ValueError for one that returns
+        no losses, which is then called once."""
+        if self._line is not None and self._line.check_closure(closure):
+            with self._during("line"):
+                self._line.try_closure(closure, self._replicas)
 
     def sample(self) -> None:
         """A step is done and counted."""
         engine = self._engine
         if self._line is not None:
-            self._line.sample(engine.step)
+            self._line.sample(self._step())
         if self.sensor is not None and self._measures(engine.step + self._steps_left):
             self.sensor.sample(engine.position, engine.position + self._steps_left)
 
@@ -116,10 +121,25 @@ class Listening:
         scores = self.sensor.split([slot.probe for slot in slots])
         return {} if scores is None else {self.sensor.measures: scores}
 
+    def verdict(self, slots: Sequence[Slot]) -> tuple[Verdict, list[float | None]] | None:
+        """In a sweep, where what breaks is taken back and nobody is left out: that, and the losses that its rule is given; else None.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not self.sweeping:
+            return None
+        if all(slot.finite and slot.raw_loss is None for slot in slots):
+            raise ValueError("a LineController reads the training losses too: call step(loss, closure=...), or observe(loss)")
+        all_vote = all(slot.votes for slot in slots)
+        # One replica that broke has broken the average of all: its loss may not be left out.
+        losses = [slot.loss if all_vote else None for slot in slots]
+        return Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[]), losses
+
     @contextmanager
     def line(self, closure: Closure | None) -> Iterator[Any]:
         """The line of the interval that ends with this cycle, to be read inside; None if none does."""
-        due = self._line is not None and self._engine.clock.controls(self._engine.step) and self._line.is_due(self._engine.step)
+        due = self._line is not None and self._engine.clock.controls(self._engine.step) and self._line.is_due(self._step())
         if self._line is None or not due:
             yield None
             return
@@ -129,14 +149,19 @@ class Listening:
 
     def settle(self, decisions: Sequence[Decision]) -> bool:
         """After what a line has led to. Returns whether weights were taken back; moments, and other replicas of this process, are not."""
-        return self._line is not None and self._line.settle(self._engine.step, decisions)
+        return self._line is not None and self._line.settle(self._step(), decisions)
 
     def begin_anew(self) -> None:
         """Parameters were loaded, or a cycle was taken back: what is under way is worth nothing."""
         if self.sensor is not None:
             self.sensor.begin_anew()
         if self._line is not None:
-            self._line.begin_anew(self._engine.step)
+            self._line.begin_anew(self._step())
+
+    def close(self) -> None:
+        """The Ensemble is given up: let go of the optimizer, and of the memory."""
+        if self.sensor is not None:
+            self.sensor.close()
 
     def _measures(self, cycle_end: int) -> bool:
         """Is a measurement at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""

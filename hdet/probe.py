@@ -191,6 +191,9 @@ class ProbeController(RuledController):
     def begin_anew(self) -> None:
         self._points.begin_anew()
 
+    def close(self) -> None:
+        self._points.rest()
+
     def depart(self, step: int) -> None:
         self._points.depart()
 
@@ -245,10 +248,12 @@ class ProbeController(RuledController):
         return list(map(list, zip(*(map(truediv, chunk, seen) for chunk in chunks), strict=True)))
 
     def update(self, evidence: Evidence) -> list[Decision]:
-        """Of the rule, whose cycles are intervals; while one goes on nothing moves, and the rule is not asked."""
+        """Of the rule, whose cycles are intervals; while one goes on nothing moves, and the rule only sees where the schedule is."""
         if self.cycles > 1:
             if evidence.probes is None and not self.idle:
-                return [Decision()] * len(evidence.knobs)
+                self.see(evidence)
+                if not self.idle:
+                    return [Decision()] * len(evidence.knobs)
             evidence = replace(evidence, sync_interval=self.cycles * evidence.sync_interval)
         decisions = super().update(evidence)
         if self.idle:

@@ -65,9 +65,9 @@ class Schedule:
         """[knob]: the base value in force, as `write` has left it."""
         return [knob.base_value() for knob in self.knobs]
 
-    def bounds(self) -> tuple[list[float], list[float]]:
+    def peaks_and_floors(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""
-        pairs = [knob.bounds() for knob in self.knobs]
+        pairs = [knob.peak_and_floor() for knob in self.knobs]
         return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
 
     def means(self) -> list[float]:
@@ -75,7 +75,7 @@ class Schedule:
         ahead = means(self.scheduler, self.total_steps)
         return [
             ahead[knob.indices[0]] if ahead and isinstance(knob, GroupKnob) and knob.key == "lr" else peak
-            for knob, peak in zip(self.knobs, self.bounds()[0], strict=True)
+            for knob, peak in zip(self.knobs, self.peaks_and_floors()[0], strict=True)
         ]
 
     def _highest_of(self, knob: Bound) -> float:

@@ -38,8 +38,8 @@ class OneCycleAutoLR(OneCycleLR):
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
         replicas: who takes part; default the world if torch.distributed is initialised; or a `CoresidentReplicas`, whose losses
             are given by ``observe`` inside of ``use``, before ``step()``.
-        controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under a `ProbeController` all
-            parameter groups are one knob.
+        controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under one that reads more
+            than the published signal (line, probe, slope ...) all parameter groups are one knob.
         freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of steps after which nothing moves any
             more. One that you give has its own.
         gradients: ``"shared"`` or ``"local"``.

@@ -49,6 +49,10 @@ class Sensor(Protocol):
         """Parameters were loaded, or a cycle was taken back: what is under way is worth nothing."""
         ...
 
+    def close(self) -> None:
+        """The Ensemble is given up: let go of the optimizer, and of the memory."""
+        ...
+
     def depart(self, step: int) -> None:
         """Before the first optimizer step after ``step`` of them, and after each average, of a cycle at whose end `measure` is called."""
         ...

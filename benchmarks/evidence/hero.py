@@ -26,7 +26,7 @@ from runs import Record, Task, identity, read, run_missing
 from training import FIXED
 
 from hdet.evidence.curves import score
-from hdet.evidence.hero import SEEDS, STARTS
+from hdet.evidence.hero import STARTS, seeds_of
 
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
 FIND_SEEDS = {"transformer": (1000,)}
@@ -127,6 +127,12 @@ def find_seeds(problem: str) -> tuple[int, ...]:
     return FIND_SEEDS.get(problem, (1000, 1001))
 
 
+def turns(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """(seed, problem), seed by seed, so that a benchmark that is stopped has something of everything."""
+    seeds = {problem: range(options.seeds) if options.seeds else seeds_of(problem) for problem in options.problems}
+    return ((seed, problem) for seed in range(max(map(len, seeds.values()))) for problem, own in seeds.items() if seed in own)
+
+
 def steps_of(problem: str, options: argparse.Namespace) -> int:
     return QUICK if options.quick else PROBLEMS[problem].steps
 
@@ -135,16 +141,12 @@ def steps_of(problem: str, options: argparse.Namespace) -> int:
 
 
 def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Task]:
-    """Seed by seed, so that a benchmark that is stopped has something on every start."""
-    for seed in range(max([options.seeds or 5, *SEEDS.values()])):
-        for problem in options.problems:
-            if seed >= (options.seeds or SEEDS.get(problem, 5)):
-                continue
-            steps = steps_of(problem, options)
-            for method in options.methods:
-                best = METHODS[method].start if options.quick else best_rate(records, problem, method, steps)
-                for e in options.exponents:
-                    yield {"benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": best * 2.0**e, "seed": seed, "steps": steps}  # fmt: skip
+    for seed, problem in turns(options):
+        steps = steps_of(problem, options)
+        for method in options.methods:
+            best = METHODS[method].start if options.quick else best_rate(records, problem, method, steps)
+            for e in options.exponents:
+                yield {"benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": best * 2.0**e, "seed": seed, "steps": steps}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

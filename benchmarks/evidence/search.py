@@ -74,7 +74,7 @@ def run(problem: str, method: str, draw: int, seed: int, best: float, steps: int
 class Watch:
     """``problem`` is the one it was given, and writes down what its training costs and how good the model is in between.
 
-    The model is validated when a method asks for the batch of a step, `POINTS` times in a run. HDET's cycles are as long, so its
+    The model is validated when a method asks for the batch of a step, `POINTS` times in a run. HDET's cycles divide these parts, so its
     replicas have just been averaged then.
     """
 
@@ -114,16 +114,12 @@ key = identity("problem", "method", "draw", "seed", "steps", "best")
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    """Seed by seed, so that a benchmark that is stopped has something of everything."""
     best = {problem: hero.best_fixed(problem, options) for problem in options.problems}
     counts = {TRIAL: options.trials} | dict.fromkeys([*options.methods, *(f"pbt-{n}" for n in options.members)], options.draws)
-    for seed in range(max([options.seeds or 5, *hero.SEEDS.values()])):
-        for problem in options.problems:
-            if seed >= (options.seeds or hero.SEEDS.get(problem, 5)):
-                continue
-            for method, count in counts.items():
-                for draw in range(count):
-                    yield {"problem": problem, "method": method, "draw": draw, "seed": seed, "best": best[problem], "steps": QUICK if options.quick else PROBLEMS[problem].steps}  # fmt: skip
+    for seed, problem in hero.turns(options):
+        for method, count in counts.items():
+            for draw in range(count):
+                yield {"problem": problem, "method": method, "draw": draw, "seed": seed, "best": best[problem], "steps": QUICK if options.quick else PROBLEMS[problem].steps}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

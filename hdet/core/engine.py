@@ -165,18 +165,21 @@ class Engine:
         mean: Sequence[float] | None = None,
         floor: Sequence[float] | None = None,
         schedule_step: int | None = None,
+        local: bool = False,
     ) -> CycleOutcome:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
         ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a slot never reaches
         the controller. ``probes``: [replica][chunk], rows with a non-finite number are left out whole, as those of ``inner`` are.
-        ``line`` and ``inner``: see `Evidence`.
+        ``line``, ``inner`` and ``local``: see `Evidence`. ``schedule_step``: steps of the schedule done, where they are not this engine's
+        (a step that a scaler skips, or several calls for each); controllers count in them.
         """
         table = self._effective(self.multipliers(), scheduled)
         clean = [x if x is not None and math.isfinite(x) else None for x in losses]
         rows, cosines = (None if given is None else _finite_rows(given) for given in (probes, inner))
-        left_out = [r for r, x in enumerate(clean if rows is None else rows) if x is None]
-        notes = [f"replica {r} left out: no finite {'loss' if rows is None else 'probe loss'}" for r in left_out]
+        read, what = (rows, "probe loss") if rows is not None else (cosines, "cosine") if cosines is not None else (clean, "loss")
+        left_out = [r for r, x in enumerate(read) if x is None]
+        notes = [f"replica {r} left out: no finite {what}" for r in left_out]
         decisions = [Decision()] * len(self.knobs)
         if self.controller is not None and self.clock.controls(self.step):
             evidence = Evidence(
@@ -185,13 +188,18 @@ class Engine:
                 knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, probes=rows,
                 scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean or peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
-                decisions_left=self.clock.decisions_left(self.step), line=line, inner=cosines,
+                decisions_left=self.clock.decisions_left(self.step), line=line, inner=cosines, local=local,
             )  # fmt: skip
             decisions = self.controller.update(evidence)
             if len(decisions) != len(self.knobs):
                 raise ValueError(f"controller {self.controller.name!r} returned {len(decisions)} decisions for {len(self.knobs)} knobs")
+            if line is None and any(decision.restart for decision in decisions):
+                raise ValueError(
+                    f"controller {self.controller.name!r} asks for the weights of the interval's beginning (restart=True), but no line was read"
+                )
+            pace = self.step / schedule_step if schedule_step else 1.0
             for k, decision in enumerate(decisions):
-                notes += self._apply(k, decision, (peak or scheduled)[k])
+                notes += self._apply(k, decision, (peak or scheduled)[k], round(decision.over * pace))
         outcome = CycleOutcome(self.cycle, table, decisions, left_out, notes)
         self.cycle += 1
         self.position = 0
@@ -212,22 +220,28 @@ class Engine:
         self.position = 0
         return outcome
 
+    def reopen(self) -> None:
+        """Rates begin once more as a run begins: the weights that a sweep has been going on from are lost."""
+        for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
+            self.corrections[k], self.eased[k] = opening(self.controller), (1.0, 0, 0)
+
     def accept(self, level: float | None, left_out: int) -> None:
         """The cycle that ends is not taken back: remember what the next one is compared with."""
         self.level = self.level if level is None else level
         self.rollbacks_in_row = 0
         self.diverged_total += left_out
 
-    def _apply(self, knob: int, decision: Decision, peak: float) -> list[str]:
+    def _apply(self, knob: int, decision: Decision, peak: float, over: int) -> list[str]:
+        """``over``: the decision's, in steps of this engine."""
         self.bases[knob] = decision.base
         before, wanted = self.in_force(knob), self.corrections[knob] * decision.factor
         # What passes a knob's bound changes no value, but would take as long to come back.
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
         if decision.restart:
-            self.eased[knob] = (self.corrections[knob] * decision.rise_from, self.step, decision.over)
+            self.eased[knob] = (self.corrections[knob] * decision.rise_from, self.step, over)
         elif decision.factor != 1:
-            self.eased[knob] = (before, self.step, decision.over if self.corrections[knob] > before else 0)
+            self.eased[knob] = (before, self.step, over if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []
         if self.corrections[knob] != wanted:
@@ -281,11 +295,11 @@ class Engine:
                 f"the ensemble's state has corrections {state['corrections']!r} and bases {state['bases']!r}, "
                 f"but {len(self.knobs)} finite positive numbers are needed: it is damaged"
             )
-        for eased in state.get("eased") or []:
-            if not (isinstance(eased, (list, tuple)) and len(eased) == 3 and all(isinstance(x, (int, float)) and x >= 0 for x in eased)):
-                raise ValueError(
-                    f"the ensemble's state has eased {state['eased']!r}, which is no list of (value, step, steps): it is damaged"
-                )
+        eased = state.get("eased") or []
+        if len(eased) not in (0, len(self.knobs)) or not all(map(_is_eased, eased)):
+            raise ValueError(
+                f"the ensemble's state has eased {eased!r}, which is no list of {len(self.knobs)} (value, step, steps): it is damaged"
+            )
         if state["level"] is not None and not (isinstance(state["level"], (int, float)) and math.isfinite(state["level"])):
             raise ValueError(f"the ensemble's state has level {state['level']!r}, which is no loss: it is damaged")
         if (state["controller"] is not None) != isinstance(state["controller_state"], Mapping):
@@ -317,6 +331,12 @@ def _finite_rows(rows: Sequence[Sequence[float] | None]) -> list[Sequence[float]
     if math.isfinite(sum(sum(row) for row in rows if row is not None)):
         return list(rows)
     return [row if row is not None and all(map(math.isfinite, row)) else None for row in rows]
+
+
+def _is_eased(entry: Any) -> bool:
+    """(correction > 0, step, steps)"""
+    numbers = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in entry)
+    return bool(numbers and entry[0] > 0 and min(entry[1:]) >= 0)
 
 
 def _lists(state: Mapping[str, Any], length: int) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Curve", "Record", "curves", "of_one_kind", "score"]
+__all__ = ["Curve", "Record", "curves", "longest", "of_one_kind", "score"]
 
 Record = dict[str, Any]
 """a line of the results"""
@@ -100,11 +100,7 @@ def curves(records: Iterable[Record], rank: Callable[[str], Any] = str) -> dict[
     What does not belong together is not mixed: shortened runs are left out where there are longer ones, runs around a best rate that the
     method's last line has replaced are left out, and of two lines of one run the later one counts.
     """
-    lines = list(records)
-    steps: dict[str, int] = {}
-    for line in lines:
-        steps[line["problem"]] = max(line["steps"], steps.get(line["problem"], 0))
-    lines = [line for line in lines if line["steps"] == steps[line["problem"]]]
+    lines = longest(records)
     best = {(line["problem"], line["method"]): best_rate(line) for line in lines}
     latest = {
         (line["problem"], line["method"], line["exponent"], line["seed"]): line
@@ -118,15 +114,25 @@ def curves(records: Iterable[Record], rank: Callable[[str], Any] = str) -> dict[
     return {problem: {method: Curve(method, runs) for method, runs in methods.items()} for problem, methods in found.items()}
 
 
-def of_one_kind(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """{problem: lines}, of benchmarks in which all methods count from one best rate: the longest runs, around the last line's best rate."""
+def longest(records: Iterable[Record]) -> list[Record]:
+    """Without the shortened runs of problems of which there are longer ones."""
+    lines = list(records)
+    steps: dict[str, int] = {}
+    for line in lines:
+        steps[line["problem"]] = max(line["steps"], steps.get(line["problem"], 0))
+    return [line for line in lines if line["steps"] == steps[line["problem"]]]
+
+
+def of_one_kind(records: Iterable[Record], names: Sequence[str]) -> dict[str, list[Record]]:
+    """{problem: lines}, of benchmarks in which all methods count from one best rate: the longest runs, around the last line's best rate, and of
+    lines in which all of ``names`` are the same the last one."""
     by_problem: dict[str, list[Record]] = {}
-    for line in records:
+    for line in longest(records):
         by_problem.setdefault(line["problem"], []).append(line)
     found = {}
     for problem, lines in sorted(by_problem.items()):
-        longest = [line for line in lines if line["steps"] == max(line["steps"] for line in lines)]
-        found[problem] = [line for line in longest if math.isclose(best_rate(line), best_rate(longest[-1]), rel_tol=1e-5)]
+        around = [line for line in lines if math.isclose(best_rate(line), best_rate(lines[-1]), rel_tol=1e-5)]
+        found[problem] = list({tuple(line[name] for name in names): line for line in around}.values())
     return found
 
 

@@ -23,6 +23,8 @@ NAMES = {AVERAGED: "cycle-averaged weights", LAST: "last weights (greedy)", FIXE
 INTERVALS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """parts of the run"""
 STARTS = (-4, 0, 4)
+RUN = ("method", "interval", "exponent", "seed")
+"""what makes two lines of a problem the same run"""
 SEEDS = 3
 SIGNIFICANT = 2.0
 
@@ -38,7 +40,7 @@ Cells = dict[tuple[str, float, int], list[Record]]
 def horizon_tables(records: Sequence[Record]) -> str:
     """Markdown: for each problem a row for each cycle and way of scoring."""
     parts = ["# The horizon\n", "![](horizon.png)", CAPTION]
-    for problem, lines in of_one_kind(records).items():
+    for problem, lines in of_one_kind(records, RUN).items():
         found = cells(lines)
         starts = sorted({start for _, _, start in found})
         rows = []
@@ -80,7 +82,7 @@ def horizon_figure(records: Sequence[Record]) -> Figure:
     """A column for each problem: the final loss against the cycle, below it where the rate went; a colour for each start."""
     from matplotlib.figure import Figure
 
-    problems = of_one_kind(records)
+    problems = of_one_kind(records, RUN)
     figure = Figure(figsize=(5.2 * len(problems) + 1.6, 6.8), dpi=130, layout="constrained")
     panels = figure.subplots(2, len(problems), squeeze=False, sharex="col")
     for column, (problem, lines) in enumerate(problems.items()):

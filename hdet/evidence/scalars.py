@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hdet.report import COLOURS, GREY
 
-from .curves import Record, standard_error
+from .curves import Record, longest, standard_error
 from .markdown import table
 
 if TYPE_CHECKING:
@@ -50,14 +50,9 @@ def loss(value: float | None) -> float:
     return CRASHED if value is None else min(value, CRASHED)
 
 
-def longest(records: Sequence[Record]) -> list[Record]:
-    """Shortened runs are left out where there are longer ones; of two lines of one run the later one counts."""
-    steps = max(record["steps"] for record in records)
-    return list({(r["method"], r["corner"], r["seed"]): r for r in records if r["steps"] == steps}.values())
-
-
-def corners(lines: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
-    """{corner: {method: lines}}; what has no corner is in all of them."""
+def corners(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
+    """{corner: {method: lines}}; what has no corner is in all of them. The longest runs; of two lines of one run the later one counts."""
+    lines = list({(r["method"], r["corner"], r["seed"]): r for r in longest(records)}.values())
     return {
         corner: {m: own for m in METHODS if (own := [r for r in lines if r["method"] == m and r["corner"] in ("", corner)])}
         for corner in dict.fromkeys(r["corner"] for r in lines if r["corner"])
@@ -67,7 +62,7 @@ def corners(lines: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
 def scalars_tables(records: Sequence[Record]) -> str:
     """Markdown: for each corner the loss and the values of every method."""
     parts = ["# Several scalars at once\n", "![](scalars.png)", CAPTION]
-    for corner, methods in corners(longest(records)).items():
+    for corner, methods in corners(records).items():
         names = list(next(iter(methods.values()))[0]["values"])
         start = next(own[0]["start"] for own in methods.values() if own[0]["corner"])
         rows = [["the corner", "", "", *(f"{start[name]:.3g}" for name in names)]]
@@ -112,7 +107,7 @@ def scalars_figure(records: Sequence[Record]) -> Figure:
     """A panel for each corner: the loss against the examples seen, of tuning after each trial."""
     from matplotlib.figure import Figure
 
-    found = corners(longest(records))
+    found = corners(records)
     figure = Figure(figsize=(5.0 * max(len(found), 1) + 1.6, 4.4), dpi=130, layout="constrained")
     panels = figure.subplots(1, max(len(found), 1), squeeze=False, sharey=True)[0]
     for axes, (corner, methods) in zip(panels, found.items(), strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hdet.report import COLOURS, GREY
 
-from .curves import Record
+from .curves import Record, of_one_kind
 from .markdown import table as markdown_table
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ __all__ = ["TRIAL", "figure", "search_figure", "search_tables", "table"]
 
 TRIAL = "trial"
 """the method of a fixed run whose rate was drawn"""
+RUN = ("method", "draw", "seed")
+"""what makes two lines of a problem the same run"""
 ORDERS = 20
 """in which the trials of a seed are played through, at random"""
 FIRST_RUNGS = {1: "5 %", 4: "20 %"}
@@ -140,7 +142,7 @@ def search_tables(records: Sequence[Record]) -> str:
 def table(lines: Sequence[Record]) -> str:
     """Markdown, for each problem: how many examples a method has seen, in runs, and where it ended."""
     rows = []
-    for problem, chosen in by_problem(lines).items():
+    for problem, chosen in of_one_kind(lines, RUN).items():
         losses = [[final(line) for line in pool] for pool in pools(chosen).values()]
         fewest = min(map(len, losses), default=0)
         for k in (k for k in (1, 2, 4, 8) if k < fewest):
@@ -161,7 +163,7 @@ def search_figure(records: Sequence[Record]) -> Figure:
     """A panel for each problem."""
     from matplotlib.figure import Figure
 
-    problems = by_problem(records)
+    problems = of_one_kind(records, RUN)
     drawing = Figure(figsize=(4.8 * len(problems) + 1.2, 4.6), dpi=130, layout="constrained")
     panels = drawing.subplots(1, len(problems), squeeze=False)[0]
     for lines, axis in zip(problems.values(), panels, strict=True):
@@ -198,12 +200,6 @@ def figure(lines: Sequence[Record], axis: Axes) -> None:
     axis.grid(True, color="#E3E3E3", linewidth=0.7)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def by_problem(lines: Sequence[Record]) -> dict[str, list[Record]]:
-    """The lines of each problem that have the length and the prior of its last one."""
-    last = {line["problem"]: (line["steps"], line["best"]) for line in lines}
-    return {name: [line for line in lines if (line["problem"], line["steps"], line["best"]) == (name, *own)] for name, own in last.items()}
 
 
 def run_length(lines: Sequence[Record]) -> int:

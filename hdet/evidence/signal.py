@@ -24,6 +24,8 @@ FACTORS = {"fork-0.7": 0.7, "fork-1.4": 1.4}
 MOMENTS = (0.05, 0.1, 0.2, 0.4)
 """parts of the run"""
 STARTS = (-4, -2, 0, 2, 4)
+RUN = ("method", "moment", "exponent", "seed")
+"""what makes two lines of a problem the same run"""
 SEEDS = 5
 SIGNALS = ("line", "probe", "probe (last weights)", "slope", "rank", "softmax", "hypergradient")
 """in the order of the table"""
@@ -117,7 +119,7 @@ def scatter(said: Sequence[Heard]) -> float | None:
 def signal_tables(records: Sequence[Record]) -> str:
     """Markdown: for each problem the truth, and how often each controller knows it."""
     parts = ["# Signal quality\n", "![](signal.png)", CAPTION]
-    for problem, lines in of_one_kind(records).items():
+    for problem, lines in of_one_kind(records, RUN).items():
         parts += [f"## {problem}\n", _truth_table(lines), EXPLAINED, _signal_table(lines)]
     return "\n".join(parts)
 
@@ -173,7 +175,7 @@ def signal_figure(records: Sequence[Record]) -> Figure:
     the shaded quarters, what lies between the dotted lines is not significant."""
     from matplotlib.figure import Figure
 
-    rows = {problem: heard(lines) for problem, lines in of_one_kind(records).items()}
+    rows = {problem: heard(lines) for problem, lines in of_one_kind(records, RUN).items()}
     names = list(dict.fromkeys(name for said in rows.values() for name, all_of in said.items() if any(one.t is not None for one in all_of)))
     figure = Figure(figsize=(2.7 * max(len(names), 2) + 0.8, 3.3 * len(rows) + 0.5), dpi=130, layout="constrained")
     panels = figure.subplots(len(rows), max(len(names), 1), squeeze=False, sharex=True, sharey=True)

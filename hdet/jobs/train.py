@@ -224,7 +224,7 @@ class Run:
     @property
     def _sweeping(self) -> bool:
         """Are the weights those of a line's sweep, which it will take back? Then they are nothing to resume from."""
-        return self.ensemble is not None and bool(getattr(self.ensemble.engine.controller, "sweeping", False))
+        return self.ensemble is not None and self.ensemble.sweeping
 
     @torch.no_grad()
     def _validate(self, count: int) -> float:

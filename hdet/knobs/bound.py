@@ -102,7 +102,7 @@ class Bound:
         """The base value in force, of the first cell, as `write` was told."""
         return float(self._base_of(0, self.scheduled_value()))
 
-    def bounds(self) -> tuple[float, float]:
+    def peak_and_floor(self) -> tuple[float, float]:
         """(peak, floor) of the untouched schedule; floor 0 is unknown."""
         return self._peak(0), 0.0
 
@@ -196,7 +196,7 @@ class GroupKnob(Bound):
         cells = [GroupCell(optimizer, i, key) if entry is None else BetaCell(optimizer, i, key, entry) for i in self.indices]
         super().__init__(name, spread, cells, scale, key=key, **settings)
 
-    def bounds(self) -> tuple[float, float]:
+    def peak_and_floor(self) -> tuple[float, float]:
         """(peak, floor), as far as torch's schedulers leave them in the group."""
         return self._peak(0), float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key, 0.0))
 

@@ -64,6 +64,32 @@ def test_one_bad_chunk_leaves_the_whole_probe_row_out() -> None:
     assert outcome.left_out == [1]
 
 
+def test_what_a_replica_is_left_out_for_is_what_the_controller_reads() -> None:
+    """Cosines need no loss; without them it is the loss, or the probe's row."""
+    controller = Scripted(Decision())
+    engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(1), controller)
+    outcome = run_cycle(engine, [None, None], inner=[[0.1, 0.2], [math.nan, 0.2]])
+    assert outcome.left_out == [1] and outcome.notes == ["replica 1 left out: no finite cosine"]
+    outcome = run_cycle(engine, [1.0, None], probes=[[1.0], [2.0]])
+    assert outcome.left_out == [] and outcome.notes == []
+
+
+@pytest.mark.parametrize("decay", ["floor", "printed"])
+def test_a_cycle_that_is_taken_back_stays_lower_under_the_softmax_controller(decay: str) -> None:
+    engine = Engine([KnobSpec("lr", 0.2, rate=True)], 2, Clock(1, total_steps=100), SoftmaxController(decay=decay))
+
+    def cycle() -> float:
+        run_cycle(engine, [1.0, 1.0], floor=[1e-4], peak=[1.0])
+        return engine.value(0, 1.0)
+
+    before = [cycle() for _ in range(3)][-1]
+    engine.tick()
+    engine.roll_back(0.1)
+    assert engine.value(0, 1.0) == pytest.approx(0.1 * before)
+    after = cycle()
+    assert after == pytest.approx(0.1 * before, rel=0.2)  # Eq. 7 goes on from there
+
+
 def test_the_controller_sleeps_through_the_warm_up() -> None:
     controller = Scripted(Decision(factor=2.0))
     engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(5, warmup_steps=10, total_steps=40), controller)

@@ -59,6 +59,8 @@ def evidence(step: int, line: Made | None = None, loss: float | None = 1.0, **mo
 
 FELT = Made(lambda rho: (rho - 5) ** 2)
 """Above its beginning from rho = 10 on, that is at 16 in steps of 2."""
+LOST = Made(FELT.losses[0], level=1e30)
+"""Of weights that are not finite."""
 
 
 def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Decision]:
@@ -66,11 +68,11 @@ def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Decision]:
 
 
 def swept(rule: LineRule, losses: Sequence[float | None], **more: Any) -> list[Decision]:
-    """One octave, of one cycle, for each loss; the decision after the last."""
+    """One octave, of one cycle, for each loss, None being that of broken weights; the decision after the last."""
     decisions = []
     for loss in losses:
         step = int(rule.next_end(TOTAL, CYCLE))
-        decisions = rule.update(evidence(step, FELT, loss, **more))
+        decisions = rule.update(evidence(step, LOST if loss is None else FELT, loss, **more))
     return decisions
 
 
@@ -157,9 +159,47 @@ def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> N
 
 def test_not_finite_at_the_first_steps_begins_again_lower() -> None:
     rule = LineRule()
-    (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho), None))
-    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and rule.sweeping  # the line may be no better than the loss
+    (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho, level=1e30), None))
+    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and rule.sweeping
     assert rule.edge == 0.0 and rule.feeling
+
+
+def test_what_is_never_finite_gives_the_user_s_value_back_after_15_percent() -> None:
+    rule, steps = LineRule(), []
+    while rule.sweeping:
+        steps.append(int(rule.next_end(TOTAL, CYCLE)))
+        (decision,) = rule.update(evidence(steps[-1], LOST, None, corrections=(0.01,)))
+    assert steps[-1] == LIMIT * TOTAL and 0.01 * decision.factor == pytest.approx(1.0) and "nothing finite" in decision.note
+
+
+def test_weights_that_do_not_move_are_given_a_higher_rate_and_the_line_is_felt_again() -> None:
+    """A scaler has skipped the first steps, or a rate is below the parameters' last bit."""
+    rule = LineRule()
+    (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 0.0)))
+    assert decision.factor == 16 and not decision.restart and rule.feeling
+    rule.update(evidence(2 * CYCLE, FELT))
+    assert rule.edge == 16 and not rule.feeling
+    still = LineRule()
+    while still.sweeping:
+        (decision,) = still.update(evidence(int(still.next_end(TOTAL, CYCLE)), Made(lambda rho: 0.0), corrections=(3.0,)))
+    assert 3 * decision.factor == pytest.approx(1.0) and "do not move" in decision.note and still.ended == LIMIT * TOTAL
+
+
+@pytest.mark.parametrize("losses", [[2.0, None, 1.0], [2.0, 1.0, None], [None, 2.0, 1.0]])
+def test_a_mini_batch_without_a_loss_breaks_nothing(losses: list[float | None]) -> None:
+    """Its cycle is left out; and where an octave has no other, the current batch stands for it."""
+    found = []
+    for told in (losses, [x for x in losses if x is not None]):
+        rule = LineRule()
+        feel(rule, total_steps=30 * TOTAL // 10)
+        for i, loss in enumerate(told):
+            (decision,) = rule.update(evidence(40 + 10 * i, FELT if i == len(told) - 1 else None, loss, total_steps=30 * TOTAL // 10))
+        found.append((decision, [row[1] for row in rule.octaves]))
+    assert found[0] == found[1] and not found[0][0].restart
+    rule = LineRule()
+    feel(rule)
+    (decision,) = rule.update(evidence(2 * CYCLE, Made(FELT.losses[0], level=1.75), None))
+    assert not decision.restart and rule.octaves[0][1] == 1.75
 
 
 def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15_percent() -> None:
@@ -185,13 +225,13 @@ def test_more_that_does_not_help_is_enough() -> None:
 
 def test_several_cycles_an_octave_count_alike_and_one_that_is_not_finite_breaks() -> None:
     said = []
-    for first, second in ((1.0, 2.0), (1.5, 1.5), (1.0, None)):
+    for first, second, line in ((1.0, 2.0, FELT), (1.5, 1.5, FELT), (1.0, None, LOST)):
         rule = LineRule()
         for step in (10, 20, 30, 40):
             rule.update(evidence(step, FELT if step % 20 == 0 else None, 2.0, total_steps=2600))
         assert rule.next_end(2600, CYCLE) == 60
         rule.update(evidence(50, None, first, total_steps=2600))
-        said.append((rule.update(evidence(60, FELT, second, total_steps=2600)), rule.state_dict()))
+        said.append((rule.update(evidence(60, line, second, total_steps=2600)), rule.state_dict()))
     assert said[0] == said[1] and not said[0][0][0].restart
     assert said[2][0][0].restart and "broken at once" in said[2][0][0].note
 
@@ -282,7 +322,7 @@ def test_a_state_that_is_loaded_goes_on_alike_at_any_time() -> None:
         (None, 1.2),
         (FELT, 1.1),
         (FELT, 0.9),
-        (FELT, None),
+        (LOST, None),
     ]
     later = [(260, Made(bowl(60.0))), (400, Made(bowl(0.5)))]
     for step, line, loss in [*((CYCLE * (i + 1), *row) for i, row in enumerate(course)), *((step, line, 0.5) for step, line in later)]:
@@ -560,7 +600,7 @@ def course(engine: Engine, steps: int) -> list[float]:
     for _ in range(steps):
         values.append(engine.value(0, 1.0))
         if engine.tick():
-            engine.close([1.0], scheduled=[1.0])
+            engine.close([1.0], scheduled=[1.0], line=object())
     return values
 
 
@@ -583,6 +623,24 @@ def test_a_restart_begins_at_a_part_of_its_value_even_where_that_falls() -> None
     assert course(engine, 7) == pytest.approx([1, 1, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 2])
     at_once = engine_of(Decision(factor=4.0, restart=True))
     assert course(at_once, 4) == [1, 1, 4, 4]
+
+
+def test_a_restart_without_a_line_is_refused_because_nothing_would_be_taken_back() -> None:
+    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(1), Says(Decision(restart=True)))
+    engine.tick()
+    with pytest.raises(ValueError, match="'says' asks for the weights of the interval's beginning"):
+        engine.close([1.0], scheduled=[1.0])
+
+
+def test_a_rise_is_counted_in_steps_of_the_schedule() -> None:
+    """Which goes on by four for each of the engine's here, as under accelerate: 16 of them are four of its own."""
+    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2), Says(Decision(factor=16.0, over=16)))
+    values = []
+    for _ in range(7):
+        values.append(engine.value(0, 1.0))
+        if engine.tick():
+            engine.close([1.0], scheduled=[1.0], schedule_step=4 * engine.step)
+    assert values == pytest.approx([1, 1, 2, 4, 8, 16, 16])
 
 
 @pytest.mark.parametrize("part", [0.0, -1.0, math.nan, math.inf])

@@ -81,6 +81,51 @@ def test_evidence_within_its_noise_moves_nothing() -> None:
     assert abs(math.log(correction)) < 2.0, "200 cycles of pure noise stay close to where they began"
 
 
+def own_noise(slope: float, seed: int, local: bool = True) -> Evidence:
+    """Eight replicas, each with noise of its own, which all mini-batches see alike."""
+    rng, rho = random.Random(seed), multipliers(8, 0.3)
+    rng.shuffle(rho)
+    own = [rng.gauss(0, 0.05) for _ in rho]
+    rows = [[2 + slope * math.log(x) + noise + rng.gauss(0, 1e-3) for _ in range(8)] for x, noise in zip(rho, own, strict=True)]
+    return replace(evidence(), multipliers=[rho], losses=[1.0] * 8, probes=rows, local=local)
+
+
+def test_with_gradients_of_their_own_replicas_noise_is_part_of_the_error() -> None:
+    """Student's t of a knob that does nothing has a variance near 1; mini-batches alone would make it hundreds."""
+    found = {}
+    for local in (True, False):
+        rule, ts = ProbeRule(), []
+        for seed in range(300):
+            ts.append(rule.update(own_noise(0.0, seed, local))[0].t or 0.0)
+        found[local] = sum(t * t for t in ts[5:]) / 295
+    assert 0.7 < found[True] < 1.5 and found[False] > 100
+
+
+def test_until_the_replicas_own_noise_is_known_nothing_moves_and_afterwards_what_is_clear_does() -> None:
+    rule, pair = ProbeRule(), [own_noise(-2.0, seed) for seed in range(4)]
+    two = [replace(e, multipliers=[e.multipliers[0][:3]], losses=[1.0] * 3, probes=(e.probes or [])[:3]) for e in pair]
+    assert [rule.update(e)[0].factor for e in two[:3]] == [1.0] * 3  # one degree of freedom a cycle
+    again = ProbeRule()
+    again.load_state_dict(rule.state_dict())
+    assert again.noise == rule.noise and rule.noise[1] == pytest.approx(1 + 0.9 + 0.81)
+    eight = ProbeRule()
+    assert [eight.update(e)[0].factor > 1 for e in pair] == [False, True, True, True]  # six; a rise takes two votes
+
+
+def test_with_as_many_knobs_as_can_be_told_apart_mini_batches_are_all_there_is() -> None:
+    e = own_noise(-2.0, 0)
+    two = replace(e, multipliers=[e.multipliers[0][:2]], losses=[1.0] * 2, probes=(e.probes or [])[:2])
+    rule = ProbeRule()
+    assert rule.update(two)[0].error == ProbeRule().update(replace(two, local=False))[0].error and rule.noise == [0.0, 0.0]
+
+
+def test_a_state_from_before_there_was_noise_loads() -> None:
+    rule = ProbeRule()
+    rule.update(evidence())
+    rule.load_state_dict({key: value for key, value in rule.state_dict().items() if key != "noise"})
+    assert rule.noise == [0.0, 0.0]
+
+
 def test_votes_count_near_the_peak_only() -> None:
     rule = ProbeRule()
     phases = [0.1, 0.5, 0.9, 1.0, 0.97, 0.92, 0.85, 0.5]

@@ -118,6 +118,30 @@ def test_memory_and_looks_rest_when_it_is_idle() -> None:
     assert ensemble.corrections["lr"] > 1
 
 
+def test_closed_it_lets_go_of_the_optimizer_and_of_the_memory() -> None:
+    ensemble = trained(10)
+    controller: Any = ensemble.engine.controller
+    assert len(ensemble.optimizer._optimizer_step_pre_hooks) > 0 and controller._anchor != []
+    ensemble.close()
+    assert len(ensemble.optimizer._optimizer_step_pre_hooks) == 0 and controller._anchor == []
+
+
+def test_what_cannot_be_of_use_is_not_copied() -> None:
+    """Before a line's sweep is over nobody listens."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    then = hdet.HypergradientController()
+    ensemble = hdet.Ensemble(optimizer, controller=hdet.LineController(net, then=then), sync_interval=4, total_steps=1000)
+    x, y = batch(0)
+    for _ in range(12):
+        loss = loss_of(net, (x, y))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ensemble.step(loss.detach(), closure=lambda: (net(x) - y).pow(2).mean(1))
+        assert then._anchor == []
+
+
 def test_a_run_resumes_exactly() -> None:
     def build() -> tuple[Any, Any, hdet.Ensemble]:
         net = model()

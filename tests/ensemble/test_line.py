@@ -364,8 +364,10 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
         (lambda: torch.tensor(1.0), "gave 1 losses"), (lambda: None, "gave 0 losses"), (lambda: torch.empty(0), "gave 0 losses"),
     ],
 )  # fmt: skip
-def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: Callable[[], Any], message: str) -> None:
-    run = Run(total=400).steps(3)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: Callable[[], Any], message: str, steps: int) -> None:
+    """In the first step, and at an octave's end."""
+    run = Run(total=400).steps(steps)
     run.closure = lambda batch: answer()
     seen: list[torch.Tensor] = []
     step = run.optimizer.step
@@ -373,6 +375,66 @@ def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: 
     with pytest.raises(ValueError, match=message):
         run.steps(1)
     assert torch.equal(run.weights(), seen[-1])
+
+
+def test_the_closure_is_tried_once_and_then_called_at_octaves_ends_only() -> None:
+    run, calls = Run(total=4000), []
+    run.closure = lambda batch: calls.append(run.index) or losses_of(run.net, batch)
+    run.steps(25)
+    assert calls == [0]
+
+
+@pytest.mark.parametrize("scale", [0.1, 4.0])
+def test_a_loss_on_another_scale_than_the_closure_s_is_warned_of(scale: float) -> None:
+    """Divided by the number of micro-batches, or multiplied by a scaler."""
+    run = Run(total=400)
+    step = run.ensemble.step
+    run.ensemble.step = lambda loss, closure: step(scale * loss, closure=closure)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="give step the mean of the same losses"):
+        run.steps(5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_of_another_batch_are_not_warned_of() -> None:
+    Run(total=400).steps(40)
+
+
+def test_the_model_of_another_optimizer_is_refused() -> None:
+    optimizer = torch.optim.AdamW(model().parameters())
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        hdet.Ensemble(optimizer, controller=hdet.LineController(model()), sync_interval=1, total_steps=100)
+    hdet.Ensemble(optimizer, controller=hdet.LineController(model()), sync_interval=1, total_steps=100, refresh=lambda: None)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_a_schedule_that_goes_on_by_several_for_each_step_of_the_optimizer(every: int) -> None:
+    """As under accelerate. Octaves, rise and late readings are parts of the run all the same, and memory is given back."""
+    plain, run = Run(1e-3, total=400), Run(1e-3, total=400 * every, sync_interval=4)
+    step = run.ensemble.step
+
+    def several(loss: torch.Tensor, closure: Any) -> None:
+        for _ in range(every):
+            step(loss if _ == 0 else None, closure=closure)
+
+    run.ensemble.step = several  # type: ignore[method-assign]
+    for one in (plain, run):
+        until_begun_again(one, 61)
+    assert abs(run.index - plain.index) <= 12
+    assert run.ensemble.corrections["lr"] == pytest.approx(plain.ensemble.corrections["lr"], rel=1.0)
+    for one in (plain, run):
+        one.steps(400 - one.index)
+    assert run.line.idle and run.line._way is None and run.validation() < 1.5 * plain.validation()
+
+
+@pytest.mark.parametrize(("total", "interval", "every"), [(400, 4, 5), (1600, 2, 10)])
+def test_batches_without_a_loss_do_not_keep_the_line_from_finding_the_rate(total: int, interval: int, every: int) -> None:
+    """Every so many steps are skipped: their loss is not a number, and weights stay. (Most cycles have one of every fifth step.)"""
+    plain, run = (Run(1e-3, total=total, sync_interval=interval) for _ in range(2))
+    step = run.ensemble.step
+    run.ensemble.step = lambda loss, closure: step(loss * (math.nan if run.index % every == 0 else 1), closure=closure)  # type: ignore[method-assign]
+    for one in (plain, run):
+        until_begun_again(one, total // 6)
+    assert run.index == plain.index and run.ensemble.corrections["lr"] == pytest.approx(plain.ensemble.corrections["lr"], rel=0.5)
 
 
 def test_an_error_of_the_closures_own_passes_and_weights_stay() -> None:
@@ -487,19 +549,31 @@ def resumed(first: Run, **settings: Any) -> Run:
     return second
 
 
-def test_a_run_that_is_resumed_in_the_middle_of_the_sweep_begins_it_anew() -> None:
-    """From the weights of the checkpoint, to which it goes back."""
-    first = Run(1e-3, total=400).steps(14)
-    assert first.line.sweeping
-    second = resumed(first, lr=1e-3, total=400)
-    assert second.line.sweeping and second.line.rule.octaves == [] and second.ensemble.values() == first.ensemble.values()
+@pytest.mark.parametrize("steps", [14, 29])
+def test_a_run_that_is_resumed_in_the_middle_of_the_sweep_begins_it_anew(steps: int) -> None:
+    """From the weights of the checkpoint, to which it goes back, at the rate with which a run begins; and it is said, at both ends."""
+    first = Run(1e-3, total=400).steps(steps)
+    assert first.ensemble.sweeping
+    with pytest.warns(UserWarning, match="saving in the middle of a sweep"):
+        first.ensemble.state_dict()
+    with pytest.warns(UserWarning, match="was saved in the middle of a sweep"):
+        second = resumed(first, lr=1e-3, total=400)
+    assert second.ensemble.sweeping and second.line.rule.octaves == [] and second.ensemble.corrections == {"lr": 1 / 16}
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(second.scheduler.get_last_lr()[0] / 16)
     begin = second.weights()
     second.steps(1)
-    assert second.line._begun == 14
-    until_begun_again(second, 14 + 61)
+    assert second.line._begun == steps
+    until_begun_again(second, steps + 80)
     assert torch.equal(second.weights(), begin)
     second.steps(400 - second.index)
-    assert second.line.idle and second.validation() < 2 * Run(0.03, total=400, line=None).steps(400).validation()
+    assert second.line.idle and math.isfinite(second.validation())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_state_from_before_the_first_step_is_nothing_to_warn_of() -> None:
+    first, second = Run(1e-3, total=400), Run(1e-3, total=400)
+    second.ensemble.load_state_dict(first.ensemble.state_dict())
+    assert torch.equal(first.steps(60).weights(), second.steps(60).weights())
 
 
 def test_a_run_that_is_resumed_after_the_sweep_keeps_what_was_found() -> None:

@@ -173,12 +173,12 @@ def test_a_replica_whose_training_loss_broke_has_no_vote_in_the_probe_either() -
 def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule() -> None:
     optimizer = sgd()
     ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync_interval=1)
-    before = ensemble.knobs[0].bounds()
+    before = ensemble.knobs[0].peak_and_floor()
     ensemble.engine.corrections = [3.0]
     optimizer.step()
     ensemble.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
-    assert ensemble.knobs[0].bounds() == before == (0.1, 0.0)
+    assert ensemble.knobs[0].peak_and_floor() == before == (0.1, 0.0)
 
 
 class Buffered(torch.nn.Module):

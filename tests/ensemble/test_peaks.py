@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +26,7 @@ def test_a_lambda_schedule_s_peak_is_its_highest_factor_s() -> None:
     optimizer = torch.optim.SGD([p], lr=1.0)
     noam = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.008 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
     ensemble = hdet.Ensemble(optimizer, noam, total_steps=200)
-    assert ensemble.schedule.bounds()[0] == [pytest.approx(0.008)]
+    assert ensemble.schedule.peaks_and_floors()[0] == [pytest.approx(0.008)]
 
 
 def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> None:
@@ -36,9 +39,12 @@ def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> Non
     assert engine.in_force(0) == pytest.approx(before / 2)
 
 
-def test_a_damaged_easing_is_refused_before_anything_changes() -> None:
+@pytest.mark.parametrize(
+    "eased", [[[1.0, "x", 0]], [[1.0, 0, 0], [1.0, 0, 0]], [[0.0, 0, 0]], [[math.inf, 0, 0]], [[1.0, -1, 0]], [[1.0, 0]], [1.0]]
+)
+def test_a_damaged_easing_is_refused_before_anything_changes(eased: list[Any]) -> None:
     engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2, total_steps=100), _Doubles())
-    state = {**engine.state_dict(), "eased": [[1.0, "x", 0]], "corrections": [3.0]}
+    state = {**engine.state_dict(), "eased": eased, "corrections": [3.0]}
     with pytest.raises(ValueError, match="eased"):
         engine.load_state_dict(state)
     assert engine.corrections == [1.0]

@@ -176,6 +176,37 @@ def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycl
     assert asked[0].multipliers[0] == pytest.approx([float(rho[0]) for rho in run.rhos[11]])
 
 
+@pytest.mark.parametrize("cycles", [1, 5, 10])
+def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
+    """A twentieth of the run up to it, and down from there: votes count afterwards, and at 90 % of it on the way down all rests."""
+    controller = probe(model(), interval=cycles)
+    controller.cycles, idle_from = cycles, None
+    for cycle in range(1, 101):
+        phase = min(cycle / 5, (100 - cycle) / 95)
+        rows = [[1.0] * 8] * 4 if cycle % cycles == 0 and not controller.idle else None
+        controller.update(
+            Evidence(
+                cycle=cycle,
+                step=cycle,
+                total_steps=100,
+                warmup_steps=0,
+                sync_interval=1,
+                knobs=["lr"],
+                multipliers=[[0.7, 0.9, 1.1, 1.3]],
+                losses=[1.0] * 4,
+                probes=rows,
+                scheduled=[phase],
+                peak=[1.0],
+                mean=[0.5],
+                floor=[0.0],
+                values=[phase],
+                corrections=[1.0],
+            )
+        )  # fmt: skip
+        idle_from = cycle if controller.idle and idle_from is None else idle_from
+    assert controller.rule.warm == [True] and idle_from == 15
+
+
 def test_a_rise_takes_two_intervals() -> None:
     run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80, sync_interval=4, warmup_steps=0)
     run.optimizer.param_groups[0]["lr"] = run.optimizer.param_groups[1]["lr"] = 1e-5

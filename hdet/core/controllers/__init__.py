@@ -1,4 +1,4 @@
-"""Controllers: pure functions from a cycle's evidence to decisions, one file each."""
+"""Controllers: pure functions from a cycle's evidence to decisions, one file each, and what they share."""
 
 from .base import BaseController
 from .hypergradient import HypergradientRule

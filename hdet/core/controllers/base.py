@@ -114,12 +114,19 @@ class RuledController(BaseController):
 
     def __init__(self, rule: Any) -> None:
         self.rule = rule
-        super().__init__(getattr(rule, "freeze_after", None))
 
     @property
     def idle(self) -> bool:
         """Nothing is left to decide: nothing is measured any more, and the spread rests."""
         return is_idle(self.rule)
+
+    @property
+    def freeze_after(self) -> float | None:  # type: ignore[override]
+        return getattr(self.rule, "freeze_after", None)
+
+    @property
+    def frozen(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.rule, "frozen", False))
 
     @property
     def opening(self) -> float:  # type: ignore[override]

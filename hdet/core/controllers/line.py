@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from .base import BaseController
 from .protocol import Decision, Evidence
-from .reading import Reading, edge, read_line
+from .reading import FARTHEST, Reading, edge, read_line
 from .sweep import Octave, outcome
 
 __all__ = ["Line", "LineRule"]
@@ -56,6 +56,8 @@ LATE = (0.26, 0.4)
 """of the run: where the late readings fall"""
 FAR = 4.0
 """rho of a late reading that counts"""
+BROKEN = 1e20
+"""A mean loss that only weights have which are not finite: each such loss is taken for far more."""
 FEEL, SWEEP, READ, DONE = 0, 1, 2, 3
 
 
@@ -91,7 +93,11 @@ class LineRule(BaseController):
         """An `Octave` at rate 0."""
         self.octaves: list[list[float]] = []
         self.total = self.cycles = 0.0
-        """Of the octave under way: the sum of its cycles' mean losses, and how many."""
+        """Of the octave under way: the sum of its cycles' mean losses, and how many have one."""
+        self.missing = 0
+        """How many have none."""
+        self.felt: float | None = None
+        """The training loss that the last octave showed, if any."""
         self.edge = 0.0
         """The line's, as a part of the schedule's peak."""
         self.late = 0.0
@@ -132,19 +138,20 @@ class LineRule(BaseController):
     def anew(self, step: int) -> None:
         """The weights that a sweep would go back to are lost (a checkpoint was loaded, a cycle taken back): it begins again, here."""
         if self.sweeping:
-            self.phase, self.octaves, self.total, self.cycles = float(FEEL), [], 0.0, 0.0
+            self.phase, self.octaves, self.total, self.cycles, self.missing = float(FEEL), [], 0.0, 0.0, 0
             self.began = self.ended = float(step)
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         if self.sweeping:
             losses = [x for x in evidence.losses if x is not None]
-            self.cycles += 1
-            self.total += sum(losses) / len(losses) if losses else math.inf
+            self.cycles += bool(losses)
+            self.missing += not losses
+            self.total += sum(losses) / len(losses) if losses else 0.0
         if evidence.line is None or evidence.total_steps is None:
             return [Decision() for _ in evidence.knobs]
         if self.phase == READ:
             return self._read(evidence, evidence.line)
-        loss, self.total, self.cycles = self.total / self.cycles, 0.0, 0.0
+        loss = self._octaves_loss(evidence.line)
         self.ended = float(evidence.step)
         return self._feel(evidence, evidence.line, loss) if self.phase == FEEL else self._sweep(evidence, evidence.line, loss)
 
@@ -154,11 +161,34 @@ class LineRule(BaseController):
 
     # -- feel and sweep --------------------------------------------------------------------------------------------------
 
+    def _octaves_loss(self, line: Any) -> float:
+        """Mean training loss of the octave that ends; infinite where the weights that it ends with are broken.
+
+        A mini-batch may have no finite loss, and a scaler may have skipped its step: what has none is left out, and where that is most of the
+        octave the current batch stands for it.
+        """
+        level = line.mean(1.0)[0]
+        self.felt = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
+        self.total, self.cycles, self.missing = 0.0, 0.0, 0
+        return math.inf if level >= BROKEN else level if self.felt is None else self.felt
+
+    def _used(self, evidence: Evidence) -> float:
+        """Part of the run since feel began."""
+        return (evidence.step - self.began) / (evidence.total_steps or 1)
+
     def _feel(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
-        now = _value(evidence)
-        if not math.isfinite(loss):  # nor is the line, then
+        now, late = _value(evidence), self._used(evidence) >= LIMIT
+        if not math.isfinite(loss):
+            if late:
+                return self._end(evidence, None, "nothing finite so far")
             return self._from(evidence, now / BELOW, "nothing finite at the first steps' rate: begun again, lower")
-        self.edge = now * edge(line.difference)
+        along = edge(line.difference)
+        if along >= FARTHEST / 2 and line.difference(FARTHEST, 0.0)[0] == 0:
+            if late:
+                return self._end(evidence, None, "the weights do not move")
+            factor = 1 / OPENING
+            return [Decision(factor=factor, over=octave_steps_of(evidence), note="the weights do not move: higher") for _ in evidence.knobs]
+        self.edge = now * along
         level, error = line.mean(0.0)
         self.untrained = [0.0, level, error / math.sqrt(octave_steps_of(evidence))]
         self.phase, self.scheduled = float(SWEEP), 0.0
@@ -170,7 +200,7 @@ class LineRule(BaseController):
             [now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(octave_steps_of(evidence)), line.difference(1.0, 0.0)[1]]
         )
         found = outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves])
-        used = (evidence.step - self.began) / (evidence.total_steps or 1)
+        used = self._used(evidence)
         if found.broke and len(self.octaves) <= 3 and used < LIMIT / 2:
             self.octaves, self.phase = [], float(FEEL)
             return self._from(evidence, now / BELOW, "broken at once: the sweep begins again, lower")

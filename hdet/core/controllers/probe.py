@@ -12,15 +12,28 @@ mini-batches by its standard error; t < 0 says that a higher value was better. T
 5. Once the schedule has fallen below ``end`` the rule is idle: no more probes, and the replicas train alike to the end.
 
 Of these 1, 4 and 5 are `PeakController`'s.
+
+With local gradients each replica's way has noise of its own, which all mini-batches see alike, so that their scatter does not tell of it. It is
+in what the regression over replicas leaves unexplained, pooled over cycles, and is added to the error. (With N - 1 knobs nothing is
+left, and the error is too small.)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from .peak import PeakController, gated, ratio
 from .protocol import Decision, Evidence
-from .regression import mean_and_error, slopes
+from .regression import mean_and_error, slopes, unexplained
 
 __all__ = ["ProbeRule"]
+
+FORGET = 0.9
+"""of the replicas' own noise, from cycle to cycle"""
+KNOWN = 4.0
+"""Degrees of freedom from which on that noise is known well enough to move anything."""
 
 
 class ProbeRule(PeakController):
@@ -57,19 +70,40 @@ class ProbeRule(PeakController):
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)
         self.last = [0.0] * knobs  # the previous t of each
+        self.noise = [0.0, 0.0]  # of replicas with gradients of their own: squares that no knob explains, and how many are free
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         found = None if evidence.probes is None else slopes(evidence.multipliers, evidence.probes)
         if found is None:
             self.last = [0.0] * len(self.last)
             return [Decision(note="" if evidence.probes is None else "the replicas' probes cannot be compared")] * len(self.last)
+        own = self._own_noise(evidence)
+        moves = not 0 < self.noise[1] < KNOWN
         decisions = []
-        for k, knob in enumerate(found):
+        for k, (knob, noise) in enumerate(zip(found, own, strict=True)):
             slope, error = mean_and_error(knob)
+            error = math.hypot(error, noise)
             t = ratio(slope, error)
-            decisions.append(Decision(factor=self.turn(k, self._move(t, self.last[k]), evidence), slope=slope, error=error, t=t))
+            factor = self.turn(k, self._move(t, self.last[k]), evidence) if moves else 1.0
+            decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
             self.last[k] = t
         return decisions
+
+    def _own_noise(self, evidence: Evidence) -> list[float]:
+        """[knob]: the standard error of its slope that comes from what each replica has seen alone; 0 with shared gradients."""
+        if not evidence.local or evidence.probes is None:
+            return [0.0] * len(evidence.knobs)
+        squares, free, spread = unexplained(evidence.multipliers, evidence.probes)
+        self.noise = [FORGET * self.noise[0] + squares * (free > 0), FORGET * self.noise[1] + free]
+        variance = self.noise[0] / self.noise[1] if self.noise[1] > 0 else 0.0
+        return [math.sqrt(variance * x) for x in spread]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "noise": list(self.noise)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.noise = [float(x) for x in state.get("noise", (0.0, 0.0))]  # older versions had none
 
     def _move(self, t: float, before: float) -> float:
         """Change of ln(correction) for this vote and the one before it: of two for a rise the weaker."""

@@ -32,13 +32,15 @@ class Evidence:
     losses: Sequence[float | None]
     """[replica]: mean training loss over the cycle; None is left out."""
     probes: Sequence[Sequence[float] | None] | None
-    """[replica][chunk]: losses on mini-batches common to all replicas, at cycle-averaged weights; None where none were taken."""
+    """[replica][chunk]: losses on mini-batches common to all replicas, at averaged weights or on a line (hdet/points.py); None where none
+    were taken."""
     scheduled: Sequence[float]
     """[knob]: the untouched schedule's value now."""
     peak: Sequence[float]
     """[knob]: the highest value of the untouched schedule."""
     mean: Sequence[float]
-    """[knob]: the mean of the untouched schedule, from where the run was begun or resumed to its end; ``peak`` where nobody can tell."""
+    """[knob]: under a `LineController`, the mean of the untouched schedule from where the Ensemble was made to the run's end; else, or where
+    nobody can tell, ``peak``."""
     floor: Sequence[float]
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     values: Sequence[float]
@@ -51,6 +53,8 @@ class Evidence:
     """The `Line` of the interval that ends, which scores what it is asked for; None where no interval ends."""
     inner: Sequence[Sequence[float] | None] | None = None
     """[replica][knob * samples + sample]: cosines of gradient and displacement, see `HypergradientRule`; None where none were taken."""
+    local: bool = False
+    """Has each replica stepped with gradients of its own? Then its way has noise that the others' have not."""
 
     def only(self, knobs: Sequence[int]) -> Evidence:
         """Of these knobs; ``inner``, which is of all, is left out."""
@@ -74,7 +78,7 @@ class Decision:
     over: int = 0
     """Steps over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once."""
     restart: bool = False
-    """Weights and moments are to be those of the interval's beginning."""
+    """Weights and moments are to be those of the interval's beginning; only where ``evidence.line`` is not None."""
     rise_from: float = 1.0
     """With ``restart``: the part of itself from which the value comes into force, over ``over`` steps."""
 

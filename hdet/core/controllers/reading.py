@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Difference", "Reading", "edge", "minimum", "read_line"]
+__all__ = ["FARTHEST", "Difference", "Reading", "edge", "minimum", "read_line"]
 
 Difference = Callable[[float, float], tuple[float, float]]
 """(a, b) -> mean over the examples of L(theta(a)) - L(theta(b)), and its t"""
+
+FARTHEST = 4.0**16
+"""multiplier beyond which no edge is looked for"""
 
 
 class Reading(NamedTuple):
@@ -48,7 +51,7 @@ def minimum(difference: Difference, rho: float) -> float:
     return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))
 
 
-def edge(difference: Difference, significant: float = 2.5, farthest: float = 4.0**16) -> float:
+def edge(difference: Difference, significant: float = 2.5, farthest: float = FARTHEST) -> float:
     """The first rho, within a factor of 2, at which the loss along a line is clearly above that of its beginning.
 
     A line says roughly how far is too far, whatever the rate it was found at.

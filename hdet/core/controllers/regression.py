@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import mul
 
-__all__ = ["centred", "dot", "gram_of", "mean_and_error", "slopes", "solve"]
+__all__ = ["centred", "dot", "gram_of", "mean_and_error", "slopes", "solve", "unexplained"]
 
 
 def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> list[list[float]] | None:
@@ -17,13 +17,9 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
     honest error (the residual over replicas is not: with shared gradients all replicas lie on one line and share their noise).
     None if the design cannot tell the knobs apart: fewer than two replicas, or multipliers that are collinear.
     """
-    rows = [row for row in probes if row is not None]
+    rows, design = _present(multipliers, probes)
     if len(rows) < 2:
         return None
-    if len(rows) < len(probes):
-        used = [row is not None for row in probes]
-        multipliers = [list(compress(knob, used)) for knob in multipliers]
-    design = [centred(list(map(math.log, knob))) for knob in multipliers]
     gram = gram_of(design)
     fits = []
     for losses in zip(*rows, strict=True):
@@ -33,6 +29,30 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
             return None
         fits.append(fit)
     return [list(knob) for knob in zip(*fits, strict=True)]
+
+
+def unexplained(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> tuple[float, int, list[float]]:
+    """What is left of the replicas' mean losses when `slopes` is not None: the sum of its squares, its degrees of freedom N - 1 - knobs, and by
+    knob what a variance of 1 of a replica's loss makes of the slope's."""
+    rows, design = _present(multipliers, probes)
+    gram = gram_of(design)
+    y = centred([math.fsum(row) / len(row) for row in rows])
+    fit = solve(gram, [dot(x, y) for x in design])
+    inverse = [solve(gram, [float(i == k) for i in range(len(design))]) for k in range(len(design))]
+    assert fit is not None and None not in inverse
+    left = [own - math.fsum(slope * x[r] for slope, x in zip(fit, design, strict=True)) for r, own in enumerate(y)]
+    return dot(left, left), len(rows) - 1 - len(design), [column[k] for k, column in enumerate(inverse) if column is not None]
+
+
+def _present(
+    multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]
+) -> tuple[list[Sequence[float]], list[list[float]]]:
+    """The rows that are there, and the centred ln(multiplier) of their replicas, [knob][replica]."""
+    rows = [row for row in probes if row is not None]
+    if len(rows) < len(probes):
+        used = [row is not None for row in probes]
+        multipliers = [list(compress(knob, used)) for knob in multipliers]
+    return rows, [centred(list(map(math.log, knob))) for knob in multipliers] if rows else []
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

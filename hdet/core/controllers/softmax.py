@@ -64,7 +64,7 @@ class SoftmaxController(BaseController):
     """
 
     name = "softmax"
-    state_keys = ("velocities", "bases", "gammas", "ceilings")
+    state_keys = ("velocities", "gammas", "ceilings")
 
     def __init__(
         self,
@@ -90,7 +90,6 @@ class SoftmaxController(BaseController):
         self.temperature, self.step_size, self.momentum, self.decay = temperature, step_size, momentum, decay
         self.div_factor, self.final_div_factor = div_factor, final_div_factor
         self.velocities: list[float] = []
-        self.bases: list[float] = []
         self.gammas: list[float] = []
         self.ceilings: list[float] = []
 
@@ -134,12 +133,11 @@ class SoftmaxController(BaseController):
         """Fix gamma at the end of the warm-up, from the values then in force."""
         self.check_run(evidence.total_steps, evidence.floor)
         intervals = evidence.decisions_left or 1
-        self.bases = list(evidence.values)
         self.ceilings = [1000 * value for value in evidence.values]
         if self.decay == "printed":
-            self.gammas = [gamma_printed(self.div_factor, self.final_div_factor, intervals)] * len(self.bases)
+            self.gammas = [gamma_printed(self.div_factor, self.final_div_factor, intervals)] * len(evidence.values)
             return
-        self.gammas = [gamma_floor(base, min(floor, base), intervals) for base, floor in zip(self.bases, evidence.floor, strict=True)]
+        self.gammas = [gamma_floor(base, min(floor, base), intervals) for base, floor in zip(evidence.values, evidence.floor, strict=True)]
 
     def _decide(self, k: int, weights: list[float], multipliers: list[float], evidence: Evidence, note: str) -> Decision:
         relative = signal(weights, multipliers) if weights else 0.0
@@ -147,10 +145,11 @@ class SoftmaxController(BaseController):
             # Relative values keep a stale velocity harmless while the schedule falls; exp keeps the value positive.
             self.velocities[k], moved = momentum_update(self.velocities[k], relative, 1.0, momentum=self.momentum, step_size=self.step_size)
             return Decision(factor=math.exp(moved - 1.0), note=note)
+        # What is in force, and not what was decided: a cycle that was taken back has lowered it.
+        before = evidence.values[k]
         self.velocities[k], base = momentum_update(
-            self.velocities[k], self.bases[k] * relative, self.bases[k],
+            self.velocities[k], before * relative, before,
             momentum=self.momentum, step_size=self.step_size, gamma=self.gammas[k],
         )  # fmt: skip
         lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
-        self.bases[k] = min(max(base, lowest), self.ceilings[k])
-        return Decision(base=self.bases[k], note=note)
+        return Decision(base=min(max(base, lowest), self.ceilings[k]), note=note)
