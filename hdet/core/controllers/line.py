@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from .base import BaseController
 from .protocol import Decision, Evidence
 from .reading import FARTHEST, Reading, edge, read_line
-from .sweep import Octave, outcome
+from .sweep import Octave, Outcome, outcome
 
 __all__ = ["Line", "LineRule"]
 
@@ -196,10 +196,10 @@ class LineRule(BaseController):
 
     def _sweep(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
         now = _value(evidence)
-        self.octaves.append(
-            [now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(octave_steps_of(evidence)), line.difference(1.0, 0.0)[1]]
-        )
-        found = outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves])
+        # Whether something was learned; a pass over the batch that tells nothing new afterwards.
+        t = 0.0 if self._so_far().best is not None else line.difference(1.0, 0.0)[1]
+        self.octaves.append([now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(octave_steps_of(evidence)), t])
+        found = self._so_far()
         used = self._used(evidence)
         if found.broke and len(self.octaves) <= 3 and used < LIMIT / 2:
             self.octaves, self.phase = [], float(FEEL)
@@ -209,6 +209,9 @@ class LineRule(BaseController):
             why = "nothing was found" if best is None else "more does not help" if found.over else "out of time"
             return self._end(evidence, best, "training broke" if found.broke else why)
         return self._towards(evidence, 2 * now, "")
+
+    def _so_far(self) -> Outcome:
+        return outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves]) if self.octaves else Outcome(False, None, False)
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:
         """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""
