@@ -20,11 +20,14 @@ _HOMES = {
     "Dropout": "knobs",
     "Ensemble": "ensemble",
     "Eps": "knobs",
+    "Decision": "core.controllers",
     "Divergence": "core.divergence",
+    "Evidence": "core.controllers",
     "FusedAdam": "optim",
     "FusedAdamW": "optim",
     "FusedLion": "optim",
     "FusedSGD": "optim",
+    "GroupValue": "knobs",
     "HypergradientController": "hypergradient",
     "HypergradientRule": "core.controllers",
     "LabelSmoothing": "knobs",
@@ -32,6 +35,7 @@ _HOMES = {
     "LineController": "line",
     "LineRule": "core.controllers",
     "LossWeights": "knobs",
+    "ModuleValue": "knobs",
     "OneCycleAutoLR": "schedulers",
     "ProbeController": "probe",
     "ProbeRule": "core.controllers",
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
     from . import converge as converge
     from . import kernels as kernels
     from .core.controllers import BaseController as BaseController
+    from .core.controllers import Decision as Decision
+    from .core.controllers import Evidence as Evidence
     from .core.controllers import HypergradientRule as HypergradientRule
     from .core.controllers import LineRule as LineRule
     from .core.controllers import ProbeRule as ProbeRule
@@ -73,9 +79,11 @@ if TYPE_CHECKING:
     from .knobs import ClipNorm as ClipNorm
     from .knobs import Dropout as Dropout
     from .knobs import Eps as Eps
+    from .knobs import GroupValue as GroupValue
     from .knobs import LabelSmoothing as LabelSmoothing
     from .knobs import LearningRate as LearningRate
     from .knobs import LossWeights as LossWeights
+    from .knobs import ModuleValue as ModuleValue
     from .knobs import Scalar as Scalar
     from .knobs import Temperature as Temperature
     from .knobs import WeightDecay as WeightDecay

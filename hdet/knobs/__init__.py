@@ -4,9 +4,10 @@ from .betas import Betas, Eps
 from .bound import Bound, GroupKnob, Knob
 from .clip_norm import ClipNorm
 from .dropout import Dropout
+from .group_value import GroupValue
 from .learning_rate import LearningRate
 from .objective import LabelSmoothing, LossWeights, Temperature
-from .scalar import Scalar
+from .scalar import ModuleValue, Scalar
 from .together import bind_all, check_disjoint
 from .weight_decay import WeightDecay
 
@@ -17,10 +18,12 @@ __all__ = [
     "Dropout",
     "Eps",
     "GroupKnob",
+    "GroupValue",
     "Knob",
     "LabelSmoothing",
     "LearningRate",
     "LossWeights",
+    "ModuleValue",
     "Scalar",
     "Temperature",
     "WeightDecay",

@@ -13,7 +13,7 @@ from .bound import Bound, ScalarKnob
 from .cells import CallCell, Cell
 from .groups import Bounds, scale_of
 
-__all__ = ["Scalar", "scalar_knob"]
+__all__ = ["ModuleValue", "Scalar", "scalar_knob"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class Scalar:
                 honest=self.honest, direct=self.direct, on_gradients=self.on_gradients,
             )
         ]  # fmt: skip
+
+
+ModuleValue = Scalar
+"""The same by another name, under which a scalar of a module is looked for: ``ModuleValue(name, get, set, spread)``."""
 
 
 def scalar_knob(

@@ -282,3 +282,46 @@ def test_states_hold_base_values_and_load(kind: Any) -> None:
         assert settings_of(other) == settings_of(optimizer)
         resumed.step()
         assert settings_of(other) == settings_of(optimizer)
+
+
+# -- any number of the groups ------------------------------------------------------------------------------------------------
+
+
+def test_any_number_of_the_groups_is_a_knob() -> None:
+    """SGD's momentum: multiplied inside of the step, the base value at rest."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
+    run = hdet.Ensemble(
+        optimizer, knobs=[hdet.GroupValue("momentum", 0.2, bounds=(0.1, 0.99), honest=True)], replicas=Pretend(0, 2), moments="average"
+    )
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
+    run._fan_out.assign([1.2])
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert seen[-1] == pytest.approx(0.6) and optimizer.param_groups[0]["momentum"] == 0.5
+    assert run.values() == {"momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("lr", "use hdet.LearningRate"), ("betas", "use hdet.Betas"), ("weight_decay", "use hdet.WeightDecay"), ("", "key must be the name"), (3, "key must")],
+)  # fmt: skip
+def test_what_has_a_knob_of_its_own_is_not_a_value_of_the_groups(key: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hdet.GroupValue(key)
+
+
+@pytest.mark.parametrize(("key", "message"), [("rho", "have no 'rho'"), ("nesterov", "which is no number"), ("dampening", "begin above 0")])
+def test_values_of_the_groups_that_cannot_be_multiplied_are_refused(key: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hdet.GroupValue(key).bind(torch.optim.SGD(Net().parameters(), lr=0.1, momentum=0.5))
+
+
+def test_a_value_of_a_module_is_a_scalar() -> None:
+    net = Net()
+    (knob,) = hdet.ModuleValue("temperature", lambda: net.temperature, lambda x: setattr(net, "temperature", x), 0.2).bind(
+        torch.optim.SGD(net.parameters(), lr=0.1)
+    )
+    assert knob.name == "temperature" and knob.spread == 0.2 and knob.value() == 2.0
