@@ -20,8 +20,10 @@ $(BIN)/hdet.stamp: $(BIN)/torch.stamp pyproject.toml setup.py CMakeLists.txt $(s
 demo: $(BIN)/hdet.stamp
 	$(BIN)/hdet train --compare --out runs/demo --overwrite
 
+# Two processes, a file's tests in one of them; what watches clocks afterwards, alone.
 test: $(BIN)/hdet.stamp
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope --ignore tests/faults
+	$(BIN)/python -m pytest -q tests/faults
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
 # RESULTS=folder gets copies of what is written.

@@ -19,11 +19,11 @@ from .core.controllers.base import RuledController, check_run, is_idle, needs_re
 from .core.controllers.peak import LARGEST_T
 from .core.controllers.protocol import require_keys
 from .knobs.bound import ProductKnob
-from .probe import undisturbed
 from .ranges import ranged
 from .replicas import Replicas
 from .sensor import Sensor
 from .shards import reshard
+from .undisturbed import undisturbed
 from .way import Way, check_room
 
 __all__ = ["LineController", "follower", "sensor_of"]

@@ -6,10 +6,7 @@ scoring all replicas on the same mini-batches takes away the noise of the data. 
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import truediv
 from typing import Any
@@ -24,47 +21,13 @@ from .points import CyclePoints, LinePoints
 from .ranges import ranged
 from .sensor import Run
 from .shards import local_parts, reshard
+from .undisturbed import undisturbed
 from .way import check_room
 
-__all__ = ["ProbeController", "undisturbed"]
+__all__ = ["ProbeController"]
 
 LATER = 0.5
 """The part of an interval of several cycles that is left out of the average: all of it lags half the way behind, and votes for a higher rate."""
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; afterwards module modes, buffers and every random state are exactly as before.
-
-    Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    # By name too: a module may put a new tensor in the place of a buffer.
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=devices))
-            stack.enter_context(torch.no_grad())
-            model.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for module, name, buffer, content in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and content is not None:
-                    buffer.copy_(content)
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
 
 
 class ProbeController(RuledController):

@@ -137,5 +137,5 @@ def of_one_kind(records: Iterable[Record], names: Sequence[str]) -> dict[str, li
 
 
 def best_rate(record: Record) -> float:
-    """The rate that the exponents of a method count from."""
-    return float(record["rate"] / 2.0 ** record["exponent"])
+    """The rate that the exponents of a method count from; of a search the prior's middle."""
+    return float(record["best"] if "best" in record else record["rate"] / 2.0 ** record["exponent"])

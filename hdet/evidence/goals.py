@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from .curves import Curve
 from .markdown import table
 
-__all__ = ["FIXED", "HDET", "goals_table", "recovered"]
+__all__ = ["HDET", "ONE_CYCLE", "goals_table", "recovered"]
 
-FIXED = "onecycle"
+ONE_CYCLE = "onecycle"
 """the fixed schedule that a method of ours steers, and is measured against, if `STEERED` names no other"""
 STEERED = {"hdet-line": "wsd", "hdet-probe": "wsd"}
 """the schedule that a method steers, where it is another; what it borrows its best rate from (benchmarks/evidence/methods.py)"""
@@ -63,7 +63,7 @@ def recovered(curve: Curve, fixed: Curve, exponent: int) -> float | None:
 
 
 def fixed_of(curve: Curve) -> str:
-    return STEERED.get(curve.method, FIXED)
+    return STEERED.get(curve.method, ONE_CYCLE)
 
 
 def grid(methods: Methods) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .curves import Curve, Record, best_rate, curves
-from .goals import FIXED, HDET, Methods, goals_table, grid, lowest_of_all
+from .goals import HDET, ONE_CYCLE, Methods, goals_table, grid, lowest_of_all
 from .markdown import table
 
 __all__ = ["METHODS", "SEEDS", "STARTS", "hero_tables", "rank", "seeds_of"]
@@ -16,7 +16,7 @@ STARTS = (-8, -5, -3, -1, 0, 1, 2, 4, 6)
 """exponents of the whole figure"""
 SEEDS = {"transformer": 3}
 """how many the whole figure has; five on the other problems"""
-METHODS = (FIXED, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax", "hdet-line-onecycle", "hdet-probe", "hdet-line")
+METHODS = (ONE_CYCLE, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax", "hdet-line-onecycle", "hdet-probe", "hdet-line")
 """those that the figure has to have, in the order of tables and legends; others stand between the peers and HDET"""
 
 CAPTION = """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hdet.report import COLOURS, GREY
 
 from .curves import Curve, Record, best_rate, curves
-from .goals import FIXED, HDET, Methods, lowest_of_all
+from .goals import HDET, ONE_CYCLE, Methods, lowest_of_all
 from .hero import rank
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["hero_figure"]
 
-SCHEDULES = (FIXED, "wsd")
+SCHEDULES = (ONE_CYCLE, "wsd")
 
 
 def hero_figure(records: Sequence[Record]) -> Figure:
@@ -79,7 +79,7 @@ def _style(method: str, methods: Methods) -> dict[str, Any]:
         colour = COLOURS[families.index(family) % 3]
         return {"color": colour, "linewidth": 2.4, "linestyle": ":" if variant else "-", "marker": "o", "markersize": 4, "zorder": 4}
     if method in SCHEDULES:
-        return {"color": GREY, "linewidth": 1.6, "linestyle": "-" if method == FIXED else "--", "zorder": 3}
+        return {"color": GREY, "linewidth": 1.6, "linestyle": "-" if method == ONE_CYCLE else "--", "zorder": 3}
     peers = list(dict.fromkeys(name.split("-")[0] for name in methods if not name.startswith(HDET) and name not in SCHEDULES))
     colours = (*COLOURS[3:], "#8C6D31")
     colour = colours[peers.index(method.split("-")[0]) % len(colours)]

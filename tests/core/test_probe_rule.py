@@ -190,7 +190,20 @@ def test_state_continues_exactly() -> None:
     assert [older.update(e) for e in cycles[3:]] == expected[3:], "a key that older versions had is of no consequence"
 
 
-@pytest.mark.parametrize("setting", [{"step": 0}, {"dead": -1}, {"scale": math.nan}, {"begin": 1.5}, {"end": -0.1}, {"bound": 1.0}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"step": 0},
+        {"dead": -1},
+        {"scale": math.nan},
+        {"begin": 1.5},
+        {"end": -0.1},
+        {"bound": 1.0},
+        {"step": "a"},
+        {"begin": True},
+        {"bound": None},
+    ],
+)
 def test_settings_are_validated(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         ProbeRule(**setting)

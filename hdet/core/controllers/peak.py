@@ -29,9 +29,9 @@ class PeakController(BaseController):
         super().__init__(freeze_after)
         check_gate(step, dead, scale)
         for name, value in (("begin", begin), ("end", end)):
-            if not 0 <= value <= 1:
+            if not (_is_number(value) and 0 <= value <= 1):
                 raise ValueError(f"{name} must be a part of the peak, in [0, 1], got {value!r}")
-        if not (math.isfinite(bound) and bound > 1):
+        if not (_is_number(bound) and bound > 1):
             raise ValueError(f"bound must be a number above 1, got {bound!r}")
         self.step, self.dead, self.scale = step, dead, scale
         self.begin, self.end, self.bound = begin, end, bound
@@ -91,7 +91,11 @@ def gated(t: float, step: float, dead: float, scale: float) -> float:
 def check_gate(step: float, dead: float, scale: float) -> None:
     """Raises ValueError for settings of `gated` that cannot be used."""
     for name, value in (("step", step), ("scale", scale)):
-        if not (math.isfinite(value) and value > 0):
+        if not (_is_number(value) and value > 0):
             raise ValueError(f"{name} must be a positive number, got {value!r}")
-    if not (math.isfinite(dead) and dead >= 0):
+    if not (_is_number(dead) and dead >= 0):
         raise ValueError(f"dead must be a number of standard errors >= 0, got {dead!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

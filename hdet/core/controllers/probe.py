@@ -30,6 +30,8 @@ from .regression import mean_and_error, slopes, unexplained
 
 __all__ = ["ProbeRule"]
 
+SHARED, LOCAL = 6.0, 2.0
+"""default scales"""
 FORGET = 0.9
 """of the replicas' own noise, from cycle to cycle"""
 KNOWN = 4.0
@@ -42,7 +44,8 @@ class ProbeRule(PeakController):
     Args:
         step: the largest move of ln(correction) in one cycle.
         dead: standard errors that count as noise; a vote within them moves nothing.
-        scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``.
+        scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``. None: 6 with shared gradients, where errors
+            do not hold what is common to all mini-batches, 2 with local ones, where they do.
         begin, end: parts of the schedule's peak, on the way up and on the way down, between which votes count.
         bound: the correction stays within [1 / bound, bound].
         freeze_after: see `BaseController`.
@@ -59,13 +62,14 @@ class ProbeRule(PeakController):
         self,
         step: float = 0.9,
         dead: float = 2.0,
-        scale: float = 6.0,
+        scale: float | None = None,
         begin: float = 0.95,
         end: float = 0.9,
         bound: float = 1e3,
         freeze_after: float | None = None,
     ) -> None:
-        super().__init__(step, dead, scale, begin, end, bound, freeze_after)
+        super().__init__(step, dead, SHARED if scale is None else scale, begin, end, bound, freeze_after)
+        self.local_scale = LOCAL if scale is None else scale
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)
@@ -84,7 +88,8 @@ class ProbeRule(PeakController):
             slope, error = mean_and_error(knob)
             error = math.hypot(error, noise)
             t = ratio(slope, error)
-            factor = self.turn(k, self._move(t, self.last[k]), evidence) if moves else 1.0
+            scale = self.local_scale if evidence.local else self.scale
+            factor = self.turn(k, self._move(t, self.last[k], scale), evidence) if moves else 1.0
             decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
             self.last[k] = t
         return decisions
@@ -105,6 +110,6 @@ class ProbeRule(PeakController):
         super().load_state_dict(state)
         self.noise = [float(x) for x in state.get("noise", (0.0, 0.0))]  # older versions had none
 
-    def _move(self, t: float, before: float) -> float:
+    def _move(self, t: float, before: float, scale: float) -> float:
         """Change of ln(correction) for this vote and the one before it: of two for a rise the weaker."""
-        return gated(t if t > 0 else -min(-t, max(-before, 0.0)), self.step, self.dead, self.scale)
+        return gated(t if t > 0 else -min(-t, max(-before, 0.0)), self.step, self.dead, scale)
