@@ -57,6 +57,8 @@ class HypergradientController(RuledController):
         self._hook: Any = None
         self._device = torch.device("cpu")
         self._indices: list[list[int]] = []
+        self._departed = False
+        """Has anybody asked for a measurement? (Not before a line's sweep is over.)"""
         self.forget()
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
@@ -85,15 +87,20 @@ class HypergradientController(RuledController):
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self._hook = None
+        self._hook, self._departed = None, False
         self.forget()
 
-    @torch.no_grad()
     def depart(self, step: int) -> None:
+        self._departed = True
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
         self._anchor = [[p.clone() for p in local_parts(own)] for own in self._parameters()]
+        self._step = 0  # nothing to see before `sample` is called
 
     def forget(self) -> None:
-        self._step, self._length = 0, 0  # the step that comes next; nothing to see before `sample` is called
+        self._step, self._length = 1, 0  # the step that comes next
         self._anchor = []
         self._found: dict[int, torch.Tensor] = {}  # products, [knob][3], by the step they belong to
 
@@ -102,7 +109,9 @@ class HypergradientController(RuledController):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._anchor and self._step in self._positions() and not any(callable(x) for x in (*args, *kwargs.values())):
+        if self._step == 1 and self._departed and not self.idle:  # a window that begins in the middle of a cycle
+            self._begin()
+        elif self._anchor and self._step in self._positions() and not any(callable(x) for x in (*args, *kwargs.values())):
             self._found[self._step] = torch.stack(
                 [_products(own, anchor).to(self._device) for own, anchor in zip(self._parameters(), self._anchor, strict=True)]
             )

@@ -61,9 +61,10 @@ class LineController(RuledController):
             sweep saves it from a start that is far off, to which the others come late or not at all; replicas part only when it acts.
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
-    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. The mean of the same losses is what
-    ``step`` is given. It is called 25 to 30 times in a run, once in the first step: 1 to 1.6 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read;
-    those of ``then`` come on top (a probe of single cycles takes its own at once).
+    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. The mean of the same losses is
+    what ``step`` is given. It is called 20 to 30 times in a run, once in the first step: 0.7 to 1.8 % of 600 to 1 000 steps, less of longer
+    ones. Memory: two copies of the parameters, given back when nothing is left to read; those of ``then`` come on top (a probe of single
+    cycles takes its own at once).
 
     Needs the run's length, cycles of at most 1.5 % of it and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
     interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
@@ -101,7 +102,7 @@ class LineController(RuledController):
         self.handed_over = False
         """Does ``then`` decide from now on?"""
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
-        self._tried = False
+        self._tried = self._compared = False
         self._way: Way | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
 
@@ -142,11 +143,15 @@ class LineController(RuledController):
 
     def _asked(self, evidence: Evidence) -> list[Decision]:
         """The rule's decisions. It compares what it is told with what it reads, so those had better be the same losses."""
-        feeling = self.rule.feeling and evidence.line is not None
+        feeling, self.rule.felt = self.rule.feeling and not self._compared, None
         decisions = self.rule.update(evidence)
-        if feeling and evidence.line is not None and self.rule.felt is not None:
-            told, (read, error) = self.rule.felt, evidence.line.mean(1.0)
-            if abs(told - read) > max(abs(told), abs(read)) / 3 and abs(told - read) > 3 * error:
+        told = self.rule.felt
+        if feeling and evidence.line is not None and told is not None and not self.rule.feeling:
+            self._compared = True
+            # What the octave began with and what it ended with: a rate that is far too high may have moved the loss meanwhile.
+            (read, error), (begun, _) = evidence.line.mean(1.0), evidence.line.mean(0.0)
+            beyond = max(told - max(read, begun), min(read, begun) - told)
+            if beyond > max(abs(told), abs(read)) / 3 and beyond > 3 * error:
                 warnings.warn(
                     f"step(loss) was {told:.4g} on the mean, but the closure's losses are {read:.4g}: give step the mean of the same losses (not "
                     "divided by the number of micro-batches, nor multiplied by a scaler), or the rate that is found will be wrong",
@@ -224,6 +229,7 @@ class LineController(RuledController):
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
         self._begun: int | None = None
         self._seen = 0
+        self._tried = self._compared = False
         self._keep_buffers()
 
     @property
@@ -256,6 +262,11 @@ class LineController(RuledController):
             self._way = self._way or self._make_way()
             self._way.begin()
             self._begun = self._seen = step
+
+    def close(self) -> None:
+        """The Ensemble is given up: the memory is free again, and the optimizer is not held."""
+        self._way, self._begun, self._buffers = None, None, []
+        self._make_way = _closed
 
     def sample(self, step: int) -> None:
         """After an optimizer step, the schedule being at ``step``; for a late interval, which is read at the mean of its second half."""
@@ -335,6 +346,10 @@ class LineController(RuledController):
     def _way_or_fail(self) -> Way:
         assert self._way is not None, "follow_run comes first"
         return self._way
+
+
+def _closed() -> Way:
+    raise RuntimeError("this LineController's Ensemble has been closed: give it to another one")
 
 
 def follower(controller: Controller | None) -> Controller | None:

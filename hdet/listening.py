@@ -162,6 +162,8 @@ class Listening:
         """The Ensemble is given up: let go of the optimizer, and of the memory."""
         if self.sensor is not None:
             self.sensor.close()
+        if self._line is not None:
+            self._line.close()
 
     def _measures(self, cycle_end: int) -> bool:
         """Is a measurement at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""

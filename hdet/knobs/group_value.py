@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+from ..core.scale import Scale
 from ..core.spread import check_spread
 from .bound import Bound, GroupKnob
 from .groups import Bounds, Groups, check_groups, choose, require_key, scale_of
@@ -14,16 +15,21 @@ __all__ = ["GroupValue"]
 
 OWN = {"lr": "LearningRate", "weight_decay": "WeightDecay", "betas": "Betas", "eps": "Eps", "max_grad_norm": "ClipNorm"}
 """Entries that have a knob of their own, which knows what follows from exploring them."""
+MEMORIES = ("momentum", "alpha", "rho", "beta")
+"""Factors below 1 of running averages."""
 
 
 @dataclass(frozen=True)
 class GroupValue:
-    """A number above 0 that the optimizer reads from its parameter groups in each step (SGD's ``momentum``, RMSprop's ``alpha``), on a log scale.
+    """A number above 0 that the optimizer reads from its parameter groups in each step, such as SGD's ``momentum`` or RMSprop's ``alpha``.
 
     Args:
         key: of the group; also the knob's name, ``"<key>/<group>"`` where ``groups`` lists groups or is "each".
         spread: alpha in [0, 1).
-        groups, bounds: as for `LearningRate`.
+        groups: as for `LearningRate`.
+        scale: "log", or "horizon" for the factor of a running average, which stays below 1: the knob multiplies 1 / (1 - value), as `Betas`
+            does. None: "horizon" for momentum, alpha, rho and beta, else "log".
+        bounds: as for `LearningRate`; None on the horizon scale: (0, 0.99999).
         honest: may training losses judge it? False asks for a `ProbeController` with ``held_out=True``.
         parts_moments: do moments depend on it? Then ``moments`` is to be chosen, also with shared gradients.
     """
@@ -31,6 +37,7 @@ class GroupValue:
     key: str
     spread: float = 0.3
     groups: Groups = None
+    scale: str | None = None
     bounds: Bounds = None
     honest: bool = False
     parts_moments: bool = True
@@ -42,7 +49,13 @@ class GroupValue:
             raise ValueError(f"key is {self.key!r}, which has a knob of its own: use hdet.{OWN[self.key]}")
         check_spread(self.spread)
         check_groups(self.groups)
-        scale_of(self.bounds)
+        if self.scale not in (None, "log", "horizon"):
+            raise ValueError(f"scale of {self.key!r} must be 'log', 'horizon' or None, got {self.scale!r}")
+        self._scale()
+
+    def _scale(self) -> Scale:
+        kind = self.scale or ("horizon" if self.key in MEMORIES else "log")
+        return scale_of((0.0, 0.99999) if self.bounds is None and kind == "horizon" else self.bounds, kind)
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for groups without the key, a group that does not exist, and a value that is no number, not above 0 or outside of the
@@ -54,7 +67,7 @@ class GroupValue:
         chosen = choose(optimizer, self.groups, self.key, lambda group: float(group[self.key]) > 0, "it is multiplied, so begin above 0")
         return [
             GroupKnob(
-                name, self.spread, optimizer, self.key, indices, scale_of(self.bounds), honest=self.honest, parts_moments=self.parts_moments
+                name, self.spread, optimizer, self.key, indices, self._scale(), honest=self.honest, parts_moments=self.parts_moments
             )
             for name, indices in chosen
         ]  # fmt: skip

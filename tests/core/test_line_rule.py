@@ -36,7 +36,7 @@ class Made:
         return mean, mean / self.given
 
     def mean(self, rho: float) -> tuple[float, float]:
-        return self.level, self.given
+        return self.level if rho or self is BAD else min(self.level, 2.0), self.given
 
 
 def bowl(best: float) -> Callable[[float], float]:
@@ -61,6 +61,8 @@ FELT = Made(lambda rho: (rho - 5) ** 2)
 """Above its beginning from rho = 10 on, that is at 16 in steps of 2."""
 LOST = Made(FELT.losses[0], level=1e30)
 """Of weights that are not finite."""
+BAD = Made(FELT.losses[0], level=1e28)
+"""Of a mini-batch with an example that has no finite loss, whatever the weights are."""
 
 
 def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Decision]:
@@ -183,6 +185,21 @@ def test_weights_that_do_not_move_are_given_a_higher_rate_and_the_line_is_felt_a
     while still.sweeping:
         (decision,) = still.update(evidence(int(still.next_end(TOTAL, CYCLE)), Made(lambda rho: 0.0), corrections=(3.0,)))
     assert 3 * decision.factor == pytest.approx(1.0) and "do not move" in decision.note and still.ended == LIMIT * TOTAL
+
+
+def test_a_bad_mini_batch_at_an_octaves_end_is_not_read() -> None:
+    """The next cycle is, and its training losses count like the others'; not for ever."""
+    rule, plain = LineRule(), LineRule()
+    assert rule.update(evidence(CYCLE, BAD, None)) == [Decision()] and rule.feeling
+    rule.update(evidence(2 * CYCLE, FELT))
+    plain.update(evidence(CYCLE, FELT))
+    assert rule.edge == plain.edge and rule.untrained[1] == plain.untrained[1]
+    assert rule.update(evidence(3 * CYCLE, BAD, 1.0)) == [Decision()]
+    rule.update(evidence(4 * CYCLE, FELT, 2.0))
+    assert [row[1] for row in rule.octaves] == [1.5]
+    said = {step: rule.update(evidence(step, BAD, None, corrections=(3.0,)))[0] for step in range(50, 160, CYCLE)}
+    assert [step for step, decision in said.items() if decision != Decision()] == [LIMIT * TOTAL]
+    assert said[150].restart and 3 * said[150].factor == pytest.approx(1.0) and not rule.sweeping
 
 
 @pytest.mark.parametrize("losses", [[2.0, None, 1.0], [2.0, 1.0, None], [None, 2.0, 1.0]])

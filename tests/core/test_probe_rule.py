@@ -119,6 +119,27 @@ def test_with_as_many_knobs_as_can_be_told_apart_mini_batches_are_all_there_is()
     assert rule.update(two)[0].error == ProbeRule().update(replace(two, local=False))[0].error and rule.noise == [0.0, 0.0]
 
 
+def test_what_was_known_of_the_noise_blocks_nothing_afterwards() -> None:
+    """A replica is gone, so that nothing is free any more; or gradients are shared from a load on."""
+    rule = ProbeRule()
+    three = replace(
+        own_noise(-2.0, 0),
+        multipliers=[own_noise(-2.0, 0).multipliers[0][:3]],
+        losses=[1.0] * 3,
+        probes=(own_noise(-2.0, 0).probes or [])[:3],
+    )
+    two = replace(three, multipliers=[three.multipliers[0][:2]], losses=[1.0] * 2, probes=(three.probes or [])[:2])
+    assert rule.update(three)[0].factor == 1.0 and rule.noise[1] == 1.0
+    steep = replace(two, probes=[[2 - 50 * math.log(rho) + i * 1e-3 for i in range(8)] for rho in two.multipliers[0]])
+    rule.update(steep)
+    assert rule.noise[1] == 1.0 and rule.update(steep)[0].t is not None
+    shared = ProbeRule()
+    shared.load_state_dict(rule.state_dict())
+    for _ in range(3):
+        (decision,) = shared.update(replace(steep, local=False))
+    assert decision.factor > 1
+
+
 def test_a_state_from_before_there_was_noise_loads() -> None:
     rule = ProbeRule()
     rule.update(evidence())

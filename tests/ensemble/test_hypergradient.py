@@ -126,6 +126,22 @@ def test_closed_it_lets_go_of_the_optimizer_and_of_the_memory() -> None:
     assert len(ensemble.optimizer._optimizer_step_pre_hooks) == 0 and controller._anchor == []
 
 
+def test_an_average_in_the_middle_of_a_cycle_begins_a_window_and_there_is_a_vote() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync_interval=10, total_steps=1000)
+    for step in range(40):
+        loss = loss_of(net, batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ensemble.step(loss.detach())
+        if step % 10 == 3:
+            ensemble.converge()
+        if step % 10 == 9:
+            assert ensemble.history is not None and ensemble.history["t"]["lr"] is not None and ensemble.history["left_out"] == []
+
+
 def test_what_cannot_be_of_use_is_not_copied() -> None:
     """Before a line's sweep is over nobody listens."""
     net = model()

@@ -288,16 +288,14 @@ def test_states_hold_base_values_and_load(kind: Any) -> None:
 
 
 def test_any_number_of_the_groups_is_a_knob() -> None:
-    """SGD's momentum: multiplied inside of the step, the base value at rest."""
+    """SGD's momentum: a memory of 2 steps becomes one of 2.5 inside of the step, and never infinite; the base value at rest."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     seen = []
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
-    run = hdet.Ensemble(
-        optimizer, knobs=[hdet.GroupValue("momentum", 0.2, bounds=(0.1, 0.99), honest=True)], replicas=Pretend(0, 2), moments="average"
-    )
+    run = hdet.Ensemble(optimizer, knobs=[hdet.GroupValue("momentum", 0.25, honest=True)], replicas=Pretend(0, 2), moments="average")
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
-    run._fan_out.assign([1.2])
+    run._fan_out.assign([1.25])
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert seen[-1] == pytest.approx(0.6) and optimizer.param_groups[0]["momentum"] == 0.5
@@ -317,6 +315,15 @@ def test_what_has_a_knob_of_its_own_is_not_a_value_of_the_groups(key: Any, messa
 def test_values_of_the_groups_that_cannot_be_multiplied_are_refused(key: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hdet.GroupValue(key).bind(torch.optim.SGD(Net().parameters(), lr=0.1, momentum=0.5))
+
+
+def test_another_value_of_the_groups_is_multiplied() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1, dampening=0.2)
+    (knob,) = hdet.GroupValue("dampening", bounds=(0.1, 0.5)).bind(optimizer)
+    with knob.fanned_out(1.5):
+        assert optimizer.param_groups[0]["dampening"] == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="scale of 'dampening' must be"):
+        hdet.GroupValue("dampening", scale="linear")
 
 
 def test_a_value_of_a_module_is_a_scalar() -> None:

@@ -16,7 +16,7 @@ theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ LATE = (0.26, 0.4)
 FAR = 4.0
 """rho of a late reading that counts"""
 BROKEN = 1e20
-"""A mean loss that only weights have which are not finite: each such loss is taken for far more."""
+"""A mean loss in which one is not finite, because of the weights or of the mini-batch: each such loss is taken for far more."""
 FEEL, SWEEP, READ, DONE = 0, 1, 2, 3
 
 
@@ -98,6 +98,8 @@ class LineRule(BaseController):
         """How many have none."""
         self.felt: float | None = None
         """The training loss that the last octave showed, if any."""
+        self.batches = 1.0
+        """Of how many steps."""
         self.edge = 0.0
         """The line's, as a part of the schedule's peak."""
         self.late = 0.0
@@ -151,7 +153,11 @@ class LineRule(BaseController):
             return [Decision() for _ in evidence.knobs]
         if self.phase == READ:
             return self._read(evidence, evidence.line)
-        loss = self._octaves_loss(evidence.line)
+        if evidence.line.mean(1.0)[0] >= BROKEN and evidence.line.mean(0.0)[0] >= BROKEN:
+            # The mini-batch is bad, and not the weights: the next cycle is read in its place.
+            late = self._used(evidence) >= LIMIT
+            return self._end(evidence, None, "nothing finite so far") if late else [Decision() for _ in evidence.knobs]
+        loss = self._octaves_loss(evidence)
         self.ended = float(evidence.step)
         return self._feel(evidence, evidence.line, loss) if self.phase == FEEL else self._sweep(evidence, evidence.line, loss)
 
@@ -159,15 +165,20 @@ class LineRule(BaseController):
         """A sweep under way ends here, with the user's own values."""
         return self._end(evidence, None, "frozen") if self.sweeping and evidence.line is not None else [Decision() for _ in evidence.knobs]
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.missing = 0  # of an octave that begins anew
+
     # -- feel and sweep --------------------------------------------------------------------------------------------------
 
-    def _octaves_loss(self, line: Any) -> float:
+    def _octaves_loss(self, evidence: Evidence) -> float:
         """Mean training loss of the octave that ends; infinite where the weights that it ends with are broken.
 
         A mini-batch may have no finite loss, and a scaler may have skipped its step: what has none is left out, and where that is most of the
         octave the current batch stands for it.
         """
-        level = line.mean(1.0)[0]
+        level = evidence.line.mean(1.0)[0] if evidence.line is not None else math.inf
+        self.batches = max(1.0, self.cycles * evidence.sync_interval)
         self.felt = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
         self.total, self.cycles, self.missing = 0.0, 0.0, 0
         return math.inf if level >= BROKEN else level if self.felt is None else self.felt
@@ -190,7 +201,7 @@ class LineRule(BaseController):
             return [Decision(factor=factor, over=octave_steps_of(evidence), note="the weights do not move: higher") for _ in evidence.knobs]
         self.edge = now * along
         level, error = line.mean(0.0)
-        self.untrained = [0.0, level, error / math.sqrt(octave_steps_of(evidence))]
+        self.untrained = [0.0, level, error / math.sqrt(self.batches)]
         self.phase, self.scheduled = float(SWEEP), 0.0
         return self._towards(evidence, self.edge / BELOW, f"the line's edge is at {self.edge:.3g} of the schedule's peak", restart=True)
 
@@ -198,7 +209,7 @@ class LineRule(BaseController):
         now = _value(evidence)
         # Whether something was learned; a pass over the batch that tells nothing new afterwards.
         t = 0.0 if self._so_far().best is not None else line.difference(1.0, 0.0)[1]
-        self.octaves.append([now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(octave_steps_of(evidence)), t])
+        self.octaves.append([now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(self.batches), t])
         found = self._so_far()
         used = self._used(evidence)
         if found.broke and len(self.octaves) <= 3 and used < LIMIT / 2:

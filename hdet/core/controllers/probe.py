@@ -81,27 +81,28 @@ class ProbeRule(PeakController):
         if found is None:
             self.last = [0.0] * len(self.last)
             return [Decision(note="" if evidence.probes is None else "the replicas' probes cannot be compared")] * len(self.last)
-        own = self._own_noise(evidence)
-        moves = not 0 < self.noise[1] < KNOWN
+        own, known = self._own_noise(evidence)
         decisions = []
         for k, (knob, noise) in enumerate(zip(found, own, strict=True)):
             slope, error = mean_and_error(knob)
             error = math.hypot(error, noise)
             t = ratio(slope, error)
             scale = self.local_scale if evidence.local else self.scale
-            factor = self.turn(k, self._move(t, self.last[k], scale), evidence) if moves else 1.0
+            factor = self.turn(k, self._move(t, self.last[k], scale), evidence) if known else 1.0
             decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
             self.last[k] = t
         return decisions
 
-    def _own_noise(self, evidence: Evidence) -> list[float]:
-        """[knob]: the standard error of its slope that comes from what each replica has seen alone; 0 with shared gradients."""
+    def _own_noise(self, evidence: Evidence) -> tuple[list[float], bool]:
+        """[knob]: the standard error of its slope that comes from what each replica has seen alone, 0 with shared gradients; and whether it is
+        known as well as it can be."""
         if not evidence.local or evidence.probes is None:
-            return [0.0] * len(evidence.knobs)
+            return [0.0] * len(evidence.knobs), True
         squares, free, spread = unexplained(evidence.multipliers, evidence.probes)
-        self.noise = [FORGET * self.noise[0] + squares * (free > 0), FORGET * self.noise[1] + free]
+        if free > 0:
+            self.noise = [FORGET * self.noise[0] + squares, FORGET * self.noise[1] + free]
         variance = self.noise[0] / self.noise[1] if self.noise[1] > 0 else 0.0
-        return [math.sqrt(variance * x) for x in spread]
+        return [math.sqrt(variance * x) for x in spread], free == 0 or self.noise[1] >= KNOWN
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "noise": list(self.noise)}

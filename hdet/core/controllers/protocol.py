@@ -26,6 +26,7 @@ class Evidence:
     """Length S of the run in steps, if known."""
     warmup_steps: int
     sync_interval: int
+    """Of the optimizer's steps, where those are not the schedule's."""
     knobs: Sequence[str]
     multipliers: Sequence[Sequence[float]]
     """[knob][replica]: rho of the cycle that ended."""
@@ -76,7 +77,7 @@ class Decision:
     t: float | None = None
     note: str = ""
     over: int = 0
-    """Steps over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once."""
+    """Steps of the schedule over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once."""
     restart: bool = False
     """Weights and moments are to be those of the interval's beginning; only where ``evidence.line`` is not None."""
     rise_from: float = 1.0
