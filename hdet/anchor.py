@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .shards import local_parts
 
-__all__ = ["Anchor", "Anchors", "begin_anew", "state_tensors"]
+__all__ = ["Anchor", "Anchors", "GroupNumbers", "begin_anew", "keeps_weights", "state_tensors"]
 
 # What an optimizer makes as something else than zeros, by the names of torch's: NAdam, Adagrad, Rprop, ASGD.
 _BEGINNINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -21,6 +21,9 @@ _BEGINNINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "eta": lambda group: group["lr"],
     "mu": lambda group: 1.0,
 }
+
+_SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
+"""Numbers of a group that users, schedules and knobs write."""
 
 _Key = tuple[int, str, int]  # number of the parameter, key of its state ("" for itself), place in a list
 
@@ -44,15 +47,52 @@ def _numbers(optimizer: Optimizer) -> Iterator[tuple[int, str, dict[str, Any]]]:
         yield from ((n, key, state) for key in list(state) if type(state[key]) in (int, float))
 
 
+def _known(optimizer: Optimizer) -> bool:
+    """Does `_begin` know how its state begins, and does it count nowhere else? Torch's own and ours."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "hdet."))
+
+
+def keeps_weights(optimizer: Optimizer) -> bool:
+    """Does its state hold weights beside the parameters? Schedule-free ones do, and exchange them by train() and eval()."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 @torch.no_grad()
 def begin_anew(optimizer: Optimizer, keep: Collection[str] = ()) -> None:
-    """The state as before the first step, in place: mostly zeros, also the counters. Entries named in ``keep`` stay."""
+    """The state as before the first step: mostly zeros, also the counters. Entries named in ``keep`` stay.
+
+    In place; that of an optimizer that is neither torch's nor ours (unless some of it stays) is dropped, and made by it as it makes it: not
+    all begins as zeros. What it counts in its groups is for `GroupNumbers`.
+    """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    if not _known(optimizer):
+        for parameter in groups:
+            if not any(key in keep for key in optimizer.state.get(parameter, ())):
+                optimizer.state.pop(parameter, None)
     for parameter, key, tensor in state_tensors(optimizer):
         if key not in keep:
             _begin(local_parts([tensor])[0], key, groups[parameter])
     for _, key, state in _numbers(optimizer):
         state[key] *= 0
+
+
+class GroupNumbers:
+    """What an optimizer that is neither torch's nor ours counts in its groups, as some do: steps, or the distance that it has found. As they
+    are now, to be put back."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = [] if _known(optimizer) else [(group, self._numbers(group)) for group in optimizer.param_groups]
+
+    @staticmethod
+    def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+        return {key: value for key, value in group.items() if type(value) in (int, float) and key not in _SETTINGS}
+
+    def put_back(self) -> None:
+        """Those that were not there are gone."""
+        for group, before in self._groups:
+            for key in self._numbers(group).keys() - before.keys():
+                del group[key]
+            group.update(before)
 
 
 def _begin(tensor: torch.Tensor, key: str, group: dict[str, Any]) -> None:
@@ -71,6 +111,7 @@ class Anchor:
         self._copies: dict[_Key, torch.Tensor] = {}
         self._taken: set[_Key] = set()
         self._numbers: dict[tuple[int, str], float] = {}
+        self._groups: GroupNumbers | None = None
 
     def _contents(self) -> Iterator[tuple[_Key, torch.Tensor, torch.Tensor, dict[str, Any]]]:
         """(key, local part, its parameter, its group) of everything there is now; a key survives a state that is loaded anew."""
@@ -102,6 +143,7 @@ class Anchor:
             copy.copy_(tensor, non_blocking=True)
             self._taken.add(key)
         self._numbers = {(n, key): state[key] for n, key, state in _numbers(self._optimizer)}
+        self._groups = GroupNumbers(self._optimizer)
 
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._on_host or tensor.device.type == "cpu":
@@ -111,6 +153,8 @@ class Anchor:
     @torch.no_grad()
     def restore(self) -> None:
         """Put it back, in place. State that was made since (an optimizer makes it in its first step) becomes what it began as."""
+        if not _known(self._optimizer):
+            self._drop_what_was_made_since()
         for key, tensor, parameter, group in self._contents():
             if key in self._taken:
                 tensor.copy_(self._copies[key], non_blocking=True)
@@ -120,6 +164,15 @@ class Anchor:
                 _begin(tensor, key[1], group)
         for n, name, state in _numbers(self._optimizer):
             state[name] = self._numbers.get((n, name), 0)
+        if self._groups is not None:
+            self._groups.put_back()
+
+    def _drop_what_was_made_since(self) -> None:
+        """Its optimizer makes it as it makes it, and not as `_begin` would."""
+        had = {n for n, name, _ in self._taken if name} | {n for n, _ in self._numbers}
+        for n, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
+            if n not in had:
+                self._optimizer.state.pop(parameter, None)
 
 
 class Anchors:

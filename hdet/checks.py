@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from . import __version__ as version
+from .anchor import keeps_weights
 from .converge import Converge, ExactLocal, Plain
 from .converge.average import check_averageable
 from .core.controllers import Controller, SoftmaxController
@@ -221,7 +222,10 @@ def check_knobs(
                 f"SoftmaxController's decay={controller.decay!r} takes the place of a rate's schedule and means nothing for the knob "
                 f"{knob.name!r}: pass decay=None"
             )
-    _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
+    if keeps_weights(optimizer):
+        _check_weights_in_state(optimizer, replicas.count > 1 and (gradients == "local" or any(knob.spread > 0 for knob in knobs)), moments)
+    else:
+        _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
     if isinstance(converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
     if isinstance(controller, LineController):
@@ -254,6 +258,15 @@ def _judges_held_out(controller: Controller | None) -> bool:
     judge = follower(controller)
     # A probe may have been given a rule that reads training losses all the same.
     return bool(getattr(judge, "held_out", False)) and getattr(getattr(judge, "rule", None), "needs_probe", True)
+
+
+def _check_weights_in_state(optimizer: Optimizer, part: bool, moments: str | None) -> None:
+    """A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged."""
+    if part and moments != "average":
+        raise ValueError(
+            f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own beside the parameters, in which replicas would stay "
+            "apart: pass moments='average'"
+        )
 
 
 def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:

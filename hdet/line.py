@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .anchor import keeps_weights
 from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
@@ -219,6 +220,12 @@ class LineController(RuledController):
                 f"sync_interval (model_sync_interval) is {interval} of {total} steps, but a LineController sweeps through the rates cycle by cycle, and "
                 f"must be done soon: pass at most {max(1, int(LONGEST * total))} (with shared gradients replicas train alike in a sweep, and "
                 "a cycle costs one small collective)"
+            )
+        if keeps_weights(optimizer):
+            warnings.warn(
+                f"{type(optimizer).__name__} averages its iterates, which hides what a LineController's sweep looks for: what it finds may be a tenth "
+                "of the best rate (docs/controllers.md)",
+                stacklevel=4,
             )
         self._total, self._interval = total, interval
         owners = {index: i for i, k in enumerate(self._rates) for index in knobs[k].indices}

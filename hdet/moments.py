@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from .anchor import begin_anew, state_tensors
+from .anchor import GroupNumbers, begin_anew, state_tensors
 from .converge import BucketedAverage
 from .optim.state import MASTER_KEYS, REPLICA_KEYS
 from .replicas import Replicas
@@ -33,6 +33,7 @@ class Moments:
     def __init__(self, policy: str | None, optimizer: Optimizer, replicas: Replicas, bucket_bytes: int) -> None:
         self.policy, self._optimizer, self._replicas, self._bucket_bytes = policy, optimizer, replicas, bucket_bytes
         self._average: BucketedAverage | None = None
+        self._groups = GroupNumbers(optimizer)
 
     @property
     def private(self) -> bool:
@@ -71,6 +72,7 @@ class Moments:
     def reset(self) -> None:
         """As before the first step: zeros, also the counters. Masters stay."""
         begin_anew(self._optimizer, keep=(*MASTER_KEYS, *REPLICA_KEYS))
+        self._groups.put_back()
 
     def of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """What the last average has written for this parameter."""

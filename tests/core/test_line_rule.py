@@ -230,6 +230,17 @@ def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15
     assert decision.restart and "nothing was found" in decision.note
 
 
+@pytest.mark.parametrize(
+    ("now", "goal", "note"), [(100.0, 1.0, "no reason to go higher"), (1.0, 1 / math.sqrt(2) / 15, "training broke, the best")]
+)
+def test_a_break_before_anything_was_learned_lowers_a_rate_but_raises_none(now: float, goal: float, note: str) -> None:
+    rule = LineRule()
+    feel(rule, corrections=(now,))
+    (decision,) = swept(rule, [2.0, 2.0, 2.0, 2.0, 9.0, 9.0], corrections=(now,))
+    assert not rule.sweeping and decision.restart
+    assert now * decision.factor == pytest.approx(goal) and note in decision.note
+
+
 def test_more_that_does_not_help_is_enough() -> None:
     """Two octaves without progress, of losses with small errors."""
     rule = LineRule()

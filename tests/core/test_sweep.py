@@ -52,7 +52,7 @@ def test_what_is_not_finite_breaks_at_once(gone: float) -> None:
 @pytest.mark.parametrize("gone", [math.inf, math.nan])
 def test_the_first_octave_can_break_too(gone: float) -> None:
     found = outcome(octaves([gone]))
-    assert found == Outcome(True, pytest.approx(1 / BREAK_OVER_MEAN), True)
+    assert found == Outcome(True, pytest.approx(1 / BREAK_OVER_MEAN), True, False)
     assert outcome(octaves([gone, gone])).broke
 
 
@@ -99,7 +99,7 @@ def test_a_break_long_after_all_was_learned_says_no_more_than_is_sufficient() ->
 
 def test_a_break_before_anything_was_learned_counts_by_itself() -> None:
     count, found = course([2.0, 2.0, 2.0, 2.001, 9.0, 9.0])
-    assert (count, found.broke) == (6, True) and found.best == pytest.approx(16 / BREAK_OVER_MEAN)
+    assert (count, found.broke, found.learned) == (6, True, False) and found.best == pytest.approx(16 / BREAK_OVER_MEAN)
 
 
 @pytest.mark.parametrize(("error", "patience"), [(0.001, 2), (0.1, 5)])
@@ -117,7 +117,7 @@ def test_slow_progress_is_progress() -> None:
 
 @pytest.mark.parametrize("losses", [[2.0] * 15, [2.0, 2.01, 1.99, 2.02, 2.0, 1.98] * 3])
 def test_where_nothing_is_learned_and_nothing_breaks_there_is_no_estimate(losses: list[float]) -> None:
-    assert outcome(octaves(losses)) == Outcome(False, None, False)
+    assert outcome(octaves(losses)) == Outcome(False, None, False, False)
 
 
 def test_what_is_sufficient_lies_between_octaves_by_the_logarithm() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hdet
-from hdet.anchor import Anchor
+from hdet.anchor import Anchor, keeps_weights
 from hdet.moments import Moments
 
 from ..distributed import RankError, run_ranks
@@ -218,12 +218,24 @@ def trained(net: torch.nn.Module, optimizer: torch.optim.Optimizer, keys: Any) -
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-@pytest.mark.parametrize("name", [*STOCK, "Counting"])
+ELSEWHERE = {"Counting": __name__, "AdamWScheduleFree": "schedulefree", "Prodigy": "prodigyopt", "DAdaptAdam": "dadaptation"}
+"""What does not begin as zeros (weights beside the parameters), or is counted in a group."""
+
+
+@pytest.mark.parametrize("name", [*STOCK, *ELSEWHERE])
 def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
-    make = Counting if name == "Counting" else getattr(torch.optim, name)
+    kind = getattr(torch.optim if name in STOCK else pytest.importorskip(ELSEWHERE[name], reason="a peer that is not installed"), name)
+
+    def make(parameters: Any, lr: float) -> Any:
+        made = kind(parameters, lr=lr)
+        if keeps_weights(made):
+            made.train()
+        return made
+
     net, other = model(), model()
     optimizer = make(net.parameters(), lr=1e-2)
     anchors = [Anchor(list(net.parameters()), optimizer, "device") for _ in range(2)]
+    moments = Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20)
     anchors[0].take()
     expected = trained(net, optimizer, range(3))
     anchors[1].take()
@@ -232,7 +244,7 @@ def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
     assert torch.equal(trained(net, optimizer, range(3, 6)), later)
     anchors[0].restore()
     assert torch.equal(trained(net, optimizer, range(3)), expected), "to where there was no state yet"
-    Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20).reset()
+    moments.reset()
     other.load_state_dict(net.state_dict())
     assert torch.equal(trained(net, optimizer, range(3)), trained(other, make(other.parameters(), lr=1e-2), range(3)))
 

@@ -218,11 +218,15 @@ class LineRule(BaseController):
         if found.over or used >= LIMIT:
             best = None if found.best is None else found.best * _peak_over_mean(evidence)
             why = "nothing was found" if best is None else "more does not help" if found.over else "out of time"
+            if found.broke and not found.learned and best is not None and best > 1:
+                return self._end(evidence, None, "training broke before anything was learned, which is no reason to go higher")
             return self._end(evidence, best, "training broke" if found.broke else why)
         return self._towards(evidence, 2 * now, "")
 
     def _so_far(self) -> Outcome:
-        return outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves]) if self.octaves else Outcome(False, None, False)
+        return (
+            outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves]) if self.octaves else Outcome(False, None, False, False)
+        )
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:
         """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""

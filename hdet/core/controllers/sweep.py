@@ -57,6 +57,9 @@ class Outcome(NamedTuple):
     best: float | None
     """An estimate of the best mean rate of a run, in the octaves' unit; None: nothing was learned and nothing broke."""
     broke: bool
+    learned: bool = True
+    """Was anything, before it ended? If not, a break is no more than a bound: on a plateau, where gradients are small, plain SGD bears a hundred
+    times the rate that it bears later."""
 
 
 def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
@@ -74,7 +77,7 @@ def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
             clear = clear or ruined or loss - least > LOST * gain + NOISE * math.hypot(error, least_error)
             # One octave in which much is lost may be noise, and so may be two in which it is just as much as counts; three are none.
             if (clear and len(broken) > 1) or len(broken) > 2 or (ruined and learned) or not math.isfinite(loss):
-                return Outcome(True, _of_break(start, octaves, broken[0], least, learned), True)
+                return Outcome(True, _of_break(start, octaves, broken[0], least, learned), True, learned)
             continue
         broken, clear = [], False
         patience = PLAIN if error < PROGRESS * gain else 1.0
@@ -84,7 +87,7 @@ def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
         learned = learned or start - least > LEARNED * untrained.error or (loss < start and t < -PAIRED)
         if stalled >= STALLED:
             return Outcome(True, _sufficient(start, octaves[: i + 1], least) / SUFFICIENT_OVER_MEAN, False)
-    return Outcome(False, _sufficient(start, octaves, least) / SUFFICIENT_OVER_MEAN if learned else None, False)
+    return Outcome(False, _sufficient(start, octaves, least) / SUFFICIENT_OVER_MEAN if learned else None, False, learned)
 
 
 def _of_break(start: float, octaves: Sequence[Octave], first: int, least: float, learned: bool) -> float:

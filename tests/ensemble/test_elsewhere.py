@@ -1,0 +1,71 @@
+"""Optimizers of other libraries: schedule-free ones, whose state holds weights, and what counts in its groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+
+from ..distributed import run_ranks
+from .helpers import Run, model
+from .test_line import Run as LineRun
+from .test_line import data, losses_of
+from .test_single import TwoReplicas
+
+schedulefree = pytest.importorskip("schedulefree", reason="the peer is not installed")
+NET = model()
+
+
+def free(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
+    optimizer = schedulefree.AdamWScheduleFree(parameters, lr=lr, weight_decay=weight_decay)
+    optimizer.train()
+    return optimizer
+
+
+@pytest.mark.parametrize(("gradients", "moments"), [("local", "keep"), ("local", "reset"), ("shared", "reset"), ("shared", None)])
+def test_replicas_that_part_have_to_average_the_weights_in_its_state(gradients: str, moments: str | None) -> None:
+    with pytest.raises(ValueError, match="AdamWScheduleFree keeps weights of its own beside the parameters.*pass moments='average'"):
+        hdet.Ensemble(free(NET.parameters(), 1e-3), replicas=TwoReplicas(), gradients=gradients, moments=moments)
+
+
+def test_where_they_cannot_part_nothing_is_asked() -> None:
+    for settings in ({"replicas": TwoReplicas(), "knobs": [hdet.LearningRate(0)]}, {"replicas": hdet.Replicas(0, 1)}):
+        hdet.Ensemble(free(NET.parameters(), 1e-3), **settings).close()
+
+
+def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    run = Run(rank, optimizer=free, interval=4, moments="average").steps(8)
+    trained = run.weights()
+    run.optimizer.eval()
+    at = run.weights()
+    run.optimizer.train()
+    own = run.steps(2).weights()
+    return trained, at, own
+
+
+def test_replicas_evaluate_the_same_weights() -> None:
+    one, two = run_ranks(evaluated, 2)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], one[1]) and not torch.equal(one[2], two[2])
+
+
+def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
+    """Its z is the weights, and not zeros; its counters are where they were."""
+    with pytest.warns(UserWarning, match="AdamWScheduleFree averages its iterates"):
+        run = LineRun(1e-3, optimizer=free, total=200)
+    before = run.weights()
+    while run.ensemble.sweeping:
+        run.steps(1)
+    assert torch.equal(run.weights(), before)
+    group = run.optimizer.param_groups[0]
+    assert not run.optimizer.state and (group["k"], group["weight_sum"], group["lr_max"]) == (0, 0.0, -1.0)
+
+    net = model()
+    optimizer = free(net.parameters(), group["lr"])
+    losses_of(net, data(run.index)).mean().backward()
+    optimizer.step()
+    run.steps(1)
+    assert torch.equal(run.weights(), torch.cat([p.detach().flatten() for p in net.parameters()]))
