@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .anchor import keeps_weights
 from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
 from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, see, spreads
+from .core.controllers.line import octave_steps
 from .core.controllers.peak import LARGEST_T
 from .core.controllers.protocol import require_keys
 from .knobs.bound import ProductKnob
@@ -34,6 +34,10 @@ LARGEST_LOSS = 1e30
 
 LONGEST = 0.015
 """A cycle's longest part of the run."""
+ADAMS = ({"exp_avg", "exp_avg_sq"}, {"state1", "state2"})
+"""What the state of an optimizer like Adam has of each parameter: torch's names, and those of 8-bit ones."""
+SHORT = 20
+"""Steps of an octave that are few for other optimizers."""
 
 Closure = Callable[[], Any]
 
@@ -103,7 +107,7 @@ class LineController(RuledController):
         self.handed_over = False
         """Does ``then`` decide from now on?"""
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
-        self._tried = self._compared = False
+        self._tried = self._compared = self._looked = False
         self._way: Way | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
 
@@ -145,6 +149,15 @@ class LineController(RuledController):
     def _asked(self, evidence: Evidence) -> list[Decision]:
         """The rule's decisions. It compares what it is told with what it reads, so those had better be the same losses."""
         feeling, self.rule.felt = self.rule.feeling and not self._compared, None
+        if evidence.line is not None and not self._looked:
+            self._looked = True
+            steps = octave_steps(self._total, self._interval)
+            if steps < SHORT and not any(kind <= state.keys() for state in self._state().values() for kind in ADAMS):
+                warnings.warn(
+                    f"a LineController's sweep has {steps} steps for each octave of the rate, which is enough with Adam's two moments; with other "
+                    f"optimizers, below {SHORT} steps, it may find nothing or a wrong rate (docs/controllers.md has figures): make the run longer",
+                    stacklevel=5,
+                )
         decisions = self.rule.update(evidence)
         told = self.rule.felt
         if feeling and evidence.line is not None and told is not None and not self.rule.feeling:
@@ -221,12 +234,6 @@ class LineController(RuledController):
                 f"must be done soon: pass at most {max(1, int(LONGEST * total))} (with shared gradients replicas train alike in a sweep, and "
                 "a cycle costs one small collective)"
             )
-        if keeps_weights(optimizer):
-            warnings.warn(
-                f"{type(optimizer).__name__} averages its iterates, which hides what a LineController's sweep looks for: what it finds may be a tenth "
-                "of the best rate (docs/controllers.md)",
-                stacklevel=4,
-            )
         self._total, self._interval = total, interval
         owners = {index: i for i, k in enumerate(self._rates) for index in knobs[k].indices}
         # Those that no knob moves are trained in the sweep, too, and have to be taken back.
@@ -234,9 +241,10 @@ class LineController(RuledController):
         tensors = [p for p, _ in listed]
         self._owner: list[int | None] = [k for _, k in listed]
         self._make_way = lambda: Way(tensors, masters(tensors), self.dtype, self.place)
+        self._state: Callable[[], Mapping[Any, Mapping[str, Any]]] = lambda: optimizer.state
         self._begun: int | None = None
         self._seen = 0
-        self._tried = self._compared = False
+        self._tried = self._compared = self._looked = False
         self._keep_buffers()
 
     @property
@@ -273,7 +281,7 @@ class LineController(RuledController):
     def close(self) -> None:
         """The Ensemble is given up: the memory is free again, and the optimizer is not held."""
         self._way, self._begun, self._buffers = None, None, []
-        self._make_way = _closed
+        self._make_way, self._state = _closed, dict
 
     def sample(self, step: int) -> None:
         """After an optimizer step, the schedule being at ``step``; for a late interval, which is read at the mean of its second half."""

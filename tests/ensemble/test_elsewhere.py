@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -54,8 +55,7 @@ def test_replicas_evaluate_the_same_weights() -> None:
 
 def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
     """Its z is the weights, and not zeros; its counters are where they were."""
-    with pytest.warns(UserWarning, match="AdamWScheduleFree averages its iterates"):
-        run = LineRun(1e-3, optimizer=free, total=200)
+    run = LineRun(1e-3, optimizer=free, total=200)
     before = run.weights()
     while run.ensemble.sweeping:
         run.steps(1)
@@ -69,3 +69,12 @@ def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
     optimizer.step()
     run.steps(1)
     assert torch.equal(run.weights(), torch.cat([p.detach().flatten() for p in net.parameters()]))
+
+
+@pytest.mark.parametrize(("kind", "total", "warned"), [(torch.optim.SGD, 200, 1), (torch.optim.SGD, 2700, 0), (torch.optim.AdamW, 200, 0)])
+def test_short_octaves_are_warned_of_where_they_were_not_enough(kind: Any, total: int, warned: int) -> None:
+    run = LineRun(1e-3, optimizer=kind, total=total, sync_interval=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.steps(60)
+    assert sum("may find nothing or a wrong rate" in str(warning.message) for warning in said) == warned

@@ -237,6 +237,7 @@ def test_scoring_leaves_the_run_alone() -> None:
 
 def test_there_are_two_copies_of_the_parameters_and_no_third() -> None:
     """In the steps of the sweep and while it is read."""
+    gc.freeze()  # what other tests have left is not looked through, thirty times
     weight = nn.Parameter(torch.zeros(1000, 1000))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     ensemble = hdet.Ensemble(optimizer, controller=hdet.LineController(), sync_interval=1, total_steps=200)
@@ -256,6 +257,7 @@ def test_there_are_two_copies_of_the_parameters_and_no_third() -> None:
         weight.grad = None
         ensemble.step(1.0 - 0.01 * step, closure)
         counted.append(copies())
+    gc.unfreeze()
     assert set(counted) == set(read) == {3}  # the parameters are the third
 
 
