@@ -48,13 +48,15 @@ def _numbers(optimizer: Optimizer) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def _known(optimizer: Optimizer) -> bool:
-    """Does `_begin` know how its state begins, and does it count nowhere else? Torch's own and ours."""
+    """Does `_begin` know how its state begins, and does it count nowhere else? Torch's own and ours, also as `optimizer` of a wrapper."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
     return type(optimizer).__module__.startswith(("torch.optim.", "hdet."))
 
 
 def keeps_weights(optimizer: Optimizer) -> bool:
-    """Does its state hold weights beside the parameters? Schedule-free ones do, and exchange them by train() and eval()."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    """Does its state hold weights beside the parameters? Schedule-free ones do, and note in their groups which of them are in place."""
+    return any("train_mode" in group for group in optimizer.param_groups)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hdet
+from hdet.anchor import begin_anew, keeps_weights
 
 from ..distributed import run_ranks
 from .helpers import Run, model
@@ -35,6 +36,33 @@ def test_replicas_that_part_have_to_average_the_weights_in_its_state(gradients: 
 def test_where_they_cannot_part_nothing_is_asked() -> None:
     for settings in ({"replicas": TwoReplicas(), "knobs": [hdet.LearningRate(0)]}, {"replicas": hdet.Replicas(0, 1)}):
         hdet.Ensemble(free(NET.parameters(), 1e-3), **settings).close()
+
+
+class Prepared(torch.optim.Optimizer):
+    """As accelerate wraps every optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_a_wrapper_is_what_it_wraps() -> None:
+    net = model()
+    optimizer = Prepared(hdet.FusedAdamW(net.parameters(), lr=1e-3))
+    assert not keeps_weights(optimizer) and keeps_weights(Prepared(free(net.parameters(), 1e-3)))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    begin_anew(optimizer)
+    assert [state["exp_avg"] for state in optimizer.state.values()] == moments and not any(m.any() for m in moments), "in place"
 
 
 def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
