@@ -559,7 +559,7 @@ class Ensemble:
         if self.sweeping and self.engine.step > 0:
             warnings.warn(
                 "saving in the middle of a sweep, whose weights are going to be taken back: a run that goes on from them is worse for it; save "
-                "when ensemble.sweeping is False, after 5 to 9 % of the run",
+                "when ensemble.sweeping is False, after 5 to 9 % of the run or 160 steps",
                 stacklevel=2,
             )
         return {**self.engine.state_dict(), **self.schedule.state_dict()}

@@ -16,7 +16,6 @@ from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
 from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, see, spreads
-from .core.controllers.line import octave_steps
 from .core.controllers.peak import LARGEST_T
 from .core.controllers.protocol import require_keys
 from .knobs.bound import ProductKnob
@@ -32,12 +31,10 @@ __all__ = ["LineController", "follower", "sensor_of"]
 LARGEST_LOSS = 1e30
 """What a loss that is not finite is taken for."""
 
-LONGEST = 0.015
-"""A cycle's longest part of the run."""
+LONGEST = 0.1
+"""A cycle's longest part of the run: what was found is in force, and late intervals end, where cycles do."""
 ADAMS = ({"exp_avg", "exp_avg_sq"}, {"state1", "state2"})
 """What the state of an optimizer like Adam has of each parameter: torch's names, and those of 8-bit ones."""
-SHORT = 20
-"""Steps of an octave that are few for other optimizers."""
 
 Closure = Callable[[], Any]
 
@@ -51,7 +48,7 @@ class LineController(RuledController):
     ranks. Meanwhile the spread rests; with shared gradients, which it asks for where nothing follows, replicas train alike. Several rates (parameter
     groups) are swept together; other knobs may stand beside them for ``then``.
 
-    **The first 5 to 9 % of the run are a search**, after which weights, the model's buffers and the moments are those of the beginning again.
+    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are those of the beginning again.
 
     Args:
         model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
@@ -71,7 +68,7 @@ class LineController(RuledController):
     ones. Memory: two copies of the parameters, given back when nothing is left to read; those of ``then`` come on top (a probe of single
     cycles takes its own at once).
 
-    Needs the run's length, cycles of at most 1.5 % of it and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
+    Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
     interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
     """
 
@@ -126,6 +123,10 @@ class LineController(RuledController):
     def idle(self) -> bool:
         return not self.listens and (self.then is None or is_idle(self.then))
 
+    def sweep_cycle(self, total_steps: int, sync_interval: int) -> int:
+        """See `LineRule.sweep_cycle`: the sweep has short cycles, whatever T is."""
+        return self.rule.sweep_cycle(total_steps, sync_interval)
+
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         super().check_run(total_steps, floor)
         if self.then is not None:
@@ -151,11 +152,11 @@ class LineController(RuledController):
         feeling, self.rule.felt = self.rule.feeling and not self._compared, None
         if evidence.line is not None and not self._looked:
             self._looked = True
-            steps = octave_steps(self._total, self._interval)
-            if steps < SHORT and not any(kind <= state.keys() for state in self._state().values() for kind in ADAMS):
+            if not any(kind <= state.keys() for state in self._state().values() for kind in ADAMS):
                 warnings.warn(
-                    f"a LineController's sweep has {steps} steps for each octave of the rate, which is enough with Adam's two moments; with other "
-                    f"optimizers, below {SHORT} steps, it may find nothing or a wrong rate (docs/controllers.md has figures): make the run longer",
+                    "a LineController's sweep was found and measured with Adam's two moments, which this optimizer has not: it may find nothing, or a rate "
+                    "that is several times too high or too low. In runs of more than 2 000 steps try rule=LineRule(octave=16), and compare with a fixed "
+                    "schedule (docs/controllers.md has figures)",
                     stacklevel=5,
                 )
         decisions = self.rule.update(evidence)
@@ -230,9 +231,8 @@ class LineController(RuledController):
             )
         if interval > max(1, LONGEST * total):
             raise ValueError(
-                f"sync_interval (model_sync_interval) is {interval} of {total} steps, but a LineController sweeps through the rates cycle by cycle, and "
-                f"must be done soon: pass at most {max(1, int(LONGEST * total))} (with shared gradients replicas train alike in a sweep, and "
-                "a cycle costs one small collective)"
+                f"sync_interval (model_sync_interval) is {interval} of {total} steps, but a LineController acts at the ends of cycles, in the first half of "
+                f"a run: pass at most {max(1, int(LONGEST * total))}"
             )
         self._total, self._interval = total, interval
         owners = {index: i for i, k in enumerate(self._rates) for index in knobs[k].indices}

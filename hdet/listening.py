@@ -139,7 +139,7 @@ class Listening:
     @contextmanager
     def line(self, closure: Closure | None) -> Iterator[Any]:
         """The line of the interval that ends with this cycle, to be read inside; None if none does."""
-        due = self._line is not None and self._engine.clock.controls(self._engine.step) and self._line.is_due(self._step())
+        due = self._line is not None and self._engine.controls and self._line.is_due(self._step())
         if self._line is None or not due:
             yield None
             return
@@ -174,5 +174,5 @@ class Listening:
     def _steps_left(self) -> int:
         """Steps to the end of the running cycle, which the end of the run may cut short."""
         clock = self._engine.clock
-        left = clock.sync_interval - self._engine.position
+        left = self._engine.cycle_length - self._engine.position
         return left if clock.total_steps is None else min(left, max(0, clock.total_steps - self._engine.step))

@@ -42,13 +42,13 @@ class Clock:
                 "lower warmup_steps (auto_lr_warmup_steps), or train longer, or run without a controller"
             )
 
-    def ends_cycle(self, position: int, step: int) -> bool:
-        """Is a cycle over after ``position`` steps of it, ``step`` of the run? The run's last step always ends one."""
-        return position >= self.sync_interval or (self.total_steps is not None and step == self.total_steps)
+    def ends_cycle(self, position: int, step: int, length: int | None = None) -> bool:
+        """Is a cycle over after ``position`` steps of it, ``step`` of the run? The run's last step always ends one. ``length``: if it is not T."""
+        return position >= (length or self.sync_interval) or (self.total_steps is not None and step == self.total_steps)
 
-    def controls(self, step: int) -> bool:
+    def controls(self, step: int, length: int | None = None) -> bool:
         """May the controller use a cycle that ended at ``step``? Only if the cycle lies wholly after the warm-up."""
-        return step - self.sync_interval >= self.warmup_steps
+        return step - (length or self.sync_interval) >= self.warmup_steps
 
     def control_interval(self, alone: float, several: float) -> int:
         """Cycles between two decisions that average weights; one where the run's length is unknown.

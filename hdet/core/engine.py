@@ -145,11 +145,25 @@ class Engine:
 
     # -- count -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def cycle_length(self) -> int:
+        """Steps of the running cycle: T, or less where the controller sweeps, and what is missing to a multiple of T where it has done so."""
+        interval = self.clock.sync_interval
+        sweep = getattr(self.controller, "sweep_cycle", None)
+        if sweep is None:
+            return interval
+        return sweep(self.clock.total_steps or 0, interval) or interval - (self.step - self.position) % interval
+
     def tick(self) -> bool:
         """One optimizer step is done on every replica. Returns whether it ends the cycle."""
         self.step += 1
         self.position += 1
-        return self.clock.ends_cycle(self.position, self.step)
+        return self.clock.ends_cycle(self.position, self.step, self.cycle_length)
+
+    @property
+    def controls(self) -> bool:
+        """May the controller use the cycle that ends now?"""
+        return self.clock.controls(self.step, self.cycle_length)
 
     # -- control ---------------------------------------------------------------------------------------------------------
 
@@ -181,7 +195,7 @@ class Engine:
         left_out = [r for r, x in enumerate(read) if x is None]
         notes = [f"replica {r} left out: no finite {what}" for r in left_out]
         decisions = [Decision()] * len(self.knobs)
-        if self.controller is not None and self.clock.controls(self.step):
+        if self.controller is not None and self.controls:
             evidence = Evidence(
                 cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,

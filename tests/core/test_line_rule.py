@@ -15,7 +15,7 @@ import pytest
 
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence, LineRule
-from hdet.core.controllers.line import BELOW, FROM, LATE, LIMIT, RISE, octave_steps
+from hdet.core.controllers.line import BELOW, DONE, FROM, LATE, LIMIT, RISE, octave_steps
 from hdet.core.controllers.sweep import BREAK_OVER_MEAN
 from hdet.core.engine import Engine, KnobSpec
 
@@ -88,10 +88,36 @@ def test_a_run_begins_at_a_16th_and_nothing_moves_without_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "interval", "steps"), [(1000, 10, 10), (1000, 1, 8), (2000, 10, 20), (10_000, 30, 60), (100, 1, 1), (20, 1, 1)]
+    ("total", "interval", "steps"),
+    [
+        (1000, 10, 10),
+        (1000, 1, 8),
+        (600, 1, 4),
+        (800, 2, 6),
+        (2000, 10, 10),
+        (10_000, 3, 9),
+        (10_000, 30, 8),
+        (10**6, 1000, 8),
+        (100, 1, 1),
+        (20, 2, 1),
+    ],
 )
-def test_an_octave_is_a_part_of_the_run_in_whole_cycles(total: int, interval: int, steps: int) -> None:
-    assert octave_steps(total, interval) == steps and LineRule().next_end(total, interval) == steps
+def test_an_octave_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_less_than_one(total: int, interval: int, steps: int) -> None:
+    rule = LineRule()
+    assert octave_steps(total, interval) == steps == rule.next_end(total, interval)
+    assert rule.sweep_cycle(total, interval) == min(interval, steps)
+    rule.phase = DONE
+    assert rule.sweep_cycle(total, interval) == 0
+
+
+def test_a_sweep_has_twenty_octaves_however_long_the_run_is() -> None:
+    rule = LineRule()
+    feel(rule, total_steps=10**6)
+    count = 0
+    while rule.sweeping:
+        rule.update(evidence(int(rule.next_end(10**6, CYCLE)), FELT, 2.0, total_steps=10**6))
+        count += 1
+    assert count == 160 / CYCLE - 1  # feel is one
 
 
 def test_the_first_octave_ends_far_below_the_line_s_edge_whatever_the_schedule_is() -> None:
@@ -255,11 +281,12 @@ def test_several_cycles_an_octave_count_alike_and_one_that_is_not_finite_breaks(
     said = []
     for first, second, line in ((1.0, 2.0, FELT), (1.5, 1.5, FELT), (1.0, None, LOST)):
         rule = LineRule()
-        for step in (10, 20, 30, 40):
-            rule.update(evidence(step, FELT if step % 20 == 0 else None, 2.0, total_steps=2600))
-        assert rule.next_end(2600, CYCLE) == 60
-        rule.update(evidence(50, None, first, total_steps=2600))
-        said.append((rule.update(evidence(60, line, second, total_steps=2600)), rule.state_dict()))
+        short = {"total_steps": 2600, "sync_interval": 4}
+        for step in (4, 8, 12, 16):
+            rule.update(evidence(step, FELT if step % 8 == 0 else None, 2.0, **short))
+        assert rule.next_end(2600, 4) == 24
+        rule.update(evidence(20, None, first, **short))
+        said.append((rule.update(evidence(24, line, second, **short)), rule.state_dict()))
     assert said[0] == said[1] and not said[0][0][0].restart
     assert said[2][0][0].restart and "broken at once" in said[2][0][0].note
 

@@ -382,8 +382,10 @@ def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: 
 def test_the_closure_is_tried_once_and_then_called_at_octaves_ends_only() -> None:
     run, calls = Run(total=4000), []
     run.closure = lambda batch: calls.append(run.index) or losses_of(run.net, batch)
-    run.steps(25)
+    run.steps(7)
     assert calls == [0]
+    run.steps(1)
+    assert len(calls) > 1 and set(calls[1:]) == {7}
 
 
 @pytest.mark.parametrize("scale", [0.1, 4.0])
@@ -518,12 +520,12 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         hdet.LineController().follow_run(optimizer, lambda tensors: lambda: [None] * len(tensors), [knob], Clock(1, total_steps=100))
     with pytest.raises(ValueError, match=r"warmup_steps .* is 5, .*pass 0"):
         build(warmup_steps=5)
-    build(sync_interval=15, total_steps=1000)
-    with pytest.raises(ValueError, match=r"sync_interval .* is 16 of 1000 steps, .* at most 15 "):
-        build(sync_interval=16, total_steps=1000)
-    build(sync_interval=1, total_steps=20)
-    with pytest.raises(ValueError, match="at most 1 "):
-        build(sync_interval=2, total_steps=100)
+    build(sync_interval=100, total_steps=1000)
+    with pytest.raises(ValueError, match=r"sync_interval .* is 101 of 1000 steps, .* at most 100$"):
+        build(sync_interval=101, total_steps=1000)
+    build(sync_interval=2, total_steps=20)
+    with pytest.raises(ValueError, match="at most 2$"):
+        build(sync_interval=3, total_steps=20)
     with pytest.raises(ValueError, match="pass total_steps"):
         build(total_steps=None)
     with pytest.raises(ValueError, match="co-resident"):
@@ -596,3 +598,27 @@ def test_a_run_that_is_resumed_after_the_sweep_keeps_what_was_found() -> None:
     assert second.line._begun == first.index
     second.steps(400 - second.index)
     assert second.line.idle and second.ensemble.corrections["lr"] >= first.ensemble.corrections["lr"]
+
+
+# -- cycles ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_has_short_cycles_and_afterwards_they_end_at_multiples_of_t() -> None:
+    run, ends = Run(total=3000, sync_interval=50), []
+    run.ensemble.log = lambda record, step: ends.append((step, run.ensemble.sweeping))
+    while run.index < 400:
+        run.steps(1)
+    swept = [step for step, sweeping in ends if sweeping]
+    assert len(swept) > 3 and swept == list(range(8, swept[-1] + 1, 8))
+    over = swept[-1] + 8
+    assert [step for step, sweeping in ends if not sweeping] == [over, *range(50 * (over // 50 + 1), 401, 50)]
+
+
+def test_long_cycles_change_nothing_in_the_sweep() -> None:
+    """Of one replica, whose averages are of no consequence."""
+    short, long = Run(total=3000, sync_interval=8), Run(total=3000, sync_interval=200)
+    for run in (short, long):
+        while run.ensemble.sweeping:
+            run.steps(1)
+        run.steps(100)
+    assert torch.equal(short.weights(), long.weights()) and short.index == long.index

@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(capsys: pytest.CaptureFixtur
     single = one_line(capsys, "train", *lined(text_folder, 1), "--batch-size", "1", *out)
     assert "batch_size is 1: it must be at least 2" in single
     seldom = one_line(capsys, "train", *tiny(text_folder), "--controller", "line", *out)
-    assert "sync_interval" in seldom and "is 4 of 24 steps" in seldom and "pass at most 1" in seldom
+    assert "sync_interval" in seldom and "is 4 of 24 steps" in seldom and "pass at most 2" in seldom
     assert not (tmp_path / "run").exists()
     # The fixed schedule reads no line.
     assert TrainConfig(mode="fixed", coresident=True, controller="line").processes == 1

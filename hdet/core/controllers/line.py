@@ -7,7 +7,7 @@ theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has
    above that of the untrained model? The answer is a scale, whatever the rate was.
 2. *Sweep*: from far below that, the rate doubles from octave to octave until training breaks or more does not help (`sweep`). What
    follows is an estimate of the best mean rate of the run, within a factor of two, and the schedule's shape says what that is at its peak.
-   Then weights and moments are taken back to the beginning, at 5 to 9 % of the run, and the rate rises gently: from a 16th,
+   Then weights and moments are taken back to the beginning, at 5 to 9 % of the run (160 steps at most), and the rate rises gently: from a 16th,
    evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
 3. *Late*: the line is read twice more. Late readings are greedy, they vote for rates that are too low by a factor of up to three or so;
    only what is far beyond that counts: a minimum at rho >= 4.
@@ -42,12 +42,13 @@ class Line(Protocol):
 
 OPENING = 1 / 16
 """of the user's rate, in the run's first steps: on top of the schedule's own beginning, so that the first steps spoil nothing"""
-OCTAVE = 0.0075
-"""of the run, in whole cycles"""
+OCTAVE, STEPS = 0.0075, 8
+"""Of the run, and at most so many steps. What an octave shows depends on its steps: with more of them less rate is sufficient for the same gain, which
+says nothing of a longer run's best rate (docs/results.md)."""
 BELOW = 32.0
 """The first octave ends at the line's edge over this."""
 LIMIT = 0.15
-"""of the run: a sweep that has not found anything by then is given up"""
+"""Of the run, or of as many steps as have the longest octaves: a sweep that has not found anything by then is given up."""
 RISE, FROM = 0.08, 16.0
 """After the sweep: of the run, and the factor by which the rate rises in it."""
 BAND = (0.7, 2.5)
@@ -68,6 +69,7 @@ class LineRule(BaseController):
         significant: |t| of a paired difference that counts.
         farthest: the largest rho that late readings score, and one over the smallest.
         freeze_after: see `BaseController`; a sweep that is under way then ends without a result.
+        octave: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`OCTAVE`). 8 is right for Adam, 16 for SGD.
 
     Several knobs are swept together, so their ratios are the user's; the late readings tell them apart.
     """
@@ -78,8 +80,11 @@ class LineRule(BaseController):
     opening = OPENING
     state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled", "risen")
 
-    def __init__(self, significant: float = 1.5, farthest: float = 256.0, freeze_after: float | None = None) -> None:
+    def __init__(self, significant: float = 1.5, farthest: float = 256.0, freeze_after: float | None = None, octave: int = STEPS) -> None:
         super().__init__(freeze_after)
+        if type(octave) is not int or octave < 1:
+            raise ValueError(f"octave must be a whole number of steps above 0, got {octave!r}")
+        self.octave = octave
         for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4)):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
                 raise ValueError(f"{name} must be a number above {least}, got {value!r}")
@@ -134,8 +139,12 @@ class LineRule(BaseController):
         if self.idle:
             return math.inf
         if self.sweeping:
-            return self.ended + octave_steps(total_steps, sync_interval)
+            return self.ended + octave_steps(total_steps, sync_interval, self.octave)
         return max(LATE[int(self.late)] * total_steps, self.risen)
+
+    def sweep_cycle(self, total_steps: int, sync_interval: int) -> int:
+        """Steps of a cycle in feel and sweep; 0 afterwards, when they are T."""
+        return min(sync_interval, octave_steps(total_steps, sync_interval, self.octave)) if self.sweeping else 0
 
     def anew(self, step: int) -> None:
         """The weights that a sweep would go back to are lost (a checkpoint was loaded, a cycle taken back): it begins again, here."""
@@ -178,14 +187,17 @@ class LineRule(BaseController):
         octave the current batch stands for it.
         """
         level = evidence.line.mean(1.0)[0] if evidence.line is not None else math.inf
-        self.batches = max(1.0, self.cycles * evidence.sync_interval)
+        self.batches = max(1.0, self.cycles * min(evidence.sync_interval, self._octave(evidence)))
         self.felt = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
         self.total, self.cycles, self.missing = 0.0, 0.0, 0
         return math.inf if level >= BROKEN else level if self.felt is None else self.felt
 
     def _used(self, evidence: Evidence) -> float:
-        """Part of the run since feel began."""
-        return (evidence.step - self.began) / (evidence.total_steps or 1)
+        """Part of the run since feel began, or of as much of it as has octaves of ``octave`` steps: there are 20 of them at most."""
+        return (evidence.step - self.began) / min(evidence.total_steps or 1, self.octave / OCTAVE)
+
+    def _octave(self, evidence: Evidence) -> int:
+        return octave_steps(evidence.total_steps or 0, evidence.sync_interval, self.octave)
 
     def _feel(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
         now, late = _value(evidence), self._used(evidence) >= LIMIT
@@ -198,7 +210,7 @@ class LineRule(BaseController):
             if late:
                 return self._end(evidence, None, "the weights do not move")
             factor = 1 / OPENING
-            return [Decision(factor=factor, over=octave_steps_of(evidence), note="the weights do not move: higher") for _ in evidence.knobs]
+            return [Decision(factor=factor, over=self._octave(evidence), note="the weights do not move: higher") for _ in evidence.knobs]
         self.edge = now * along
         level, error = line.mean(0.0)
         self.untrained = [0.0, level, error / math.sqrt(self.batches)]
@@ -234,7 +246,7 @@ class LineRule(BaseController):
         growth = min(2.0, max(0.5, now / self.scheduled)) if self.scheduled > 0 else 1.0
         self.scheduled = now
         factor = goal / (_value(evidence) * growth)
-        over = octave_steps_of(evidence)
+        over = self._octave(evidence)
         return [Decision(factor=factor, over=over, restart=restart, rise_from=0.5 if restart else 1.0, note=note) for _ in evidence.knobs]
 
     def _from(self, evidence: Evidence, goal: float, note: str) -> list[Decision]:
@@ -281,13 +293,10 @@ def _late(reading: Reading, total_steps: int) -> Decision:
     )  # fmt: skip
 
 
-def octave_steps(total_steps: int, sync_interval: int) -> int:
-    """`OCTAVE` of the run in whole cycles, at least one."""
-    return max(1, round(OCTAVE * total_steps / sync_interval)) * sync_interval
-
-
-def octave_steps_of(evidence: Evidence) -> int:
-    return octave_steps(evidence.total_steps or 0, evidence.sync_interval)
+def octave_steps(total_steps: int, sync_interval: int, most: int = STEPS) -> int:
+    """`OCTAVE` of the run, but not above ``most``, in whole cycles; less than one where that would be twice as many."""
+    steps = min(OCTAVE * total_steps, most)
+    return round(steps / sync_interval) * sync_interval or max(1, round(steps))
 
 
 def _peak_over_mean(evidence: Evidence) -> float:
