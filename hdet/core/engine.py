@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers.base import is_idle, opening, spreads
+from .controllers.base import is_idle, opening, spreads, sweep_cycle
 from .controllers.protocol import Controller, Decision, Evidence, require_keys
 from .design import orthogonal
 from .scale import Scale
@@ -149,10 +149,8 @@ class Engine:
     def cycle_length(self) -> int:
         """Steps of the running cycle: T, or less where the controller sweeps, and what is missing to a multiple of T where it has done so."""
         interval = self.clock.sync_interval
-        sweep = getattr(self.controller, "sweep_cycle", None)
-        if sweep is None:
-            return interval
-        return sweep(self.clock.total_steps or 0, interval) or interval - (self.step - self.position) % interval
+        short = sweep_cycle(self.controller, self.clock.total_steps or 0, interval)
+        return interval if short is None else short or interval - (self.step - self.position) % interval
 
     def tick(self) -> bool:
         """One optimizer step is done on every replica. Returns whether it ends the cycle."""

@@ -16,7 +16,7 @@ from tests.layouts.common import model
 STEPS = 96
 
 
-def _train(start: float, batches: list[int], ddp: bool, restart: bool = False) -> tuple[list[dict[str, float]], list[float], list[str]]:
+def _train(start: float, batches: list[int], ddp: bool, restart: bool = False, interval: int = 2) -> tuple[list[dict[str, float]], list[float], list[str]]:
     """Base values, weights and notes of a run; ``batches``: this process's of each step. float64, where rounding is 1e-16."""
     net = model()
     wrapped: Any = DDP(net) if ddp else net
@@ -26,7 +26,7 @@ def _train(start: float, batches: list[int], ddp: bool, restart: bool = False) -
     ensemble = hdet.Ensemble(
         optimizer,
         controller=hdet.LineController(net, rule=rule),
-        sync_interval=2,
+        sync_interval=interval,
         total_steps=200,
         log=lambda record, step: notes.extend(record["notes"]),
     )
@@ -46,15 +46,17 @@ def squares(net: Any, batch: Any) -> torch.Tensor:
     return ((net(batch[0]) - batch[1]) ** 2).mean(1)
 
 
-def _decide(rank: int, world_size: int, start: float, restart: bool) -> Any:
-    return _train(start, [rank], ddp=True, restart=restart)
+def _decide(rank: int, world_size: int, start: float, restart: bool, interval: int = 2) -> Any:
+    return _train(start, [rank], ddp=True, restart=restart, interval=interval)
 
 
-def test_both_ranks_decide_alike_and_as_one_process_with_both_batches() -> None:
+@pytest.mark.parametrize("interval", [2, 20])
+def test_both_ranks_decide_alike_and_as_one_process_with_both_batches(interval: int) -> None:
+    """Cycles of 2 steps, an octave, and longer ones, in whose place the sweep has its own."""
     start = 1e-3
-    one, two = run_ranks(_decide, 2, start, False)
+    one, two = run_ranks(_decide, 2, start, False, interval)
     assert one == two  # bitwise: values, weights, notes
-    values, weights, _ = _train(start, [0, 1], ddp=False)
+    values, weights, _ = _train(start, [0, 1], ddp=False, interval=interval)
     assert [v["lr"] for v in one[0]] == pytest.approx([v["lr"] for v in values], rel=1e-6)
     assert one[1] == pytest.approx(weights, rel=1e-6, abs=1e-9)
     assert values[-1]["lr"] > 5 * start

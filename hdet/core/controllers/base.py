@@ -9,7 +9,18 @@ from typing import Any
 
 from .protocol import Controller, Decision, Evidence, require_keys
 
-__all__ = ["BaseController", "RuledController", "check_run", "is_idle", "needs_replicas", "opening", "regresses", "see", "spreads"]
+__all__ = [
+    "BaseController",
+    "RuledController",
+    "check_run",
+    "is_idle",
+    "needs_replicas",
+    "opening",
+    "regresses",
+    "see",
+    "spreads",
+    "sweep_cycle",
+]
 
 
 class BaseController:
@@ -176,6 +187,12 @@ def spreads(controller: Controller | None) -> bool:
 def opening(controller: Controller | None) -> float:
     """`BaseController.opening`; 1 without it, and without a controller."""
     return float(getattr(controller, "opening", 1.0))
+
+
+def sweep_cycle(controller: Controller | None, total_steps: int, sync_interval: int) -> int | None:
+    """`LineRule.sweep_cycle`; None without it: cycles are T steps."""
+    asked = getattr(controller, "sweep_cycle", None)
+    return None if asked is None else int(asked(total_steps, sync_interval))
 
 
 def regresses(controller: Controller) -> bool:
