@@ -16,7 +16,9 @@ from tests.layouts.common import model
 STEPS = 96
 
 
-def _train(start: float, batches: list[int], ddp: bool, restart: bool = False, interval: int = 2) -> tuple[list[dict[str, float]], list[float], list[str]]:
+def _train(
+    start: float, batches: list[int], ddp: bool, restart: bool = False, interval: int = 2
+) -> tuple[list[dict[str, float]], list[float], list[str]]:
     """Base values, weights and notes of a run; ``batches``: this process's of each step. float64, where rounding is 1e-16."""
     net = model()
     wrapped: Any = DDP(net) if ddp else net
