@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,15 +67,19 @@ def begin_anew(optimizer: Optimizer, keep: Collection[str] = ()) -> None:
     all begins as zeros. What it counts in its groups is for `GroupNumbers`.
     """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    if not _known(optimizer):
-        for parameter in groups:
-            if not any(key in keep for key in optimizer.state.get(parameter, ())):
-                optimizer.state.pop(parameter, None)
+    _drop(optimizer, [p for p in groups if not any(key in keep for key in optimizer.state.get(p, ()))])
     for parameter, key, tensor in state_tensors(optimizer):
         if key not in keep:
             _begin(local_parts([tensor])[0], key, groups[parameter])
     for _, key, state in _numbers(optimizer):
         state[key] *= 0
+
+
+def _drop(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """The state of these, where `_begin` does not know how it begins: its optimizer makes it as it makes it."""
+    if not _known(optimizer):
+        for parameter in parameters:
+            optimizer.state.pop(parameter, None)
 
 
 class GroupNumbers:
@@ -155,8 +159,9 @@ class Anchor:
     @torch.no_grad()
     def restore(self) -> None:
         """Put it back, in place. State that was made since (an optimizer makes it in its first step) becomes what it began as."""
-        if not _known(self._optimizer):
-            self._drop_what_was_made_since()
+        had = {n for n, name, _ in self._taken if name} | {n for n, _ in self._numbers}
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        _drop(self._optimizer, [p for n, p in enumerate(parameters) if n not in had])
         for key, tensor, parameter, group in self._contents():
             if key in self._taken:
                 tensor.copy_(self._copies[key], non_blocking=True)
@@ -168,13 +173,6 @@ class Anchor:
             state[name] = self._numbers.get((n, name), 0)
         if self._groups is not None:
             self._groups.put_back()
-
-    def _drop_what_was_made_since(self) -> None:
-        """Its optimizer makes it as it makes it, and not as `_begin` would."""
-        had = {n for n, name, _ in self._taken if name} | {n for n, _ in self._numbers}
-        for n, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
-            if n not in had:
-                self._optimizer.state.pop(parameter, None)
 
 
 class Anchors:

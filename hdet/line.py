@@ -48,7 +48,8 @@ class LineController(RuledController):
     ranks. Meanwhile the spread rests; with shared gradients, which it asks for where nothing follows, replicas train alike. Several rates (parameter
     groups) are swept together; other knobs may stand beside them for ``then``.
 
-    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are those of the beginning again.
+    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are those of the
+    beginning again.
 
     Args:
         model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
@@ -68,8 +69,8 @@ class LineController(RuledController):
     ones. Memory: two copies of the parameters, given back when nothing is left to read; those of ``then`` come on top (a probe of single
     cycles takes its own at once).
 
-    Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
-    interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
+    Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what
+    has been learned; a sweep or an interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class LineController(RuledController):
     def idle(self) -> bool:
         return not self.listens and (self.then is None or is_idle(self.then))
 
-    def sweep_cycle(self, total_steps: int, sync_interval: int) -> int:
-        """See `LineRule.sweep_cycle`: the sweep has short cycles, whatever T is."""
-        return self.rule.sweep_cycle(total_steps, sync_interval)
+    def cycle_steps(self, began: int, total_steps: int, sync_interval: int) -> int:
+        """See `LineRule.cycle_steps`: the sweep has short cycles, whatever T is."""
+        return self.rule.cycle_steps(began, total_steps, sync_interval)
 
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         super().check_run(total_steps, floor)

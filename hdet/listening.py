@@ -139,7 +139,7 @@ class Listening:
     @contextmanager
     def line(self, closure: Closure | None) -> Iterator[Any]:
         """The line of the interval that ends with this cycle, to be read inside; None if none does."""
-        due = self._line is not None and self._engine.controls and self._line.is_due(self._step())
+        due = self._line is not None and self._engine.controls(self._engine.step) and self._line.is_due(self._step())
         if self._line is None or not due:
             yield None
             return
@@ -168,7 +168,7 @@ class Listening:
     def _measures(self, cycle_end: int) -> bool:
         """Is a measurement at the end of the cycle of any use? The same answer on every rank, because rules run on equal inputs."""
         waits = self._line is not None and not self._line.handed_over
-        return self.sensor is not None and not self.sensor.idle and not waits and self._engine.clock.controls(cycle_end)
+        return self.sensor is not None and not self.sensor.idle and not waits and self._engine.controls(cycle_end)
 
     @property
     def _steps_left(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers.base import is_idle, opening, spreads, sweep_cycle
+from .controllers.base import cycle_steps, is_idle, opening, spreads
 from .controllers.protocol import Controller, Decision, Evidence, require_keys
 from .design import orthogonal
 from .scale import Scale
@@ -147,10 +147,8 @@ class Engine:
 
     @property
     def cycle_length(self) -> int:
-        """Steps of the running cycle: T, or less where the controller sweeps, and what is missing to a multiple of T where it has done so."""
-        interval = self.clock.sync_interval
-        short = sweep_cycle(self.controller, self.clock.total_steps or 0, interval)
-        return interval if short is None else short or interval - (self.step - self.position) % interval
+        """Steps of the running cycle: T, unless the controller asks for another length."""
+        return cycle_steps(self.controller, self.step - self.position, self.clock.total_steps, self.clock.sync_interval)
 
     def tick(self) -> bool:
         """One optimizer step is done on every replica. Returns whether it ends the cycle."""
@@ -158,10 +156,9 @@ class Engine:
         self.position += 1
         return self.clock.ends_cycle(self.position, self.step, self.cycle_length)
 
-    @property
-    def controls(self) -> bool:
-        """May the controller use the cycle that ends now?"""
-        return self.clock.controls(self.step, self.cycle_length)
+    def controls(self, end: int) -> bool:
+        """May the controller use the running cycle, which ends at step ``end``?"""
+        return self.clock.controls(end, self.cycle_length)
 
     # -- control ---------------------------------------------------------------------------------------------------------
 
@@ -193,7 +190,7 @@ class Engine:
         left_out = [r for r, x in enumerate(read) if x is None]
         notes = [f"replica {r} left out: no finite {what}" for r in left_out]
         decisions = [Decision()] * len(self.knobs)
-        if self.controller is not None and self.controls:
+        if self.controller is not None and self.controls(self.step):
             evidence = Evidence(
                 cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,

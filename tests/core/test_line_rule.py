@@ -105,9 +105,10 @@ def test_a_run_begins_at_a_16th_and_nothing_moves_without_a_line() -> None:
 def test_an_octave_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_less_than_one(total: int, interval: int, steps: int) -> None:
     rule = LineRule()
     assert octave_steps(total, interval) == steps == rule.next_end(total, interval)
-    assert rule.sweep_cycle(total, interval) == min(interval, steps)
+    assert rule.cycle_steps(5, total, interval) == min(interval, steps)
     rule.phase = DONE
-    assert rule.sweep_cycle(total, interval) == 0
+    assert rule.cycle_steps(0, total, interval) == interval
+    assert interval == 1 or rule.cycle_steps(3 * interval + 1, total, interval) == interval - 1
 
 
 def test_a_sweep_has_twenty_octaves_however_long_the_run_is() -> None:

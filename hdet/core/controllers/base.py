@@ -13,13 +13,13 @@ __all__ = [
     "BaseController",
     "RuledController",
     "check_run",
+    "cycle_steps",
     "is_idle",
     "needs_replicas",
     "opening",
     "regresses",
     "see",
     "spreads",
-    "sweep_cycle",
 ]
 
 
@@ -189,10 +189,10 @@ def opening(controller: Controller | None) -> float:
     return float(getattr(controller, "opening", 1.0))
 
 
-def sweep_cycle(controller: Controller | None, total_steps: int, sync_interval: int) -> int | None:
-    """`LineRule.sweep_cycle`; None without it: cycles are T steps."""
-    asked = getattr(controller, "sweep_cycle", None)
-    return None if asked is None else int(asked(total_steps, sync_interval))
+def cycle_steps(controller: Controller | None, began: int, total_steps: int | None, sync_interval: int) -> int:
+    """`LineRule.cycle_steps`; T without it."""
+    asked = getattr(controller, "cycle_steps", None)
+    return sync_interval if asked is None else int(asked(began, total_steps or 0, sync_interval))
 
 
 def regresses(controller: Controller) -> bool:

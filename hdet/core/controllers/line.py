@@ -142,9 +142,11 @@ class LineRule(BaseController):
             return self.ended + octave_steps(total_steps, sync_interval, self.octave)
         return max(LATE[int(self.late)] * total_steps, self.risen)
 
-    def sweep_cycle(self, total_steps: int, sync_interval: int) -> int:
-        """Steps of a cycle in feel and sweep; 0 afterwards, when they are T."""
-        return min(sync_interval, octave_steps(total_steps, sync_interval, self.octave)) if self.sweeping else 0
+    def cycle_steps(self, began: int, total_steps: int, sync_interval: int) -> int:
+        """Steps of the cycle that begins at step ``began``: T, or less in feel and sweep; after those the first ends at a multiple of T."""
+        if self.sweeping:
+            return min(sync_interval, octave_steps(total_steps, sync_interval, self.octave))
+        return sync_interval - began % sync_interval
 
     def anew(self, step: int) -> None:
         """The weights that a sweep would go back to are lost (a checkpoint was loaded, a cycle taken back): it begins again, here."""
