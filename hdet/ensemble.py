@@ -24,20 +24,23 @@ from .checks import (
 from .converge import Converge, Plain
 from .converge.average import DEFAULT_BUCKET_BYTES
 from .core.clock import Clock
-from .core.controllers import Controller
+from .core.controllers import Controller, Run
 from .core.divergence import Divergence, Verdict, judge
 from .core.engine import CycleOutcome, Engine, KnobSpec
+from .core.plan import Adopt, Average, Ending, Keep, Plan, Restore
 from .fan_out import FanOut
 from .faults import ReplicaLost, during
 from .history import cycle_record
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .line import Closure
-from .listening import Listening
+from .knobs.bound import ProductKnob
+from .measure.base import Closure, Watched
+from .measure.panel import Panel
 from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
-from .slots import Slot, gather_slots
+from .slots import Slot, gather_slots, masters_of
+from .snapshots import Snapshots
 from .weights import ReplicaWeights, Tied, average_weights, check_tied
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
@@ -136,27 +139,37 @@ class Ensemble:
             self.knobs, optimizer, self.replicas, controller, design=design, gradients=gradients, moments=moments, converge=converge
         )
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
-        specs = [KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr") for knob in self.knobs]
+        specs = [
+            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr", product=isinstance(knob, ProductKnob)) for knob in self.knobs
+        ]
         clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
-        check_controller(controller, self.engine, self.schedule.peaks_and_floors()[1])
+        run = Run(
+            clock, specs, self.replicas.count, self.schedule.peaks_and_floors()[1], local=gradients == "local",
+            together=len(self.replicas.local) > 1, averaging=repr(converge),
+        )  # fmt: skip
+        check_controller(controller, run)
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self._settings = {
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
             "moments": moments, "converge": converge, "divergence": divergence, "design": design,
         }  # fmt: skip
-        self._listening = Listening(
-            self.engine,
-            self._schedule_step,
-            optimizer,
-            self.replicas,
-            self.knobs,
-            gradients,
-            lambda: self._fan_out.multipliers,
-            self.during,
-        )
-        self._means = self.schedule.means() if self._listening.has_line else None  # the only one that reads them
+        self.engine.schedule_step = self._schedule_step()
+        if controller is not None and self.engine.step:
+            self.engine.restart()
+        self._panel = Panel(self.engine, self._schedule_step, self.during)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        sets = self.replicas.sets(trained)
+        masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
+        self._snapshots = Snapshots(trained, masters[0], optimizer, self._panel.modules)
+        self._panel.watch(
+            Watched(
+                optimizer, sets, masters, self.knobs, clock, self.replicas, gradients, lambda: self._fan_out.multipliers,
+                self._snapshots.parameters,
+            )
+        )  # fmt: skip
+        self._means = self.schedule.means() if controller is not None and controller.needs_schedule_mean else []
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(
             self.parameters,
@@ -170,7 +183,7 @@ class Ensemble:
             tied=tied,
             refresh=refresh,
             divergence=divergence,
-            modules=[*self._listening.modules, *([buffers] if isinstance(buffers, nn.Module) else [])],
+            modules=[*self._panel.modules, *([buffers] if isinstance(buffers, nn.Module) else [])],
         )
 
         self._agreed = False  # ranks have the same settings
@@ -226,12 +239,12 @@ class Ensemble:
         if stepped and not self._compared:
             self._compare_gradients()
         try:
-            self._listening.check_closure(closure)
+            self._panel.check_closure(closure)
             self.schedule.advance()
             ends = False
             if stepped:
                 ends = self.engine.tick()
-                self._listening.sample()
+                self._panel.sample()
             if ends or (self.schedule.is_over and self.engine.position > 0):
                 self._end_cycle(closure)
             elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
@@ -347,8 +360,8 @@ class Ensemble:
 
     @property
     def sweeping(self) -> bool:
-        """Are the weights those of a `LineController`'s sweep, which will be taken back? Then they are nothing to save, or to evaluate."""
-        return self._listening.sweeping
+        """Are the weights those of a trial (a `LineController`'s sweep), which will be taken back? Then they are nothing to save, or to evaluate."""
+        return any(snapshot.state for snapshot in self.engine.plan.snapshots.values())
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
@@ -421,6 +434,9 @@ class Ensemble:
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> None:
+        self.engine.schedule_step = self._schedule_step()
+        self._snapshots.begin_cycle(self.engine.plan.snapshots)
+        self._panel.begin_cycle()
         self.forget_window()
         self._explored = False
         table = self.engine.multipliers()
@@ -430,43 +446,65 @@ class Ensemble:
     def _depart(self) -> None:
         """Before the first optimizer step after an average."""
         self.weights.depart()
-        self._listening.depart()
+        self._snapshots.on_cycle_start()
+        self._panel.on_cycle_start()
 
     def forget_window(self) -> None:
         for member in self.weights.local:
             member.window.reset()
-        self._listening.forget()
+        self._panel.reset()
 
     @ranged("hdet.cycle")
     def _end_cycle(self, closure: Closure | None) -> None:
         self._check_explored()
         started = self._now()
+        moment, plan = self.engine.moment, self.engine.plan
         compare = self.replicas.count > 1 and not self._replicas_part
-        rows = self._listening.rows(self._as_replica)
+        rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
         with self.during("slots"):
             slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, mark=self.weights.mark())
         self.weights.check_marks(slots)
-        heard = self._listening.heard(rows, slots)
-        verdict, losses = self._listening.verdict(slots) or (
-            judge(self.divergence, [slot.finite for slot in slots], [slot.raw_loss for slot in slots], self.engine.level),
-            [slot.loss for slot in slots],
-        )
+        measured = self._panel.measured(rows, slots)
+        verdict, losses = self._verdict(plan, slots)
         self._notes += verdict.notes
-        self._converge(verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
+        together = self._converge(plan.end, verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
         averaged = self._now()
-        outcome = self._control(verdict, losses, heard, slots, closure)
-        read = self._now() if self._listening.has_line else averaged
-        self._settle()
+        outcome = self._control(verdict, losses, measured, slots, closure)
+        if outcome.end is not None:
+            with self.during("average"):
+                together = self._carry_out(outcome.end) or together
+        read = self._now() if outcome.answers else averaged
+        if together:
+            self._settle()
         self.schedule.write(self.engine)
         self.history = cycle_record(
-            self.engine, self.schedule, outcome, losses=losses, scores=heard.get("probes"), rolled_back=verdict.roll_back, notes=self._notes,
+            self.engine, self.schedule, outcome, moment, plan, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
             probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed),
         )  # fmt: skip
         self._notes = []
         self._begin_cycle()
         if self.log is not None:
             self.log(self.history, self.engine.step)
+
+    def _verdict(self, plan: Plan, slots: Sequence[Slot]) -> tuple[Verdict, list[float | None]]:
+        """Who has diverged, and each replica's loss.
+
+        Raises:
+            ValueError: what breaks is the controller's to take back, and there is no loss by which it could tell.
+        """
+        if plan.judged:
+            finite, raw = [slot.finite for slot in slots], [slot.raw_loss for slot in slots]
+            return judge(self.divergence, finite, raw, self.engine.level), [slot.loss for slot in slots]
+        if all(slot.finite and slot.raw_loss is None for slot in slots):
+            raise ValueError(
+                f"the controller {getattr(self.engine.controller, 'name', '')!r} reads the training losses too: call step(loss, closure=...), or "
+                "observe(loss)"
+            )
+        # One replica that broke breaks the average of all: its loss may not be left out then.
+        count = all(slot.votes for slot in slots) or not isinstance(plan.end, Average)
+        verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
+        return verdict, [slot.loss if count else None for slot in slots]
 
     def _check_explored(self) -> None:
         if self._forward and not self._explored and self.engine.explores:
@@ -482,8 +520,8 @@ class Ensemble:
             yield
 
     @ranged("hdet.converge")
-    def _converge(self, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> None:
-        """Eq. 3 over the healthy replicas, or the anchor's state again."""
+    def _converge(self, end: Ending, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> bool:
+        """As the plan says; or, of a cycle that is taken back, the anchor's state again. Returns whether replicas are together now."""
         with self.during("average"):
             if verdict.roll_back:
                 if self.engine.rollbacks_in_row >= self.divergence.attempts:
@@ -491,41 +529,60 @@ class Ensemble:
                         f"{self.engine.rollbacks_in_row} cycles in a row were taken back, and the next one diverged too"
                     )
                 self.weights.roll_back(self.engine.rollbacks_in_row)
-            elif not verdict.healthy:
-                raise self._all_diverged("no replica has finite parameters left")
-            elif not (equal and self.weights.settled):
-                # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-                self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
+            elif isinstance(end, Average):
+                if not verdict.healthy:
+                    raise self._all_diverged("no replica has finite parameters left")
+                if not (equal and self.weights.settled):
+                    # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
+                    self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
+            else:
+                return self._carry_out(end)
+        return True
+
+    def _carry_out(self, end: Ending) -> bool:
+        """An ending that is no average of the cycle. Returns whether replicas are together now.
+
+        Raises:
+            ValueError: a snapshot that the plan does not keep, or no such replica.
+        """
+        count = self.replicas.count
+        if isinstance(end, Adopt):
+            if not 0 <= end.replica < count:
+                raise ValueError(f"the controller asks for replica {end.replica!r} to be adopted, but there are {count}")
+            if count > 1:
+                self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(count)])
+        elif isinstance(end, Restore):
+            self._snapshots.restore(end.snapshot)
+            self._panel.restart()
+            if len(self.replicas.local) > 1:  # only the first one's weights were taken back
+                self.weights.complete([1.0] + [0.0] * (count - 1))
+            self.weights.written()
+        return not isinstance(end, Keep)
 
     def _control(
         self,
         verdict: Verdict,
         losses: list[float | None],
-        heard: Mapping[str, list[list[float]]],
+        measured: Mapping[str, list[list[float]]],
         slots: Sequence[Slot],
         closure: Closure | None,
     ) -> CycleOutcome:
-        """Let the controller act on the cycle; or, where it is taken back, lower the learning rate's base values."""
+        """Let the controller learn from the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
-            self._listening.begin_anew()
+            self._panel.restart()
+            self._snapshots.forget()
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(self.divergence.lower)
         self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
-        measured: dict[str, Any] = {
-            name: [row if slot.votes else None for row, slot in zip(rows, slots, strict=True)] for name, rows in heard.items()
+        voting: dict[str, Any] = {
+            name: [row if slot.votes else None for row, slot in zip(rows, slots, strict=True)] for name, rows in measured.items()
         }
         peaks, floors = self.schedule.peaks_and_floors()
-
-        with self._listening.line(closure) as line:
+        with self._panel.answering(closure) as answer:
             outcome = self.engine.close(
-                losses, **measured, line=line, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
-                schedule_step=self.schedule.step, local=self.gradients == "local",
+                losses, voting, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
+                schedule_step=self.schedule.step, local=self.gradients == "local", answer=answer,
             )  # fmt: skip
-        if line is not None and self._listening.settle(outcome.decisions):
-            self.weights.moments.reset()
-            if len(self.replicas.local) > 1:  # only the first one's weights were taken back
-                self.weights.complete([1.0] + [0.0] * (self.replicas.count - 1))
-            self.weights.written()
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
@@ -589,12 +646,16 @@ class Ensemble:
         self._agreed, self._lockstep = False, self.replicas.count == 1
         self._fan_out.unknown()
         self.weights.loaded()
-        self._listening.begin_anew()
+        self._snapshots.forget()
+        self._panel.restart()
+        self.engine.schedule_step = self._schedule_step()
+        self.engine.restart()
         self._begin_cycle()
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
-        self._listening.close()
+        self._panel.release()
+        self._snapshots.forget()
         self._fan_out.close()
         self.weights.close()
         self.replicas.detach()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .core.controllers import PROBE
 from .core.engine import CycleOutcome, Engine
+from .core.plan import Moment, Plan
+from .core.replay import recorded
 from .schedule import Schedule
 
 __all__ = ["cycle_record"]
@@ -16,9 +19,11 @@ def cycle_record(
     engine: Engine,
     schedule: Schedule,
     outcome: CycleOutcome,
+    moment: Moment,
+    plan: Plan,
     *,
     losses: Sequence[float | None],
-    scores: Sequence[Sequence[float]] | None,
+    scores: Mapping[str, Sequence[Sequence[float]]],
     rolled_back: bool,
     notes: Sequence[str],
     probe_ms: float,
@@ -32,6 +37,7 @@ def cycle_record(
     - by replica: losses (mean training loss, None if it must not count), probe (mean probe loss; None without one);
     - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
       cycles taken back, replicas left out of an average);
+    - record: all that the controller was asked and told, and what it said (`hdet.core.replay.recorded`), from which `replay` decides again;
     - converge_ms, probe_ms (milliseconds on this rank; reading a line counts as a probe), notes (text).
     """
 
@@ -51,7 +57,7 @@ def cycle_record(
         "t": by_knob(d.t for d in outcome.decisions),
         "multipliers": by_knob(outcome.multipliers),
         "losses": list(losses),
-        "probe": None if scores is None else [_finite_mean(row) for row in scores],
+        "probe": [_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
         "left_out": outcome.left_out,
         "rolled_back": rolled_back,
         "rollbacks": engine.rollbacks,
@@ -59,6 +65,7 @@ def cycle_record(
         "converge_ms": converge_ms,
         "probe_ms": probe_ms,
         "notes": [*notes, *outcome.notes],
+        "record": recorded(moment, plan, outcome, rolled_back),
     }
 
 

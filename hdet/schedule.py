@@ -55,7 +55,7 @@ class Schedule:
     def write(self, engine: Engine) -> None:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
         for k, knob in enumerate(self.knobs):
-            knob.write(engine.in_force(k), engine.bases[k])
+            knob.write(engine.in_force(k), engine.held[k])
 
     def values(self) -> list[float]:
         """[knob]: the untouched schedule's value now."""

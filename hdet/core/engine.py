@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers.base import cycle_steps, is_idle, opening, spreads
-from .controllers.protocol import Controller, Decision, Evidence, require_keys
+from .controllers import Controller, Evidence
+from .controllers.protocol import require_keys
 from .design import orthogonal
+from .plan import Decision, Ending, Learned, Moment, Plan, Question
 from .scale import Scale
 from .spread import assignment, check_spread, multipliers
 
-__all__ = ["CycleOutcome", "Engine", "KnobSpec"]
+__all__ = ["CycleOutcome", "Engine", "KnobSpec", "ask_and_tell"]
 
 STATE_VERSION = 2
 LARGEST_CORRECTION = 1e6
@@ -33,6 +34,8 @@ class KnobSpec:
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
     """Is it a learning rate? A controller's opening is of those, and they are lowered where a cycle is taken back."""
+    product: bool = False
+    """Is it a decay that is explored as rate * decay, so that it falls where the rate rises?"""
 
     def __post_init__(self) -> None:
         check_spread(self.spread)
@@ -47,6 +50,12 @@ class CycleOutcome:
     decisions: list[Decision]
     left_out: list[int]
     notes: list[str]
+    end: Ending | None = None
+    """What the controller has asked for after the cycle's own ending."""
+    evidence: Evidence | None = None
+    """What it was told; None where it was not."""
+    answers: list[Any] = field(default_factory=list)
+    """To its questions, in their order."""
 
 
 class Engine:
@@ -83,10 +92,14 @@ class Engine:
         self.cycle = 0
         self.step = 0
         self.position = 0
-        self.corrections = [opening(controller) if knob.rate else 1.0 for knob in knobs]
-        self.bases: list[float | None] = [None] * len(knobs)
-        self.eased: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
+        self.corrections = [controller.opening if controller is not None and knob.rate else 1.0 for knob in knobs]
+        self.held: list[float | None] = [None] * len(knobs)
+        """By knob: a base value that a controller has put in the place of schedule and correction."""
+        self.ramps: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
         """By knob: what the correction was, and since which step and over how many the one in `corrections` comes into force."""
+        self.schedule_step: int | None = None
+        """Steps of the schedule done, where they are not this engine's (a step that a scaler skips, or several calls for each)."""
+        self._plan: Plan | None = None
         self.level: float | None = None
         """Median loss of the healthy replicas in the last cycle that was not taken back."""
         self.rollbacks = 0
@@ -95,22 +108,61 @@ class Engine:
         self.diverged_total = 0
         """How often a replica was left out of an average since step 0."""
         self._table: list[list[float]] = []
-        self._table_of: tuple[int, int, bool] | None = None
+        self._table_of: tuple[int, int, Plan] | None = None
 
-    # -- fan out ---------------------------------------------------------------------------------------------------------
+    # -- plan and fan out ------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Of the running cycle; the controller is asked once for each.
+
+        Raises:
+            ValueError: multipliers that are not [knob][replica] and positive, or a length below 1.
+        """
+        if self._plan is None:
+            plan = Plan() if self.controller is None else self.controller.plan(self.moment)
+            self._check_plan(plan)
+            self._plan = plan
+        return self._plan
+
+    @property
+    def moment(self) -> Moment:
+        """The beginning of the running cycle."""
+        began = self.step - self.position
+        return Moment(self.cycle, began, began if self.schedule_step is None else self.schedule_step)
+
+    def _check_plan(self, plan: Plan) -> None:
+        name = getattr(self.controller, "name", "")
+        if plan.steps is not None and plan.steps < 1:
+            raise ValueError(f"controller {name!r} plans a cycle of {plan.steps!r} steps: a cycle has at least 1")
+        rows = plan.multipliers
+        if rows is None:
+            return
+        if [len(row) for row in rows] != [self.replicas] * len(self.knobs) or not all(
+            math.isfinite(x) and x > 0 for row in rows for x in row
+        ):
+            raise ValueError(
+                f"controller {name!r} plans the multipliers {rows!r}: give {len(self.knobs)} knobs times {self.replicas} replicas, all positive"
+            )
 
     @property
     def explores(self) -> bool:
-        """Can replicas differ in the running cycle? Not without a spread, and not when the controller has nothing left to learn."""
-        return (
-            self.replicas > 1 and any(knob.spread > 0 for knob in self.knobs) and spreads(self.controller) and not is_idle(self.controller)
-        )
+        """Can replicas differ in the running cycle?"""
+        if self.replicas == 1:
+            return False
+        if self.plan.multipliers is not None:
+            return any(len(set(row)) > 1 for row in self.plan.multipliers)
+        return self.plan.spread and any(knob.spread > 0 for knob in self.knobs)
 
     def multipliers(self) -> list[list[float]]:
-        """[knob][replica]: rho of the running cycle (Eq. 1 and 8); all 1 while the spread rests. Not to be written to."""
-        key = (self.seed, self.cycle, self.explores)
-        if key != self._table_of:  # a cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost
-            self._table = self._draw() if self.explores else [[1.0] * self.replicas for _ in self.knobs]
+        """[knob][replica]: rho of the running cycle: the plan's, or drawn (Eq. 1 and 8), or all 1. Not to be written to."""
+        key = (self.seed, self.cycle, self.plan)
+        if self._table_of is None or key[:2] != self._table_of[:2] or key[2] is not self._table_of[2]:
+            # A cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost.
+            if self.plan.multipliers is not None:
+                self._table = [list(map(float, row)) for row in self.plan.multipliers]
+            else:
+                self._table = self._draw() if self.explores else [[1.0] * self.replicas for _ in self.knobs]
             self._table_of = key
         return self._table
 
@@ -124,12 +176,12 @@ class Engine:
 
     def value(self, knob: int, scheduled: float) -> float:
         """The base value in force, given the untouched schedule's."""
-        base, scale = self.bases[knob], self.knobs[knob].scale
-        return scale.corrected(scheduled, self.in_force(knob)) if base is None else scale.hold(base)
+        held, scale = self.held[knob], self.knobs[knob].scale
+        return scale.corrected(scheduled, self.in_force(knob)) if held is None else scale.hold(held)
 
     def in_force(self, knob: int) -> float:
         """The correction in the step to come: a sudden rise of a rate is a shock to the moments, so it may come by and by."""
-        before, since, over = self.eased[knob]
+        before, since, over = self.ramps[knob]
         part = (self.step - since + 1) / over if over else 1.0
         return self.corrections[knob] if part >= 1 else before * (self.corrections[knob] / before) ** part
 
@@ -147,8 +199,8 @@ class Engine:
 
     @property
     def cycle_length(self) -> int:
-        """Steps of the running cycle: T, unless the controller asks for another length."""
-        return cycle_steps(self.controller, self.step - self.position, self.clock.total_steps, self.clock.sync_interval)
+        """Steps of the running cycle: T, unless the controller plans another length."""
+        return self.plan.steps or self.clock.sync_interval
 
     def tick(self) -> bool:
         """One optimizer step is done on every replica. Returns whether it ends the cycle."""
@@ -165,74 +217,83 @@ class Engine:
     def close(
         self,
         losses: Sequence[float | None],
-        probes: Sequence[Sequence[float] | None] | None = None,
+        measured: Mapping[str, Sequence[Sequence[float] | None]] | None = None,
         *,
-        line: Any | None = None,
-        inner: Sequence[Sequence[float] | None] | None = None,
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
-        mean: Sequence[float] | None = None,
+        mean: Sequence[float] = (),
         floor: Sequence[float] | None = None,
         schedule_step: int | None = None,
         local: bool = False,
+        answer: Callable[[Question], Any] | None = None,
     ) -> CycleOutcome:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
         ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a slot never reaches
-        the controller. ``probes``: [replica][chunk], rows with a non-finite number are left out whole, as those of ``inner`` are.
-        ``line``, ``inner`` and ``local``: see `Evidence`. ``schedule_step``: steps of the schedule done, where they are not this engine's
-        (a step that a scaler skips, or several calls for each); controllers count in them.
+        the controller. ``measured``: by name, [replica][number]; rows with a number that is not finite are left out whole. ``mean`` and
+        ``local``: see `Evidence`. ``schedule_step``: see the attribute; controllers count in them. ``answer``: to the controller's questions.
         """
+        self.schedule_step = schedule_step
         table = self._effective(self.multipliers(), scheduled)
         clean = [x if x is not None and math.isfinite(x) else None for x in losses]
-        rows, cosines = (None if given is None else _finite_rows(given) for given in (probes, inner))
-        read, what = (rows, "probe loss") if rows is not None else (cosines, "cosine") if cosines is not None else (clean, "loss")
+        rows = {name: _finite_rows(given) for name, given in (measured or {}).items()}
+        name, read = next(iter(rows.items()), ("loss", clean))
         left_out = [r for r, x in enumerate(read) if x is None]
-        notes = [f"replica {r} left out: no finite {what}" for r in left_out]
-        decisions = [Decision()] * len(self.knobs)
+        notes = [f"replica {r} left out: no finite {name}" for r in left_out]
+        learned = Learned([Decision()] * len(self.knobs))
+        evidence: Evidence | None = None
+        answers: list[Any] = []
         if self.controller is not None and self.controls(self.step):
             evidence = Evidence(
                 cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
-                knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, probes=rows,
-                scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean or peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
+                knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, measured=rows,
+                scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
-                decisions_left=self.clock.decisions_left(self.step), line=line, inner=cosines, local=local,
+                decisions_left=self.clock.decisions_left(self.step), local=local,
             )  # fmt: skip
-            decisions = self.controller.update(evidence)
-            if len(decisions) != len(self.knobs):
-                raise ValueError(f"controller {self.controller.name!r} returned {len(decisions)} decisions for {len(self.knobs)} knobs")
-            if line is None and any(decision.restart for decision in decisions):
+            learned, answers = ask_and_tell(self.controller, evidence, answer)
+            if len(learned.decisions) != len(self.knobs):
                 raise ValueError(
-                    f"controller {self.controller.name!r} asks for the weights of the interval's beginning (restart=True), but no line was read"
+                    f"controller {self.controller.name!r} returned {len(learned.decisions)} decisions for {len(self.knobs)} knobs"
                 )
             pace = self.step / schedule_step if schedule_step else 1.0
-            for k, decision in enumerate(decisions):
-                notes += self._apply(k, decision, (peak or scheduled)[k], round(decision.over * pace))
-        outcome = CycleOutcome(self.cycle, table, decisions, left_out, notes)
+            for k, decision in enumerate(learned.decisions):
+                notes += self._apply(k, decision, (peak or scheduled)[k], round(decision.ramp * pace))
+        outcome = CycleOutcome(self.cycle, table, list(learned.decisions), left_out, notes, learned.end, evidence, answers)
+        self._next_cycle()
+        return outcome
+
+    def _next_cycle(self) -> None:
         self.cycle += 1
         self.position = 0
-        return outcome
+        self._plan = None
+
+    def restart(self) -> None:
+        """The weights are other ones than the controller knows; it plans the running cycle anew."""
+        if self.controller is not None:
+            self.controller.restart(self.moment)
+        self._plan = None
 
     def roll_back(self, factor: float) -> CycleOutcome:
         """End a cycle that is taken back: nothing was learned in it but that the rates were too high."""
         table = self.multipliers()
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
             self.corrections[k] = max(self.in_force(k) * factor, 1 / LARGEST_CORRECTION)
-            self.eased[k] = (1.0, 0, 0)
-            base = self.bases[k]
-            self.bases[k] = None if base is None else base * factor
+            self.ramps[k] = (1.0, 0, 0)
+            held = self.held[k]
+            self.held[k] = None if held is None else held * factor
         self.rollbacks += 1
         self.rollbacks_in_row += 1
         outcome = CycleOutcome(self.cycle, table, [Decision()] * len(self.knobs), list(range(self.replicas)), [])
-        self.cycle += 1
-        self.position = 0
+        self._next_cycle()
+        self.restart()
         return outcome
 
     def reopen(self) -> None:
         """Rates begin once more as a run begins: the weights that a sweep has been going on from are lost."""
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
-            self.corrections[k], self.eased[k] = opening(self.controller), (1.0, 0, 0)
+            self.corrections[k], self.ramps[k] = self.controller.opening if self.controller else 1.0, (1.0, 0, 0)
 
     def accept(self, level: float | None, left_out: int) -> None:
         """The cycle that ends is not taken back: remember what the next one is compared with."""
@@ -241,16 +302,16 @@ class Engine:
         self.diverged_total += left_out
 
     def _apply(self, knob: int, decision: Decision, peak: float, over: int) -> list[str]:
-        """``over``: the decision's, in steps of this engine."""
-        self.bases[knob] = decision.base
+        """``over``: the decision's ramp, in steps of this engine."""
+        self.held[knob] = decision.value
         before, wanted = self.in_force(knob), self.corrections[knob] * decision.factor
         # What passes a knob's bound changes no value, but would take as long to come back.
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
-        if decision.restart:
-            self.eased[knob] = (self.corrections[knob] * decision.rise_from, self.step, over)
+        if decision.ramp_from is not None:
+            self.ramps[knob] = (self.corrections[knob] * decision.ramp_from, self.step, over)
         elif decision.factor != 1:
-            self.eased[knob] = (before, self.step, over if self.corrections[knob] > before else 0)
+            self.ramps[knob] = (before, self.step, over if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []
         if self.corrections[knob] != wanted:
@@ -271,8 +332,8 @@ class Engine:
             "level": self.level,
             "knobs": [knob.name for knob in self.knobs],
             "corrections": list(self.corrections),
-            "bases": list(self.bases),
-            "eased": [list(eased) for eased in self.eased],
+            "bases": list(self.held),
+            "eased": [list(ramp) for ramp in self.ramps],
             "controller": None if self.controller is None else self.controller.name,
             "controller_state": None if self.controller is None else self.controller.state_dict(),
         }
@@ -329,10 +390,31 @@ class Engine:
             setattr(self, key, state[key])
         self.level = None if state["level"] is None else float(state["level"])
         self.corrections = [float(x) for x in state["corrections"]]
-        self.bases = [None if x is None else float(x) for x in state["bases"]]
+        self.held = [None if x is None else float(x) for x in state["bases"]]
         # Versions before the line had none.
         eased = state.get("eased") or [(1.0, 0, 0)] * len(self.knobs)
-        self.eased = [(float(before), int(since), int(over)) for before, since, over in eased]
+        self.ramps = [(float(before), int(since), int(over)) for before, since, over in eased]
+
+
+def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None) -> tuple[Learned, list[Any]]:
+    """Let the controller learn; its questions are answered one after the other. Returns what it has learned, and the answers.
+
+    Raises:
+        ValueError: it asks, and nobody is there to answer.
+    """
+    learned = controller.learn(evidence)
+    answers: list[Any] = []
+    if isinstance(learned, Learned):
+        return learned, answers
+    try:
+        question = next(learned)
+        while True:
+            if answer is None:
+                raise ValueError(f"controller {controller.name!r} asks {question!r}, but nothing was measured that could answer")
+            answers.append(answer(question))
+            question = learned.send(answers[-1])
+    except StopIteration as end:
+        return end.value, answers
 
 
 def _finite_rows(rows: Sequence[Sequence[float] | None]) -> list[Sequence[float] | None]:

@@ -1,28 +1,35 @@
-"""Controllers: pure functions from a cycle's evidence to decisions, one file each, and what they share."""
+"""Controllers: they plan cycles and learn from them. Pure functions of evidence and state, one file each, and what they share."""
 
-from .base import BaseController, RuledController
-from .hypergradient import HypergradientRule
-from .line import LineRule
+from .base import Controller, Learning, RuledController
+from .hypergradient import COSINES, HypergradientRule
+from .line import LINE, LineRule
 from .peak import PeakController
 from .pooled import PooledController
-from .probe import ProbeRule
-from .protocol import Controller, Decision, Evidence
+from .probe import PROBE, ProbeRule
+from .protocol import Evidence, Run
 from .rank import RankController
+from .sequential import SequentialController
+from .shadow import Shadow
 from .slope import SlopeController
 from .softmax import SoftmaxController
 
 __all__ = [
-    "BaseController",
+    "COSINES",
+    "LINE",
+    "PROBE",
     "Controller",
-    "Decision",
     "Evidence",
     "HypergradientRule",
+    "Learning",
     "LineRule",
     "PeakController",
     "PooledController",
     "ProbeRule",
     "RankController",
     "RuledController",
+    "Run",
+    "SequentialController",
+    "Shadow",
     "SlopeController",
     "SoftmaxController",
 ]

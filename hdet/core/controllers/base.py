@@ -1,30 +1,26 @@
-"""What all controllers have in common: when they come to rest, and how their state travels."""
+"""The one base class of controllers: documented hooks with defaults that do nothing, when a controller comes to rest, and its state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .protocol import Controller, Decision, Evidence, require_keys
+from ..plan import Decision, Learned, Moment, Plan, Question
+from .protocol import Evidence, Run, require_keys
 
-__all__ = [
-    "BaseController",
-    "RuledController",
-    "check_run",
-    "cycle_steps",
-    "is_idle",
-    "needs_replicas",
-    "opening",
-    "regresses",
-    "see",
-    "spreads",
-]
+__all__ = ["Controller", "Learning", "RuledController"]
+
+Learning = Learned | Generator[Question, Any, Learned]
+"""What `Controller.learn` returns; a generator asks its questions by ``answer = yield question``."""
 
 
-class BaseController:
-    """A controller is ``name``, `decide` and ``state_keys``; the rest is here.
+class Controller:
+    """Plans cycles and learns from them. Runs on every rank on bitwise equal inputs, so it is a function of these and of its own state alone:
+    no clock, no random numbers, no tensors, no process groups.
+
+    A controller overrides `learn`, or `decide` if `freeze_after` is to work; all else has a default.
 
     Args:
         freeze_after: from there on nothing moves: a part of the run, a float in (0, 1], or a number of steps, an int >= 1. A decision
@@ -33,15 +29,20 @@ class BaseController:
     """
 
     name = ""
-    needs_probe = False
+    measurements: Mapping[str, Any] = {}
+    """What `Plan.measure` may name: `hdet.measure.Measurement` objects, made by whoever constructs the controller."""
     needs_replicas = True
     """Does it learn from differences between replicas? If not, one replica is enough."""
-    spreads = True
-    """Do replicas train under different values for it? If not, the spread rests."""
-    opening = 1.0
-    """The correction with which a run begins."""
     regresses = False
-    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1. (Every one with a probe does.)"""
+    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
+    judges_held_out = False
+    """Does it learn from held-out, unregularised losses alone? Then it may move knobs of which training losses are no honest judge."""
+    knob_per_group = False
+    """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
+    needs_schedule_mean = False
+    """Does it read `Evidence.mean`?"""
+    opening = 1.0
+    """The correction of learning rates with which a run begins."""
     state_keys: Sequence[str] = ()
     """Attributes that are the state: numbers, booleans, and lists of them. Hyperparameters are not state."""
 
@@ -55,53 +56,66 @@ class BaseController:
         self.freeze_after = freeze_after
         self.frozen = False
 
-    @property
-    def idle(self) -> bool:
-        """Can no decision to come move anything? Then the spread rests, nothing is measured, and replicas train alike.
+    # -- hooks, in the order in which they are called ----------------------------------------------------------------------
 
-        `update` is still called, with probes, line and inner None.
-        """
-        return self.frozen
-
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        """Refuse a run, before it begins, in which this controller could not work. ``floor``: lowest value of each knob's schedule.
+    def start(self, run: Run) -> None:
+        """Once, before the first step. Refuse a run in which this controller could not work.
 
         Raises:
             ValueError: ``freeze_after`` is a part of a run whose length is not known.
         """
-        if isinstance(self.freeze_after, float) and total_steps is None:
+        if isinstance(self.freeze_after, float) and run.total_steps is None:
             raise ValueError(
                 f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known: pass total_steps, a scheduler that "
                 "has it, or a number of steps"
             )
 
-    def update(self, evidence: Evidence) -> list[Decision]:
-        """One Decision per knob."""
+    def plan(self, now: Moment) -> Plan:
+        """The cycle that begins. By default as published, with everything measured that there is; at rest neither."""
+        return Plan(spread=False) if self.idle else Plan(measure=dict.fromkeys(self.measurements))
+
+    def learn(self, evidence: Evidence) -> Learning:
+        """From a cycle that has ended; not called for one that was taken back, nor for those of the warm-up."""
         limit = self._limit(evidence.total_steps)
-        decisions = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
+        learned = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
         # Rest as soon as the next cycle would end too late.
         self.frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
-        return decisions
+        return Learned(learned) if isinstance(learned, list) else learned
 
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        """One Decision per knob; a function of the evidence and of the state alone. The part that a controller has to have."""
+    def decide(self, evidence: Evidence) -> list[Decision] | Learning:
+        """One Decision for each knob, or what `learn` returns; a function of the evidence and of the state alone."""
         raise NotImplementedError(f"{type(self).__name__} has no decide(evidence)")
 
-    def see(self, evidence: Evidence) -> None:
+    def hold(self, evidence: Evidence) -> list[Decision] | Learning:
+        """In the place of `decide` after ``freeze_after``: reports what that measures, and moves nothing. One whose `decide` asks questions has to
+        override it."""
+        decided = self.decide(evidence)
+        return [replace(decision, factor=1.0, value=None) for decision in decided] if isinstance(decided, list) else self._nothing(evidence)
+
+    @staticmethod
+    def _nothing(evidence: Evidence) -> Learned:
+        """No knob moves."""
+        return Learned([Decision() for _ in evidence.knobs])
+
+    def observe(self, evidence: Evidence) -> None:
         """A cycle in which another controller decides, before this one takes over: whatever must not be missed."""
 
-    def hold(self, evidence: Evidence) -> list[Decision]:
-        """In the place of `decide` after ``freeze_after``: reports what that measures, and moves nothing."""
-        return [replace(decision, factor=1.0, base=None) for decision in self.decide(evidence)]
+    def restart(self, now: Moment) -> None:
+        """The weights are other ones than this controller knows: a checkpoint was loaded, or a cycle taken back."""
 
-    def _limit(self, total_steps: int | None) -> float:
-        """The last step at which a decision may move anything."""
-        if self.freeze_after is None:
-            return math.inf
-        if isinstance(self.freeze_after, int):
-            return self.freeze_after
-        self.check_run(total_steps, ())
-        return self.freeze_after * (total_steps or 0)
+    # -- what is asked ------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Can no decision to come move anything? Then the spread rests, nothing is measured, and replicas train alike."""
+        return self.frozen
+
+    @property
+    def finished(self) -> bool:
+        """May the controller that follows in a `SequentialController` take over?"""
+        return self.idle
+
+    # -- state --------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -115,42 +129,50 @@ class BaseController:
         for key, value in loaded.items():
             setattr(self, key, value)
 
+    def _limit(self, total_steps: int | None) -> float:
+        """The last step at which a decision may move anything."""
+        if isinstance(self.freeze_after, float):
+            if total_steps is None:
+                raise ValueError(f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known")
+            return self.freeze_after * total_steps
+        return math.inf if self.freeze_after is None else self.freeze_after
 
-class RuledController(BaseController):
-    """A controller that measures on tensors and leaves the decisions, and the state, to a pure rule.
+
+class RuledController(Controller):
+    """A controller whose decisions and state are those of a rule, another controller, to which it brings the measurements.
 
     Args:
-        rule: anything with a controller's protocol.
+        rule: a controller.
+        measurements: by name, as the rule's plans name them.
     """
 
-    def __init__(self, rule: Any) -> None:
-        self.rule = rule
+    def __init__(self, rule: Controller, measurements: Mapping[str, Any]) -> None:
+        self.rule, self.measurements = rule, dict(measurements)
+        self.name, self.opening = rule.name, rule.opening
+        self.needs_replicas, self.regresses, self.needs_schedule_mean = rule.needs_replicas, rule.regresses, rule.needs_schedule_mean
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to decide: nothing is measured any more, and the spread rests."""
-        return is_idle(self.rule)
+        return self.rule.idle
 
     @property
-    def freeze_after(self) -> float | None:  # type: ignore[override]
-        return getattr(self.rule, "freeze_after", None)
+    def finished(self) -> bool:
+        return self.rule.finished
 
-    @property
-    def frozen(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self.rule, "frozen", False))
+    def start(self, run: Run) -> None:
+        self.rule.start(run)
 
-    @property
-    def opening(self) -> float:  # type: ignore[override]
-        return opening(self.rule)
+    def plan(self, now: Moment) -> Plan:
+        return self.rule.plan(now)
 
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        check_run(self.rule, total_steps, floor)
+    def learn(self, evidence: Evidence) -> Learning:
+        return self.rule.learn(evidence)
 
-    def see(self, evidence: Evidence) -> None:
-        see(self.rule, evidence)
+    def observe(self, evidence: Evidence) -> None:
+        self.rule.observe(evidence)
 
-    def update(self, evidence: Evidence) -> list[Decision]:
-        return self.rule.update(evidence)
+    def restart(self, now: Moment) -> None:
+        self.rule.restart(now)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()
@@ -164,47 +186,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if isinstance(value, bool) else float(value)
-
-
-# -- a controller that has the protocol alone, and none of what is optional ---------------------------------------------------
-
-
-def is_idle(controller: Controller | None) -> bool:
-    """`BaseController.idle`; False without it: such a controller always explores."""
-    return bool(getattr(controller, "idle", False))
-
-
-def needs_replicas(controller: Controller) -> bool:
-    """`BaseController.needs_replicas`; True without it."""
-    return bool(getattr(controller, "needs_replicas", True))
-
-
-def spreads(controller: Controller | None) -> bool:
-    """`BaseController.spreads`; True without it, and without a controller."""
-    return bool(getattr(controller, "spreads", True))
-
-
-def opening(controller: Controller | None) -> float:
-    """`BaseController.opening`; 1 without it, and without a controller."""
-    return float(getattr(controller, "opening", 1.0))
-
-
-def cycle_steps(controller: Controller | None, began: int, total_steps: int | None, sync_interval: int) -> int:
-    """`LineRule.cycle_steps`; T without it."""
-    asked = getattr(controller, "cycle_steps", None)
-    return sync_interval if asked is None else int(asked(began, total_steps or 0, sync_interval))
-
-
-def regresses(controller: Controller) -> bool:
-    """`BaseController.regresses`; True with a probe."""
-    return controller.needs_probe or bool(getattr(controller, "regresses", False))
-
-
-def see(controller: Controller, evidence: Evidence) -> None:
-    """`BaseController.see`; without it there is nothing to miss."""
-    getattr(controller, "see", lambda _: None)(evidence)
-
-
-def check_run(controller: Controller, total_steps: int | None, floor: Sequence[float]) -> None:
-    """`BaseController.check_run`; without it every run will do."""
-    getattr(controller, "check_run", lambda *_: None)(total_steps, floor)

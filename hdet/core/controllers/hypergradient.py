@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import math
 
+from ..plan import Decision
 from .peak import PeakController, gated, ratio
-from .protocol import Decision, Evidence
+from .protocol import Evidence
 from .regression import mean_and_error
 
-__all__ = ["HypergradientRule"]
+__all__ = ["COSINES", "HypergradientRule"]
+
+COSINES = "cosines"
+"""The measurement: [replica][knob * samples + sample], cosines of gradient and displacement."""
 
 
 class HypergradientRule(PeakController):
@@ -28,7 +32,7 @@ class HypergradientRule(PeakController):
         step: the largest move of ln(correction) in one cycle.
         dead: standard errors that count as noise; a vote within them moves nothing.
         scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``.
-        begin, end, bound, freeze_after: see `PeakController` and `BaseController`.
+        begin, end, bound, freeze_after: see `PeakController` and `Controller`.
 
     ``slope`` and ``error`` of a decision are cosines. The replicas' cosines are averaged, those without one left out; no replica, or fewer
     than two samples: no move.
@@ -52,10 +56,11 @@ class HypergradientRule(PeakController):
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         knobs = len(evidence.knobs)
-        rows = [row for row in evidence.inner or () if row is not None]
+        cosines = evidence.measured.get(COSINES)
+        rows = [row for row in cosines or () if row is not None]
         samples = len(rows[0]) // knobs if rows else 0
         if samples < 2:
-            return [Decision(note="" if evidence.inner is None else "no gradients to compare with the displacement")] * knobs
+            return [Decision(note="" if cosines is None else "no gradients to compare with the displacement")] * knobs
         means = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
         decisions = []
         for k in range(knobs):

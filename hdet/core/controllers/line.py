@@ -16,29 +16,24 @@ theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from .base import BaseController
-from .protocol import Decision, Evidence
-from .reading import FARTHEST, Reading, edge, read_line
+from ..plan import Compare, Decision, Learned, Level, Moment, Plan, Restore, SnapshotOf
+from .base import Controller
+from .protocol import Evidence, Run
+from .reading import FARTHEST, Asking, Reading, edge, read_line
 from .sweep import Octave, Outcome, outcome
 
-__all__ = ["Line", "LineRule"]
+__all__ = ["LINE", "LineRule"]
 
-
-class Line(Protocol):
-    """The line of the interval that ends. Every rank gets the same answers."""
-
-    def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
-        """Mean over the examples of L(theta(a)) - L(theta(b)), and its t. ``knob``: moved alone, the others at rho = 1; None: all together."""
-        ...
-
-    def mean(self, rho: float) -> tuple[float, float]:
-        """Mean loss of the current batch, and its standard error."""
-        ...
-
+LINE = "line"
+"""The measurement: a weight line, which answers `Level` and `Compare`. Its settings in a plan: ``origin`` (name of the snapshot through which it
+goes), and the steps of the schedule ``since`` and ``until``, over whose second half its other point is averaged; without these it is where the
+weights are."""
 
 OPENING = 1 / 16
 """of the user's rate, in the run's first steps: on top of the schedule's own beginning, so that the first steps spoil nothing"""
@@ -60,27 +55,42 @@ FAR = 4.0
 BROKEN = 1e20
 """A mean loss in which one is not finite, because of the weights or of the mini-batch: each such loss is taken for far more."""
 FEEL, SWEEP, READ, DONE = 0, 1, 2, 3
+LONGEST = 0.1
+"""A cycle's longest part of the run: what was found is in force, and late intervals end, where cycles do."""
+BEGINNING = "beginning"
+"""The snapshot that a sweep goes back to."""
 
 
-class LineRule(BaseController):
+class LineRule(Controller):
     """One setting for all starts and problems: values enter as parts of their schedule's peak, losses as differences and their errors.
 
     Args:
         significant: |t| of a paired difference that counts.
         farthest: the largest rho that late readings score, and one over the smallest.
-        freeze_after: see `BaseController`; a sweep that is under way then ends without a result.
+        freeze_after: see `Controller`; a sweep that is under way then ends without a result.
         octave: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`OCTAVE`). 8 is right for Adam, 16 for SGD.
+        late: read the line twice more after the sweep? If not, it is `finished` when the rate that the sweep has found is in force.
+        snapshot: where and how the run's beginning, and that of a late interval, are kept.
 
-    Several knobs are swept together, so their ratios are the user's; the late readings tell them apart.
+    Several knobs are swept together, so their ratios are the user's; the late readings tell them apart. Knobs that are no learning rates are left
+    alone.
     """
 
     name = "line"
     needs_replicas = False
-    spreads = False
+    needs_schedule_mean = True
     opening = OPENING
     state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled", "risen")
 
-    def __init__(self, significant: float = 1.5, farthest: float = 256.0, freeze_after: float | None = None, octave: int = STEPS) -> None:
+    def __init__(
+        self,
+        significant: float = 1.5,
+        farthest: float = 256.0,
+        freeze_after: float | None = None,
+        octave: int = STEPS,
+        late: bool = True,
+        snapshot: SnapshotOf | None = None,
+    ) -> None:
         super().__init__(freeze_after)
         if type(octave) is not int or octave < 1:
             raise ValueError(f"octave must be a whole number of steps above 0, got {octave!r}")
@@ -89,6 +99,7 @@ class LineRule(BaseController):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
                 raise ValueError(f"{name} must be a number above {least}, got {value!r}")
         self.significant, self.farthest = significant, farthest
+        self.reads_late, self.snapshot = late, SnapshotOf() if snapshot is None else snapshot
         self.phase = float(FEEL)
         self.began = 0.0
         """The step at which feel and sweep began."""
@@ -101,8 +112,6 @@ class LineRule(BaseController):
         """Of the octave under way: the sum of its cycles' mean losses, and how many have one."""
         self.missing = 0
         """How many have none."""
-        self.felt: float | None = None
-        """The training loss that the last octave showed, if any."""
         self.batches = 1.0
         """Of how many steps."""
         self.edge = 0.0
@@ -113,26 +122,34 @@ class LineRule(BaseController):
         """The schedule at the end of the octave before the last, as a part of its peak."""
         self.risen = 0.0
         """The step at which the rate that was found is in force."""
+        self.since = 0.0
+        """The step at which the late interval under way began."""
+        self._total, self._interval = 0, 1
+        self._felt: float | None = None  # the training loss that the last octave showed, if any
+        self._compared = False
 
     @property
     def idle(self) -> bool:
         return self.phase == DONE or (self.frozen and not self.sweeping)
 
     @property
+    def finished(self) -> bool:
+        return self.phase == DONE
+
+    @property
     def sweeping(self) -> bool:
         """Are the weights those of feel and sweep, which will be taken back?"""
         return self.phase in (FEEL, SWEEP)
 
-    @property
-    def feeling(self) -> bool:
-        """Is the next reading the first one from where the weights will be taken back to?"""
-        return self.phase == FEEL
-
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-        """Raises ValueError without the run's length, of which the parts are parts."""
-        super().check_run(total_steps, floor)
-        if total_steps is None:
+    def start(self, run: Run) -> None:
+        """Raises ValueError for a run that has no length, too long cycles, a warm-up of the controller, no learning rate, bounds or products of
+        rates that would part in a sweep, or replicas that do not train alike where it reads."""
+        super().start(run)
+        if run.total_steps is None:
             raise ValueError("the line's intervals are parts of the run: pass total_steps, or a scheduler that has it")
+        self._total, self._interval = run.total_steps, run.sync_interval
+        check_swept(run)
+        check_alike(run, alone=self.reads_late)
 
     def next_end(self, total_steps: int, sync_interval: int) -> float:
         """The step from which on the next decision is due; infinity if there is none."""
@@ -140,41 +157,55 @@ class LineRule(BaseController):
             return math.inf
         if self.sweeping:
             return self.ended + octave_steps(total_steps, sync_interval, self.octave)
-        return max(LATE[int(self.late)] * total_steps, self.risen)
+        return max(LATE[int(self.late)] * total_steps, self.risen) if self.reads_late else self.risen
 
-    def cycle_steps(self, began: int, total_steps: int, sync_interval: int) -> int:
-        """Steps of the cycle that begins at step ``began``: T, or less in feel and sweep; after those the first ends at a multiple of T."""
+    def plan(self, now: Moment) -> Plan:
+        """Short cycles in feel and sweep, which go back to the run's beginning; after those the first ends at a multiple of T."""
+        if self.idle:
+            return Plan(spread=False)
         if self.sweeping:
-            return min(sync_interval, octave_steps(total_steps, sync_interval, self.octave))
-        return sync_interval - began % sync_interval
+            steps = min(self._interval, octave_steps(self._total, self._interval, self.octave))
+            return Plan(steps, spread=False, judged=False, measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}}, snapshots={BEGINNING: self.snapshot})
+        steps = self._interval - now.step % self._interval
+        if not self.reads_late:
+            return Plan(steps, spread=False)
+        origin = f"interval {int(self.late)}"
+        until = math.ceil(self.next_end(self._total, self._interval) / self._interval) * self._interval
+        line = {"origin": origin, "since": self.since, "until": until}
+        return Plan(steps, spread=False, measure={LINE: line}, snapshots={origin: replace(self.snapshot, state=False)})
 
-    def anew(self, step: int) -> None:
-        """The weights that a sweep would go back to are lost (a checkpoint was loaded, a cycle taken back): it begins again, here."""
+    def restart(self, now: Moment) -> None:
+        """A sweep begins again, here: the weights that it would go back to are lost. So does a late interval."""
+        self.since = float(now.schedule_step)
         if self.sweeping:
             self.phase, self.octaves, self.total, self.cycles, self.missing = float(FEEL), [], 0.0, 0.0, 0
-            self.began = self.ended = float(step)
+            self.began = self.ended = float(now.schedule_step)
 
-    def decide(self, evidence: Evidence) -> list[Decision]:
+    def decide(self, evidence: Evidence) -> Asking[Learned]:
         if self.sweeping:
             losses = [x for x in evidence.losses if x is not None]
             self.cycles += bool(losses)
             self.missing += not losses
             self.total += sum(losses) / len(losses) if losses else 0.0
-        if evidence.line is None or evidence.total_steps is None:
-            return [Decision() for _ in evidence.knobs]
+        if evidence.step < self.next_end(evidence.total_steps or 0, evidence.sync_interval):
+            return self._nothing(evidence)
         if self.phase == READ:
-            return self._read(evidence, evidence.line)
-        if evidence.line.mean(1.0)[0] >= BROKEN and evidence.line.mean(0.0)[0] >= BROKEN:
+            return (yield from self._read(evidence))
+        level = (yield Level(LINE, 1.0))[0]
+        if level >= BROKEN and (yield Level(LINE, 0.0))[0] >= BROKEN:
             # The mini-batch is bad, and not the weights: the next cycle is read in its place.
-            late = self._used(evidence) >= LIMIT
-            return self._end(evidence, None, "nothing finite so far") if late else [Decision() for _ in evidence.knobs]
-        loss = self._octaves_loss(evidence)
+            return self._end(evidence, None, "nothing finite so far") if self._used(evidence) >= LIMIT else self._nothing(evidence)
+        loss = self._octaves_loss(evidence, level)
         self.ended = float(evidence.step)
-        return self._feel(evidence, evidence.line, loss) if self.phase == FEEL else self._sweep(evidence, evidence.line, loss)
+        return (yield from (self._feel if self.phase == FEEL else self._sweep)(evidence, loss))
 
-    def hold(self, evidence: Evidence) -> list[Decision]:
+    def hold(self, evidence: Evidence) -> Learned:
         """A sweep under way ends here, with the user's own values."""
-        return self._end(evidence, None, "frozen") if self.sweeping and evidence.line is not None else [Decision() for _ in evidence.knobs]
+        if self.sweeping and evidence.step >= self.next_end(evidence.total_steps or 0, evidence.sync_interval):
+            return self._end(evidence, None, "frozen")
+        if not self.sweeping and evidence.step >= self.risen:
+            self.phase = float(DONE)
+        return self._nothing(evidence)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -182,17 +213,16 @@ class LineRule(BaseController):
 
     # -- feel and sweep --------------------------------------------------------------------------------------------------
 
-    def _octaves_loss(self, evidence: Evidence) -> float:
+    def _octaves_loss(self, evidence: Evidence, level: float) -> float:
         """Mean training loss of the octave that ends; infinite where the weights that it ends with are broken.
 
         A mini-batch may have no finite loss, and a scaler may have skipped its step: what has none is left out, and where that is most of the
-        octave the current batch stands for it.
+        octave the current batch, whose loss is ``level``, stands for it.
         """
-        level = evidence.line.mean(1.0)[0] if evidence.line is not None else math.inf
         self.batches = max(1.0, self.cycles * min(evidence.sync_interval, self._octave(evidence)))
-        self.felt = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
+        felt = self._felt = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
         self.total, self.cycles, self.missing = 0.0, 0.0, 0
-        return math.inf if level >= BROKEN else level if self.felt is None else self.felt
+        return math.inf if level >= BROKEN else level if felt is None else felt
 
     def _used(self, evidence: Evidence) -> float:
         """Part of the run since feel began, or of as much of it as has octaves of ``octave`` steps: there are 20 of them at most."""
@@ -201,29 +231,47 @@ class LineRule(BaseController):
     def _octave(self, evidence: Evidence) -> int:
         return octave_steps(evidence.total_steps or 0, evidence.sync_interval, self.octave)
 
-    def _feel(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
+    def _feel(self, evidence: Evidence, loss: float) -> Asking[Learned]:
         now, late = _value(evidence), self._used(evidence) >= LIMIT
         if not math.isfinite(loss):
             if late:
                 return self._end(evidence, None, "nothing finite so far")
             return self._from(evidence, now / BELOW, "nothing finite at the first steps' rate: begun again, lower")
-        along = edge(line.difference)
-        if along >= FARTHEST / 2 and line.difference(FARTHEST, 0.0)[0] == 0:
+        along = yield from edge(compared)
+        if along >= FARTHEST / 2 and (yield compared(FARTHEST, 0.0))[0] == 0:
             if late:
                 return self._end(evidence, None, "the weights do not move")
             factor = 1 / OPENING
-            return [Decision(factor=factor, over=self._octave(evidence), note="the weights do not move: higher") for _ in evidence.knobs]
+            note = "the weights do not move: higher"
+            return Learned([Decision(factor=factor, ramp=self._octave(evidence), note=note) for _ in evidence.knobs])
         self.edge = now * along
-        level, error = line.mean(0.0)
+        level, error = yield Level(LINE, 0.0)
         self.untrained = [0.0, level, error / math.sqrt(self.batches)]
+        yield from self._compare_losses(level)
         self.phase, self.scheduled = float(SWEEP), 0.0
         return self._towards(evidence, self.edge / BELOW, f"the line's edge is at {self.edge:.3g} of the schedule's peak", restart=True)
 
-    def _sweep(self, evidence: Evidence, line: Any, loss: float) -> list[Decision]:
+    def _compare_losses(self, begun: float) -> Asking[None]:
+        """Once: what this rule is told and what it reads had better be the same losses. ``begun``: of the current batch at the beginning."""
+        told, self._felt = self._felt, None
+        if self._compared or told is None:
+            return
+        self._compared = True
+        # What the octave began with and what it ended with: a rate that is far too high may have moved the loss meanwhile.
+        read, error = yield Level(LINE, 1.0)
+        beyond = max(told - max(read, begun), min(read, begun) - told)
+        if beyond > max(abs(told), abs(read)) / 3 and beyond > 3 * error:
+            warnings.warn(
+                f"step(loss) was {told:.4g} on the mean, but the closure's losses are {read:.4g}: give step the mean of the same losses (not "
+                "divided by the number of micro-batches, nor multiplied by a scaler), or the rate that is found will be wrong",
+                stacklevel=5,
+            )
+
+    def _sweep(self, evidence: Evidence, loss: float) -> Asking[Learned]:
         now = _value(evidence)
         # Whether something was learned; a pass over the batch that tells nothing new afterwards.
-        t = 0.0 if self._so_far().best is not None else line.difference(1.0, 0.0)[1]
-        self.octaves.append([now / math.sqrt(2), loss, line.mean(1.0)[1] / math.sqrt(self.batches), t])
+        t = 0.0 if self._so_far().best is not None else (yield compared(1.0, 0.0))[1]
+        self.octaves.append([now / math.sqrt(2), loss, (yield Level(LINE, 1.0))[1] / math.sqrt(self.batches), t])
         found = self._so_far()
         used = self._used(evidence)
         if found.broke and len(self.octaves) <= 3 and used < LIMIT / 2:
@@ -242,20 +290,20 @@ class LineRule(BaseController):
             outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves]) if self.octaves else Outcome(False, None, False, False)
         )
 
-    def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:
+    def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> Learned:
         """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""
         now = evidence.scheduled[0] / evidence.peak[0] if evidence.peak[0] > 0 else 1.0
         growth = min(2.0, max(0.5, now / self.scheduled)) if self.scheduled > 0 else 1.0
         self.scheduled = now
         factor = goal / (_value(evidence) * growth)
-        over = self._octave(evidence)
-        return [Decision(factor=factor, over=over, restart=restart, rise_from=0.5 if restart else 1.0, note=note) for _ in evidence.knobs]
+        decision = Decision(factor=factor, ramp=self._octave(evidence), ramp_from=0.5 if restart else None, note=note)
+        return Learned([decision for _ in evidence.knobs], Restore(BEGINNING) if restart else None)
 
-    def _from(self, evidence: Evidence, goal: float, note: str) -> list[Decision]:
-        """From the beginning again, at this rate."""
-        return [Decision(factor=goal / _value(evidence), restart=True, note=note) for _ in evidence.knobs]
+    def _from(self, evidence: Evidence, goal: float, note: str) -> Learned:
+        """From the beginning again, at this rate, at once."""
+        return Learned([Decision(factor=goal / _value(evidence), ramp_from=1.0, note=note) for _ in evidence.knobs], Restore(BEGINNING))
 
-    def _end(self, evidence: Evidence, best: float | None, note: str) -> list[Decision]:
+    def _end(self, evidence: Evidence, best: float | None, note: str) -> Learned:
         """Back to the beginning, and from there to the estimate, or to the user's own values."""
         self.phase = float(READ)
         stays = best is None or BAND[0] <= best <= BAND[1]
@@ -264,23 +312,29 @@ class LineRule(BaseController):
         goal = 1.0 if best is None or stays else best
         over = round(RISE * (evidence.total_steps or 0))
         self.risen = float(evidence.step + over)
-        return [
-            Decision(factor=goal / correction, restart=True, rise_from=1 / FROM, over=over, note=f"{note}: begun again")
+        self.since = float(evidence.step)
+        decisions = [
+            Decision(factor=goal / correction, ramp=over, ramp_from=1 / FROM, note=f"{note}: begun again")
             for correction in evidence.corrections
         ]
+        return Learned(decisions, Restore(BEGINNING))
 
     # -- late ------------------------------------------------------------------------------------------------------------
 
-    def _read(self, evidence: Evidence, line: Any) -> list[Decision]:
+    def _read(self, evidence: Evidence) -> Asking[Learned]:
+        if not self.reads_late:
+            self.phase = float(DONE)
+            return self._nothing(evidence)
         while self.late < len(LATE) and LATE[int(self.late)] * (evidence.total_steps or 0) <= evidence.step:
             self.late += 1
         if self.late >= len(LATE):
             self.phase = float(DONE)
+        self.since = float(evidence.step)
         decisions = []
         for k in range(len(evidence.knobs)):
-            reading = read_line(partial(line.difference, knob=k), self.significant, self.farthest)
+            reading = yield from read_line(partial(Compare, LINE, knob=k), self.significant, self.farthest)
             decisions.append(_late(reading, evidence.total_steps or 0))
-        return decisions
+        return Learned(decisions)
 
 
 def _late(reading: Reading, total_steps: int) -> Decision:
@@ -289,7 +343,7 @@ def _late(reading: Reading, total_steps: int) -> Decision:
     far = rho >= FAR
     factor = rho / 2 if far else 1.0
     return Decision(
-        factor=factor, over=round(0.02 * total_steps * min(max(math.log2(factor), 1.0), 5.0)), slope=reading.slope,
+        factor=factor, ramp=round(0.02 * total_steps * min(max(math.log2(factor), 1.0), 5.0)), slope=reading.slope,
         error=abs(reading.slope / reading.across) if reading.across else None, t=reading.across,
         note=f"far too low: rho {rho:.3g}" if far else "",
     )  # fmt: skip
@@ -309,3 +363,60 @@ def _peak_over_mean(evidence: Evidence) -> float:
 def _value(evidence: Evidence) -> float:
     """The value in force as a part of its schedule's peak; in a sweep knobs move together, and the first stands for all."""
     return evidence.values[0] / evidence.peak[0] if evidence.peak[0] > 0 else evidence.corrections[0]
+
+
+compared = partial(Compare, LINE)
+
+
+def check_swept(run: Run) -> None:
+    """Raises ValueError for knobs and a clock with which no sweep can be made."""
+    rates = [knob for knob in run.knobs if knob.rate]
+    if not rates:
+        raise ValueError(
+            f"none of the knobs {[knob.name for knob in run.knobs]} is a learning rate, and a LineController sweeps nothing else: leave it out"
+        )
+    product = next((knob.name for knob in run.knobs if knob.product), None)
+    if product is not None:
+        raise ValueError(
+            f"the knob {product!r} is rate * decay, but a sweep moves rates by orders of magnitude, and decays would go the other way: pass "
+            "product=False"
+        )
+    bounded = next((knob.name for knob in rates if knob.scale.bounded), None)
+    if bounded is not None and len(rates) > 1:
+        raise ValueError(
+            f"the knob {bounded!r} has bounds, but a LineController sweeps all rates together, and one that is held back would part from them: "
+            "leave bounds out, or use one knob, LearningRate(groups=None)"
+        )
+    if run.clock.warmup_steps:
+        raise ValueError(
+            f"warmup_steps (auto_lr_warmup_steps) is {run.clock.warmup_steps}, but a LineController finds the rate at the run's beginning: pass 0"
+        )
+    longest = max(1, int(LONGEST * (run.total_steps or 0)))
+    if run.sync_interval > longest:
+        raise ValueError(
+            f"sync_interval (model_sync_interval) is {run.sync_interval} of {run.total_steps} steps, but a LineController acts at the ends of cycles, in the first "
+            f"half of a run: pass at most {longest}"
+        )
+
+
+def check_alike(run: Run, alone: bool) -> None:
+    """Raises ValueError where replicas are not equal where the line is read; ``alone``: to the end, for no other controller follows."""
+    others = [knob.name for knob in run.knobs if not knob.rate]
+    if alone and others:
+        raise ValueError(
+            f"knob {others[0]!r} is no learning rate, and the line scales with no other: use "
+            "SequentialController(LineController(model, late=False), ProbeController(...)), which leaves it to the probe"
+        )
+    follow = "SequentialController(LineController(model, late=False), ProbeController(...))"
+    for wrong, remedy in (
+        (alone and run.local and run.replicas > 1, f"gradients is 'local': pass gradients='shared', or {follow}"),
+        (run.averaging != "Plain()", f"converge is {run.averaging}: leave it out"),
+        (
+            alone and run.together,
+            f"replicas are co-resident: give it one model, and all micro-batches of a step to its closure, or {follow}",
+        ),
+    ):
+        if wrong:
+            raise ValueError(
+                f"a LineController has all replicas on one line while it reads, with nothing that makes them differ, but {remedy}"
+            )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .base import BaseController
-from .protocol import Decision, Evidence
+from ..plan import Decision
+from .base import Controller
+from .protocol import Evidence
 
 __all__ = ["LARGEST_T", "PeakController", "gated", "ratio"]
 
@@ -13,7 +14,7 @@ LARGEST_T = 1e3
 """t is cut here: where the evidence does not scatter at all, any slope would be infinitely significant."""
 
 
-class PeakController(BaseController):
+class PeakController(Controller):
     """Votes move a correction only near the schedule's peak: from ``begin`` of it on the way up to ``end`` of it on the way down.
 
     Before, the value is low on purpose and every vote says "higher"; after, a lower value is the point of the schedule. Once the
@@ -44,10 +45,10 @@ class PeakController(BaseController):
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         """Where the schedule is now, then the rule's `vote`."""
-        self.see(evidence)
+        self.observe(evidence)
         return self.vote(evidence)
 
-    def see(self, evidence: Evidence) -> None:
+    def observe(self, evidence: Evidence) -> None:
         """Where the schedule is now: also where another controller decides, so that its peak is not missed."""
         if not self.warm:
             self.begin_run(len(evidence.knobs))

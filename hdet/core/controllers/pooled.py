@@ -20,7 +20,7 @@ class PooledController(PeakController):
         scale: standard errors beyond ``dead`` at which a move reaches tanh(1), 76 % of ``step``.
         memory: phi in [0, 1), the weight of the cycle before: 1 / (1 - phi) cycles are remembered.
         reach: moves of ln(correction) that age the evidence by 1 / e beside: a slope is that of the value at which it was found.
-        begin, end, bound, freeze_after: see `PeakController` and `BaseController`.
+        begin, end, bound, freeze_after: see `PeakController` and `Controller`.
     """
 
     state_keys: Sequence[str] = ("warm", "phase", "counted", "last")

@@ -24,11 +24,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..plan import Decision
 from .peak import PeakController, gated, ratio
-from .protocol import Decision, Evidence
+from .protocol import Evidence
 from .regression import mean_and_error, slopes, unexplained
 
-__all__ = ["ProbeRule"]
+__all__ = ["PROBE", "ProbeRule"]
+
+PROBE = "probe"
+"""The measurement: [replica][chunk], losses on mini-batches common to all replicas."""
 
 SHARED, LOCAL = 6.0, 2.0
 """default scales"""
@@ -48,14 +52,14 @@ class ProbeRule(PeakController):
             do not hold what is common to all mini-batches, 2 with local ones, where they do.
         begin, end: parts of the schedule's peak, on the way up and on the way down, between which votes count.
         bound: the correction stays within [1 / bound, bound].
-        freeze_after: see `BaseController`.
+        freeze_after: see `Controller`.
 
     Replicas without a finite probe are left out. Fewer than two, or knobs that cannot be told apart in a cycle: no move, and
     the next rise needs two votes again.
     """
 
     name = "probe"
-    needs_probe = True
+    regresses = judges_held_out = True
     state_keys = ("warm", "phase", "last")
 
     def __init__(
@@ -77,10 +81,11 @@ class ProbeRule(PeakController):
         self.noise = [0.0, 0.0]  # of replicas with gradients of their own: squares that no knob explains, and how many are free
 
     def vote(self, evidence: Evidence) -> list[Decision]:
-        found = None if evidence.probes is None else slopes(evidence.multipliers, evidence.probes)
+        probes = evidence.measured.get(PROBE)
+        found = None if probes is None else slopes(evidence.multipliers, probes)
         if found is None:
             self.last = [0.0] * len(self.last)
-            return [Decision(note="" if evidence.probes is None else "the replicas' probes cannot be compared")] * len(self.last)
+            return [Decision(note="" if probes is None else "the replicas' probes cannot be compared")] * len(self.last)
         own, known = self._own_noise(evidence)
         decisions = []
         for k, (knob, noise) in enumerate(zip(found, own, strict=True)):
@@ -96,9 +101,10 @@ class ProbeRule(PeakController):
     def _own_noise(self, evidence: Evidence) -> tuple[list[float], bool]:
         """[knob]: the standard error of its slope that comes from what each replica has seen alone, 0 with shared gradients; and whether it is
         known as well as it can be."""
-        if not evidence.local or evidence.probes is None:
+        probes = evidence.measured.get(PROBE)
+        if not evidence.local or probes is None:
             return [0.0] * len(evidence.knobs), True
-        squares, free, spread = unexplained(evidence.multipliers, evidence.probes)
+        squares, free, spread = unexplained(evidence.multipliers, probes)
         if free > 0:
             self.noise = [FORGET * self.noise[0] + squares, FORGET * self.noise[1] + free]
         variance = self.noise[0] / self.noise[1] if self.noise[1] > 0 else 0.0

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..plan import Decision
 from .peak import gated, ratio
 from .pooled import PooledController
-from .protocol import Decision, Evidence
+from .protocol import Evidence
 from .regression import centred, dot
 
 __all__ = ["RankController", "utilities"]
@@ -43,6 +44,7 @@ class RankController(PooledController):
     """
 
     name = "rank"
+    knob_per_group = True
     state_keys = (*PooledController.state_keys, "gradients", "variances", "weight")
 
     def begin_run(self, knobs: int) -> None:

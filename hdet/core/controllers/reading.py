@@ -1,15 +1,19 @@
-"""What a line says: where the loss is lowest along it, and how sure that is."""
+"""What a weight line says: where the loss is lowest along it, and how sure that is. Each function asks its questions as it goes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeVar
 
-__all__ = ["FARTHEST", "Difference", "Reading", "edge", "minimum", "read_line"]
+from ..plan import Question
 
-Difference = Callable[[float, float], tuple[float, float]]
-"""(a, b) -> mean over the examples of L(theta(a)) - L(theta(b)), and its t"""
+__all__ = ["FARTHEST", "Asking", "Difference", "Reading", "edge", "minimum", "read_line"]
+
+Difference = Callable[[float, float], Question]
+"""(a, b) -> the question for the mean over the examples of L(theta(a)) - L(theta(b)), and its t"""
+T = TypeVar("T")
+Asking = Generator[Question, tuple[float, float], T]
 
 FARTHEST = 4.0**16
 """multiplier beyond which no edge is looked for"""
@@ -26,46 +30,49 @@ class Reading(NamedTuple):
     """Is it lower further along?"""
 
 
-def read_line(difference: Difference, significant: float, farthest: float) -> Reading:
+def read_line(difference: Difference, significant: float, farthest: float) -> Asking[Reading]:
     """Score rho = 1/2, 1, 2 and go on where the loss falls."""
-    up, down, across = difference(2.0, 1.0), difference(0.5, 1.0), difference(2.0, 0.5)
+    up = yield difference(2.0, 1.0)
+    down = yield difference(0.5, 1.0)
+    across = yield difference(2.0, 0.5)
     # Far from the right value a large step shows what a small one hides.
     higher = up[1] < 0 and (
-        min(up[1], across[1]) < -significant or (down[1] > 0 and difference(8.0, 1.0)[1] < -significant)
+        min(up[1], across[1]) < -significant or (down[1] > 0 and (yield difference(8.0, 1.0))[1] < -significant)
     )  # fmt: skip
     rho = None
     if higher:
         rho = 2.0
-        while rho < farthest and difference(2 * rho, rho)[0] < 0:
+        while rho < farthest and (yield difference(2 * rho, rho))[0] < 0:
             rho *= 2
-        rho = rho if rho >= farthest else minimum(difference, rho)
+        rho = rho if rho >= farthest else (yield from minimum(difference, rho))
     elif max(abs(up[1]), abs(down[1]), abs(across[1])) > significant:
-        rho = minimum(difference, 0.5 if up[1] > 0 > down[1] else 1.0)
+        rho = yield from minimum(difference, 0.5 if up[1] > 0 > down[1] else 1.0)
     return Reading(across[1], across[0] / (2 * math.log(2)), rho, higher)
 
 
-def minimum(difference: Difference, rho: float) -> float:
+def minimum(difference: Difference, rho: float) -> Asking[float]:
     """Of the parabola in ln(rho) through rho/2, rho and 2 rho, within half an octave."""
-    left, right = difference(rho / 2, rho)[0], difference(2 * rho, rho)[0]
+    left = (yield difference(rho / 2, rho))[0]
+    right = (yield difference(2 * rho, rho))[0]
     bend = left + right
     return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))
 
 
-def edge(difference: Difference, significant: float = 2.5, farthest: float = FARTHEST) -> float:
+def edge(difference: Difference, significant: float = 2.5, farthest: float = FARTHEST) -> Asking[float]:
     """The first rho, within a factor of 2, at which the loss along a line is clearly above that of its beginning.
 
     A line says roughly how far is too far, whatever the rate it was found at.
     """
 
-    def beyond(rho: float) -> bool:
-        mean, t = difference(rho, 0.0)
+    def beyond(rho: float) -> Asking[bool]:
+        mean, t = yield difference(rho, 0.0)
         return mean > 0 and t > significant
 
     rho = 1.0
-    if beyond(rho):
-        while rho > 1 / farthest and beyond(rho / 4):
+    if (yield from beyond(rho)):
+        while rho > 1 / farthest and (yield from beyond(rho / 4)):
             rho /= 4
     else:
-        while rho < farthest and not beyond(rho):
+        while rho < farthest and not (yield from beyond(rho)):
             rho *= 4
-    return rho / 2 if beyond(rho / 2) else rho
+    return rho / 2 if (yield from beyond(rho / 2)) else rho

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..plan import Decision
 from .peak import gated, ratio
 from .pooled import PooledController
-from .protocol import Decision, Evidence
+from .protocol import Evidence
 from .regression import centred, dot, gram_of, solve
 
 __all__ = ["SlopeController"]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .base import BaseController
-from .protocol import Decision, Evidence
+from ..plan import Decision
+from .base import Controller
+from .protocol import Evidence, Run
 
 __all__ = ["SoftmaxController", "gamma_floor", "gamma_printed", "momentum_update", "signal", "softmax_weights"]
 
@@ -45,7 +46,7 @@ def gamma_printed(div_factor: float, final_div_factor: float, intervals: float) 
     return 1 - math.exp(-math.log(div_factor / final_div_factor) / intervals)
 
 
-class SoftmaxController(BaseController):
+class SoftmaxController(Controller):
     """Eq. 4 to 7, with sigma, lambda, beta and the decay explicit.
 
     Args:
@@ -56,7 +57,7 @@ class SoftmaxController(BaseController):
             ``"floor"`` - the published behaviour with the corrected gamma: after the warm-up the schedule is left and the base
             value decays to the schedule's floor. ``"printed"`` - the same with gamma as printed.
         div_factor, final_div_factor: f_div and f_final, read by ``decay="printed"`` only (torch's defaults).
-        freeze_after: see `BaseController`. A decay goes on after it, because it stands for the schedule; losses move nothing.
+        freeze_after: see `Controller`. A decay goes on after it, because it stands for the schedule; losses move nothing.
 
     A base value never reaches zero: it is held within [floor of the schedule, 1000 times its value after the warm-up].
     Replicas without a finite loss are left out of the weights and of the mean; with fewer than two left nothing moves.
@@ -64,6 +65,7 @@ class SoftmaxController(BaseController):
     """
 
     name = "softmax"
+    knob_per_group = True
     state_keys = ("velocities", "gammas", "ceilings")
 
     def __init__(
@@ -113,13 +115,22 @@ class SoftmaxController(BaseController):
         self.velocities = [0.0] * len(self.velocities)
         return [replace(decision, note="") for decision in self.decide(replace(evidence, losses=[None] * len(evidence.losses)))]
 
-    def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
+    def start(self, run: Run) -> None:
         """Refuse, before it begins, a run in which the decay could not be computed.
 
         Raises:
-            ValueError: a decay without the length of the run, or towards a floor that the schedule does not have.
+            ValueError: a decay without the length of the run, towards a floor that the schedule does not have, or of a knob that is no rate.
         """
-        super().check_run(total_steps, floor)
+        super().start(run)
+        self._check(run.total_steps, run.floor)
+        other = next((knob.name for knob in run.knobs if not knob.rate), None)
+        if self.decay is not None and other is not None:
+            raise ValueError(
+                f"SoftmaxController's decay={self.decay!r} takes the place of a rate's schedule and means nothing for the knob "
+                f"{other!r}: pass decay=None"
+            )
+
+    def _check(self, total_steps: int | None, floor: Sequence[float]) -> None:
         if self.decay is not None and total_steps is None:
             raise ValueError(
                 f"decay={self.decay!r} needs the length of the run: pass total_steps, or a scheduler that has it, or decay=None"
@@ -131,7 +142,7 @@ class SoftmaxController(BaseController):
 
     def _leave_schedule(self, evidence: Evidence) -> None:
         """Fix gamma at the end of the warm-up, from the values then in force."""
-        self.check_run(evidence.total_steps, evidence.floor)
+        self._check(evidence.total_steps, evidence.floor)
         intervals = evidence.decisions_left or 1
         self.ceilings = [1000 * value for value in evidence.values]
         if self.decay == "printed":
@@ -152,4 +163,4 @@ class SoftmaxController(BaseController):
             momentum=self.momentum, step_size=self.step_size, gamma=self.gammas[k],
         )  # fmt: skip
         lowest = evidence.floor[k] if evidence.floor[k] > 0 else 1e-9 * self.ceilings[k]
-        return Decision(base=min(max(base, lowest), self.ceilings[k]), note=note)
+        return Decision(value=min(max(base, lowest), self.ceilings[k]), note=note)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from .converge import Masters
-from .sensor import Run
-from .way import CycleAverage, Way
+from ..converge import Masters
+from .base import Watched
+from .weight_line import AveragedWeights, WeightLine
 
 __all__ = ["CyclePoints", "LinePoints"]
 
@@ -29,16 +29,16 @@ class CyclePoints:
     def __init__(
         self, replicas: Sequence[Sequence[torch.Tensor]], masters: Sequence[Masters | None], every: int, after: float, place: str
     ) -> None:
-        self.averages = [CycleAverage(own, m, place=place) for own, m in zip(replicas, masters, strict=True)]
+        self.averages = [AveragedWeights(own, m, place=place) for own, m in zip(replicas, masters, strict=True)]
         self._every, self._after = every, after
 
-    def depart(self) -> None:
+    def on_cycle_start(self) -> None:
         """A cycle's average needs no beginning."""
 
-    def begin_anew(self) -> None:
-        self.forget()
+    def restart(self) -> None:
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         for average in self.averages:
             average.reset()
 
@@ -59,7 +59,7 @@ class CyclePoints:
         finally:
             average.exchange()
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Nothing will be scored any more."""
 
 
@@ -85,7 +85,7 @@ class LinePoints:
         replicas: Sequence[Sequence[torch.Tensor]],
         masters: Sequence[Masters | None],
         owners: Sequence[int | None],
-        run: Run,
+        run: Watched,
         cycles: int,
         every: int,
         after: float,
@@ -95,36 +95,36 @@ class LinePoints:
         self._replicas, self._masters, self._owners, self._run = replicas, masters, owners, run
         self._cycles, self._every, self._after = cycles, every, after
         self._place, self._dtype = place, dtype
-        self._way: Way | None = None
-        self.begin_anew()
+        self._line: WeightLine | None = None
+        self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self._begun, self._shared, self._done = False, False, 0
 
-    def depart(self) -> None:
+    def on_cycle_start(self) -> None:
         """Before the first step after an average: here an interval begins, unless one is under way."""
         if not self._begun:
-            self._way = self._way or self._make_way()
-            self._way.begin()
+            self._line = self._line or self._make_line()
+            self._line.begin()
             self._begun = True
 
-    def _make_way(self) -> Way:
-        way = Way(self._replicas[0], self._masters[0], self._dtype, self._place)
+    def _make_line(self) -> WeightLine:
+        line = WeightLine(self._replicas[0], self._masters[0], self._dtype, self._place)
         for own, masters in zip(self._replicas[1:], self._masters[1:], strict=True):
-            way.follow(own, masters)
-        return way
+            line.follow(own, masters)
+        return line
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A cycle begins, or replicas were averaged ahead of time, which makes no difference to the mean trajectory."""
         if self.due:
-            self.begin_anew()
+            self.restart()
 
     def sample(self, position: int, length: int) -> None:
         interval = self._run.clock.sync_interval
         left = (self._cycles - self._done - 1) * interval + length - position
         whole = self._cycles * interval
-        if self._way is not None and whole - left > self._after * whole and left % self._every == 0:
-            self._way.add()
+        if self._line is not None and whole - left > self._after * whole and left % self._every == 0:
+            self._line.add()
         self._done += position == length
 
     @property
@@ -135,16 +135,16 @@ class LinePoints:
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
         """As `CyclePoints.at`. The first call communicates."""
-        assert self._way is not None, "depart comes first"
+        assert self._line is not None, "depart comes first"
         if not self._shared:
-            self._way.share(self._run.replicas)
+            self._line.share(self._run.replicas)
             self._shared = True
         rho = self._run.multipliers()[place]
-        with self._way.scored(self._replicas[place]) as put:
+        with self._line.scored(self._replicas[place]) as put:
             put([1.0 if k is None else rho[k] for k in self._owners])
             yield
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Nothing will be scored any more: the memory is free again."""
-        self._way = None
-        self.begin_anew()
+        self._line = None
+        self.restart()

@@ -8,27 +8,27 @@ from typing import Any, Protocol
 
 import torch
 
-from .converge import BucketedAverage, Masters
-from .kernels import PairPlan
-from .kernels.checks import FLOATS
-from .kernels.reference_rules import value_of
-from .kernels.rounding import split
-from .optim.finish import values_to
-from .replicas import Replicas
-from .shards import local_parts
+from ..converge import BucketedAverage, Masters
+from ..kernels import PairPlan
+from ..kernels.checks import FLOATS
+from ..kernels.reference_rules import value_of
+from ..kernels.rounding import split
+from ..optim.finish import values_to
+from ..replicas import Replicas
+from ..shards import local_parts
 
-__all__ = ["CycleAverage", "Way", "check_room"]
+__all__ = ["AveragedWeights", "WeightLine", "check_room"]
 
 
-def check_room(place: Any, dtype: Any) -> None:
+def checkroom_for(place: Any, dtype: Any) -> None:
     """Raises ValueError for a place or a dtype in which no weights can be kept."""
     if place not in ("device", "host"):
-        raise ValueError(f"place must be 'device' or 'host' (where anchor and average live), got {place!r}")
+        raise ValueError(f"place must be 'device' or 'host' (where origin and average live), got {place!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
 
 
-class CycleAverage:
+class AveragedWeights:
     """Running mean of some tensors: one more copy of the parameters, float32 (or better) beside them.
 
     Args:
@@ -48,7 +48,7 @@ class CycleAverage:
         origin: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.tensors, self._origin = list(tensors), origin
-        self.means = [_room(t, dtype, place) for t in local_parts(self.tensors)]
+        self.means = [room_for(t, dtype, place) for t in local_parts(self.tensors)]
         self.samples = 0
         self._sources: list[_Source] = []
         self.follow(tensors, masters)
@@ -74,37 +74,42 @@ class CycleAverage:
         self.samples = 0
 
 
-class Way:
-    """Where an interval began (the anchor), the mean of where it has been since, and any point on the line through both.
+class WeightLine:
+    """The line from some weights (the origin) through the mean of where a run has been since, and any point on it.
 
-    Two copies of the tensors; ``masters``, ``dtype`` and ``place`` as in `CycleAverage`. In 16 bits the mean is that of the way from the
-    anchor, so that what is rounded is the displacement and not the weights.
+    Two copies of the tensors, one if an ``origin`` (local shards) is given; ``masters``, ``dtype`` and ``place`` as in `AveragedWeights`. In 16 bits the mean is that of the way from the
+    origin, so that what is rounded is the displacement and not the weights.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], masters: Masters | None = None, dtype: torch.dtype | None = None, place: str = "device"
+        self,
+        tensors: Sequence[torch.Tensor],
+        masters: Masters | None = None,
+        dtype: torch.dtype | None = None,
+        place: str = "device",
+        origin: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
-        self._anchor = [_room(t, dtype, place) for t in local_parts(self._tensors)]
-        self._from_anchor = dtype is not None and dtype.itemsize < 4
-        self._mean = CycleAverage(tensors, masters, dtype, place, self._anchor if self._from_anchor else None)
+        self.origin = [room_for(t, dtype, place) for t in local_parts(self._tensors)] if origin is None else list(origin)
+        self._from_origin = bool(self.origin) and self.origin[0].dtype.itemsize < 4
+        self._mean = AveragedWeights(tensors, masters, dtype, place, self.origin if self._from_origin else None)
 
     @property
     def samples(self) -> int:
         return self._mean.samples
 
     def follow(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
-        """As `CycleAverage.follow`; where an interval begins all replicas of a process are equal."""
+        """As `AveragedWeights.follow`; where an interval begins all replicas of a process are equal."""
         self._mean.follow(tensors, masters)
 
     @torch.no_grad()
     def begin(self) -> None:
-        for anchor, tensor, master in zip(self._anchor, local_parts(self._tensors), _locals(self._masters()), strict=True):
-            anchor.copy_(_value(tensor, master))
+        for origin, tensor, master in zip(self.origin, local_parts(self._tensors), _locals(self._masters()), strict=True):
+            origin.copy_(value_at(tensor, master))
         self.begin_mean()
 
     def begin_mean(self) -> None:
-        """The anchor stays, the mean begins anew."""
+        """The origin stays, the mean begins anew."""
         self._mean.reset()
 
     def add(self) -> None:
@@ -112,41 +117,30 @@ class Way:
 
     @torch.no_grad()
     def share(self, replicas: Replicas) -> None:
-        """Anchor and mean become the means over all replicas: bitwise the same everywhere. As much traffic as two averages.
+        """Origin and mean become the means over all replicas: bitwise the same everywhere. As much traffic as two averages.
 
         Where they live in the host's memory tensor by tensor, because some backends only see the device.
         """
-        for room, tensor in zip((*self._anchor, *self._mean.means), 2 * local_parts(self._tensors), strict=True):
+        for room, tensor in zip((*self.origin, *self._mean.means), 2 * local_parts(self._tensors), strict=True):
             beside = room.to(tensor.device)
             BucketedAverage([beside], replicas)()
             if beside is not room:
                 room.copy_(beside)
 
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """The tensors as they were at the anchor, in place, and what is beyond their dtype in their masters."""
-        for tensor, master, anchor in zip(local_parts(self._tensors), _locals(self._masters()), self._anchor, strict=True):
-            tensor.copy_(anchor)
-            if master is not None and master.dtype == torch.float32:
-                master.copy_(anchor)
-            elif master is not None:
-                for part, value in zip((tensor, master), split(anchor.to(tensor.device, torch.float32)), strict=True):
-                    part.copy_(value)
-
     @contextmanager
     def scored(self, tensors: Sequence[torch.Tensor] | None = None) -> Iterator[Callable[[Sequence[float]], None]]:
-        """Gives ``put``: ``put(rho)`` makes the tensors anchor + rho[i] * (mean - anchor); afterwards they are what they were, to the bit.
+        """Gives ``put``: ``put(rho)`` makes the tensors origin + rho[i] * (mean - origin); afterwards they are what they were, to the bit.
 
         ``tensors``: the same ones of another replica in this process. A tensor whose mean has its dtype is kept in the mean's memory
         meanwhile, so there is no third copy: not in 16 bits, where the way from point to point would be lost in rounding.
         """
         spots: list[_Spot] = []
         with torch.no_grad():
-            for tensor, anchor, mean in zip(
-                local_parts(self._tensors if tensors is None else tensors), self._anchor, self._mean.means, strict=True
+            for tensor, origin, mean in zip(
+                local_parts(self._tensors if tensors is None else tensors), self.origin, self._mean.means, strict=True
             ):
                 swaps = mean.dtype == tensor.dtype and tensor.itemsize >= 4
-                spots.append(_Swapped(tensor, anchor, mean) if swaps else _Copied(tensor, anchor, mean, self._from_anchor))
+                spots.append(_Swapped(tensor, origin, mean) if swaps else _Copied(tensor, origin, mean, self._from_origin))
 
         @torch.no_grad()
         def put(rho: Sequence[float]) -> None:
@@ -211,7 +205,7 @@ class _ByHand:
 
     def lerp(self, weight: float) -> None:
         for mean, tensor, master, origin in self._rows:
-            value = _value(tensor, master)
+            value = value_at(tensor, master)
             if origin is not None:
                 value = value - origin.to(value.device)
             mean.copy_(value if weight == 1 else torch.lerp(mean.to(value.device, value.dtype), value, weight))
@@ -221,27 +215,27 @@ class _Spot(Protocol):
     """A tensor while points are scored."""
 
     def put(self, rho: float) -> None:
-        """It becomes anchor + rho * (mean - anchor)."""
+        """It becomes origin + rho * (mean - origin)."""
 
     def leave(self) -> None:
-        """It is what it was, and so are anchor and mean (but for rounding)."""
+        """It is what it was, and so are origin and mean (but for rounding)."""
 
 
 class _Swapped:
     """What the tensor held lies in the mean's memory meanwhile."""
 
-    def __init__(self, tensor: torch.Tensor, anchor: torch.Tensor, mean: torch.Tensor) -> None:
-        self._tensor, self._anchor, self._mean = tensor, anchor, mean
+    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor) -> None:
+        self._tensor, self.origin, self._mean = tensor, origin, mean
         self._at, self._aside = 1.0, False
         _exchange(tensor, mean)
 
     def put(self, rho: float) -> None:
-        # At 0 nothing would be left of the direction: the point before waits in the anchor's memory.
+        # At 0 nothing would be left of the direction: the point before waits in the origin's memory.
         if self._aside != (rho == 0):
-            _exchange(self._tensor, self._anchor)
+            _exchange(self._tensor, self.origin)
             self._aside = not self._aside
         if rho not in (0, self._at):
-            origin = self._anchor.to(self._tensor.device)
+            origin = self.origin.to(self._tensor.device)
             self._tensor.sub_(origin).mul_(rho / self._at).add_(origin)
             self._at = rho
 
@@ -253,26 +247,26 @@ class _Swapped:
 class _Copied:
     """What the tensor held lies in memory of its own meanwhile."""
 
-    def __init__(self, tensor: torch.Tensor, anchor: torch.Tensor, mean: torch.Tensor, from_anchor: bool) -> None:
-        self._tensor, self._anchor, self._mean, self._from_anchor = tensor, anchor, mean, from_anchor
+    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, from_origin: bool) -> None:
+        self._tensor, self.origin, self._mean, self._from_origin = tensor, origin, mean, from_origin
         self._own = tensor.detach().to(mean.device, copy=True)
 
     def put(self, rho: float) -> None:
-        anchor, mean = (t.to(self._tensor.device, torch.float32) for t in (self._anchor, self._mean))
-        self._tensor.copy_(torch.add(anchor, mean, alpha=rho) if self._from_anchor else torch.lerp(anchor, mean, rho))
+        origin, mean = (t.to(self._tensor.device, torch.float32) for t in (self.origin, self._mean))
+        self._tensor.copy_(torch.add(origin, mean, alpha=rho) if self._from_origin else torch.lerp(origin, mean, rho))
 
     def leave(self) -> None:
         self._tensor.copy_(self._own)
 
 
-def _room(tensor: torch.Tensor, dtype: torch.dtype | None, place: str) -> torch.Tensor:
+def room_for(tensor: torch.Tensor, dtype: torch.dtype | None, place: str) -> torch.Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32) if dtype is None else dtype
     if place == "host" and tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
     return torch.empty_like(tensor, dtype=dtype)
 
 
-def _value(tensor: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+def value_at(tensor: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """What the tensor stands for: rounded weights stand still while their masters move."""
     return tensor if master is None and tensor.dtype == torch.float64 else value_of(tensor, master)
 

@@ -1,0 +1,31 @@
+"""The hypergradient: gradients are compared with the way since the cycle began, and a `HypergradientRule` decides."""
+
+from __future__ import annotations
+
+from ..core.controllers import COSINES, Controller, HypergradientRule, RuledController
+from ..measure.gradient_cosines import GradientCosines
+
+__all__ = ["HypergradientController"]
+
+
+class HypergradientController(RuledController):
+    """Compares gradients with the displacement since the cycle began and lets a `HypergradientRule` decide. GREEDY: read that rule first.
+
+    Learning rates only; works with one replica, and with any spread, 0 included. `GradientCosines` says what is measured, and what it costs.
+
+    Args:
+        samples: gradients per cycle, >= 2; the error of the slope comes from their scatter.
+        rule: turns cosines into decisions; see `HypergradientRule` for its settings.
+        freeze_after: see `Controller`; of a rule of your own it is the rule's.
+    """
+
+    def __init__(self, samples: int = 8, *, rule: Controller | None = None, freeze_after: float | None = None) -> None:
+        if rule is not None and not isinstance(rule, Controller):
+            raise TypeError(f"rule must be a HypergradientRule, got {type(rule).__name__}")
+        if rule is not None and freeze_after is not None:
+            raise ValueError(
+                f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, HypergradientRule(freeze_after=...)"
+            )
+        cosines = GradientCosines(samples)
+        super().__init__(HypergradientRule(freeze_after=freeze_after) if rule is None else rule, {COSINES: cosines})
+        self.name = "hypergradient"

@@ -1,0 +1,113 @@
+"""The probe: every replica scores the same mini-batches, and a `ProbeRule` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.controllers import PROBE, Controller, Evidence, Learning, ProbeRule, RuledController, Run
+from ..core.plan import Moment, Plan
+from ..measure.batch_losses import BatchLosses
+
+__all__ = ["ProbeController"]
+
+
+class ProbeController(RuledController):
+    """Scores replicas on common mini-batches and lets a `ProbeRule` decide. Recommended for knobs that are no learning rates.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor (nats, or any unit: the rule is scale-free); see `BatchLosses`.
+        batches: a list of mini-batches, of which each cycle takes the next ``chunks``; or ``batches(cycle)`` -> at least ``chunks``
+            of them. They must be the SAME on every replica (checked each cycle) and should not be validation data.
+        chunks: mini-batches per cycle, >= 2; the error of the slope comes from their scatter.
+        model: the module whose parameters the optimizer trains.
+        rule: turns scores into decisions; see `ProbeRule` for its settings.
+        interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. With shared gradients
+            and rates as knobs alone it may be several: all are then scored on the line from where the interval began through the average
+            of the mean weights over its later part, each at the multiplier of the last cycle. None: as long as averages over a
+            fortieth of the run ask for, where it may be several: one of a run of 40 cycles or fewer, else 5 % of the run.
+        average_every, average_from, place, dtype: see `BatchLosses`. (A single cycle's average has no beginning to be counted from, and stays
+            float32.)
+        freeze_after: see `Controller`; of a rule of your own it is the rule's.
+        held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective that counts, without smoothing, decay
+            or augmentation. Without it no knob may be explored of which training losses are no honest judge (dropout, weight decay ...).
+
+    A replica whose probe is NaN or infinite is left out of the decision. A checkpoint holds what has been learned; an interval that was under
+    way begins anew.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        batches: Sequence[Any] | Callable[[int], Sequence[Any]],
+        chunks: int = 8,
+        *,
+        model: nn.Module,
+        rule: Controller | None = None,
+        interval: int | None = None,
+        average_every: int = 5,
+        average_from: float | None = None,
+        place: str = "device",
+        dtype: torch.dtype | None = None,
+        freeze_after: float | None = None,
+        held_out: bool = False,
+    ) -> None:
+        if not isinstance(held_out, bool):
+            raise ValueError(f"held_out must be True or False, got {held_out!r}: pass the held-out mini-batches as batches")
+        if rule is not None and not isinstance(rule, Controller):
+            raise TypeError(f"rule must be a ProbeRule, got {type(rule).__name__}")
+        if rule is not None and freeze_after is not None:
+            raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, ProbeRule(freeze_after=...)")
+        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
+            raise ValueError(f"interval must be a whole number of cycles >= 1 or None, got {interval!r}")
+        if interval == 1 and dtype is not None:
+            raise ValueError(
+                f"dtype is {dtype}, but interval is 1, whose average has no beginning to be counted from: in 16 bits it would stand still. "
+                "Leave dtype out, or pass place='host'"
+            )
+        self.losses = BatchLosses(loss_fn, batches, chunks, model, average_every, average_from, place, dtype)
+        super().__init__(ProbeRule(freeze_after=freeze_after) if rule is None else rule, {PROBE: self.losses})
+        self.name = "probe"
+        self.interval, self.held_out = interval, held_out
+        self.judges_held_out = held_out and self.rule.judges_held_out
+        self.cycles = 1
+        """The interval's, as soon as the run is known."""
+
+    def start(self, run: Run) -> None:
+        """Raises ValueError for an interval that this run cannot have."""
+        super().start(run)
+        self.cycles = self._cycles(run)
+
+    def plan(self, now: Moment) -> Plan:
+        return self.rule.plan(now) if self.idle else replace(self.rule.plan(now), measure={PROBE: {"cycles": self.cycles}})
+
+    def learn(self, evidence: Evidence) -> Learning:
+        """Of the rule; between two probes nothing moves, and its interval is longer than a cycle."""
+        if self.cycles > 1:
+            if PROBE not in evidence.measured and not self.idle:
+                self.observe(evidence)
+                if not self.idle:
+                    return self._nothing(evidence)
+            evidence = replace(evidence, sync_interval=self.cycles * evidence.sync_interval)
+        return super().learn(evidence)
+
+    def _cycles(self, run: Run) -> int:
+        """From one probe to the next."""
+        other = [knob.name for knob in run.knobs if not knob.rate or knob.scale.bounded]
+        if self.interval is None:
+            alone, several = (1 - self.losses.left_out(s) for s in (False, True))
+            return 1 if other or run.local else run.clock.control_interval(alone, several)
+        for wrong, why in (
+            (run.local, "with gradients='local' replicas do not lie on one line"),
+            (bool(other), f"{', '.join(map(repr, other))} is no learning rate without bounds, and displacements scale with no other"),
+        ):
+            if wrong and self.interval > 1:
+                raise ValueError(f"interval is {self.interval} cycles, but {why}: pass interval=1, or leave it out")
+        total, length = run.total_steps, run.sync_interval
+        if total is not None and self.interval * length > max(total, length):
+            raise ValueError(f"interval is {self.interval} cycles, but the run has {total // length}: there would be no probe")
+        return self.interval

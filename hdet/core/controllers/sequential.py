@@ -1,0 +1,87 @@
+"""Two controllers, one after the other, as torch has SequentialLR. It knows nothing of either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..plan import Learned, Moment, Plan
+from .base import Controller, Learning
+from .protocol import Evidence, Run, require_keys
+
+__all__ = ["SequentialController"]
+
+
+class SequentialController(Controller):
+    """``first`` decides until it is `finished`; from the next cycle on ``then`` does. Meanwhile the second `observe`s.
+
+    Args:
+        first, then: controllers; their measurements must have different names. A checkpoint holds the state of both.
+    """
+
+    def __init__(self, first: Controller, then: Controller) -> None:
+        for name, controller in (("first", first), ("then", then)):
+            if not isinstance(controller, Controller):
+                raise TypeError(f"{name} must be a controller, such as hdet.ProbeController(...), got {controller!r}")
+        both = sorted(first.measurements.keys() & then.measurements.keys())
+        if both:
+            raise ValueError(f"both controllers have a measurement {both[0]!r}: give one of them another name")
+        super().__init__()
+        self.first, self.then = first, then
+        self.name = f"{first.name}, then {then.name}"
+        self.measurements = {**first.measurements, **then.measurements}
+        self.opening = first.opening
+        self.needs_replicas = first.needs_replicas or then.needs_replicas
+        self.regresses = first.regresses or then.regresses
+        self.judges_held_out = first.judges_held_out and then.judges_held_out
+        self.knob_per_group = first.knob_per_group and then.knob_per_group
+        self.needs_schedule_mean = first.needs_schedule_mean or then.needs_schedule_mean
+        self.handed_over = False
+        """Does ``then`` decide from now on?"""
+
+    @property
+    def active(self) -> Controller:
+        """The one that decides."""
+        return self.then if self.handed_over else self.first
+
+    @property
+    def idle(self) -> bool:
+        return self.active.idle and self.then.idle
+
+    def start(self, run: Run) -> None:
+        self.first.start(run)
+        self.then.start(run)
+
+    def plan(self, now: Moment) -> Plan:
+        return self.active.plan(now)
+
+    def learn(self, evidence: Evidence) -> Learning:
+        if self.handed_over:
+            return self.then.learn(evidence)
+        return self._first_learns(evidence)
+
+    def _first_learns(self, evidence: Evidence) -> Any:
+        self.then.observe(evidence)
+        learned = self.first.learn(evidence)
+        if not isinstance(learned, Learned):
+            learned = yield from learned
+        self.handed_over = self.first.finished
+        return learned
+
+    def restart(self, now: Moment) -> None:
+        self.first.restart(now)
+        self.then.restart(now)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first.state_dict(), "then": self.then.state_dict(), "handed_over": self.handed_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_keys(state, ("first", "then", "handed_over"), "SequentialController's")
+        before = self.then.state_dict()
+        self.then.load_state_dict(state["then"])
+        try:
+            self.first.load_state_dict(state["first"])
+        except ValueError:
+            self.then.load_state_dict(before)
+            raise
+        self.handed_over = bool(state["handed_over"])

@@ -1,0 +1,69 @@
+"""What was recorded of a run, decided again offline: the same, to the bit, or a list of where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from .controllers import Controller, Evidence
+from .engine import CycleOutcome, ask_and_tell
+from .plan import Ending, Learned, Moment, Plan
+
+__all__ = ["recorded", "replay"]
+
+
+def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, taken_back: bool) -> dict[str, Any]:
+    """Of a cycle, as plain data: all that its controller was asked and told, and what it said."""
+    return {
+        "moment": asdict(moment),
+        "plan": _plain(plan),
+        "taken_back": taken_back,
+        "evidence": None if outcome.evidence is None else outcome.evidence.to_dict(),
+        "answers": outcome.answers,
+        "decisions": [asdict(decision) for decision in outcome.decisions],
+        "end": _plain(outcome.end),
+    }
+
+
+def replay(controller: Controller, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Ask and tell ``controller``, which is as it was at the first of the ``records`` (`recorded`, also read from JSON), all that was
+    recorded; yields a sentence for each difference.
+    """
+    for record in records:
+        moment = Moment(**record["moment"])
+        where = f"cycle {moment.cycle}"
+        yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
+        if record["taken_back"]:
+            controller.restart(Moment(moment.cycle + 1, *_ends(record, moment)))
+        if record["evidence"] is None:
+            continue
+        answers = iter(record["answers"])
+        learned, asked = ask_and_tell(controller, Evidence(**record["evidence"]), lambda _, answers=answers: next(answers))
+        said: Learned = learned
+        yield from _differs(f"{where}: decisions", [asdict(decision) for decision in said.decisions], record["decisions"])
+        yield from _differs(f"{where}: end", _plain(said.end), record["end"])
+        if len(asked) != len(record["answers"]):
+            yield f"{where}: {len(asked)} questions, {len(record['answers'])} recorded"
+
+
+def _ends(record: Mapping[str, Any], moment: Moment) -> tuple[int, int]:
+    return record.get("ended", (moment.step, moment.schedule_step))
+
+
+def _plain(value: Plan | Ending | None) -> Any:
+    """A dict with the name of its kind."""
+    if value is None:
+        return None
+    plain = asdict(value)
+    if isinstance(value, Plan):
+        plain["end"] = _plain(value.end)
+    return {"kind": type(value).__name__, **plain}
+
+
+def _differs(what: str, now: Any, then: Any) -> Iterator[str]:
+    """As JSON has them: tuples are lists there, and floats are written to the bit."""
+    one, two = (json.dumps(value, sort_keys=True) for value in (now, then))
+    if one != two:
+        yield f"{what} differ: {one} now, {two} recorded"

@@ -1,0 +1,101 @@
+"""What is measured on tensors for a controller: one base class of documented hooks that do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..converge import Masters
+from ..core.clock import Clock
+from ..core.plan import Question
+from ..replicas import Replicas
+
+__all__ = ["Closure", "Measurement", "Watched"]
+
+Closure = Callable[[], Any]
+"""Computes the current batch's losses anew: shape (examples,), or one number."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The run that a measurement is part of."""
+
+    optimizer: Optimizer
+    sets: Sequence[Sequence[torch.Tensor]]
+    """[local replica]: the trained parameters, in the order of the optimizer's groups."""
+    masters: Sequence[Masters]
+    """[local replica]: gives what the optimizer keeps beside each of them."""
+    knobs: Sequence[Any]
+    """Bound knobs."""
+    clock: Clock
+    replicas: Replicas
+    gradients: str
+    """"shared" or "local"."""
+    multipliers: Callable[[], Sequence[Sequence[float]]]
+    """[local replica][knob]: rho of the running cycle."""
+    snapshot: Callable[[str], Sequence[torch.Tensor]]
+    """The parameters of a snapshot that the plan keeps, by its name: one for each tensor of the first set, local shards."""
+
+
+class Measurement:
+    """Measures during the cycles whose plan names it. Only `measure` and what is inside `answering` may communicate, on all ranks alike."""
+
+    needs_closure = False
+    """Does it ask for losses of the current batch? Then every ``ensemble.step`` of such a cycle needs ``closure=...``."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The models that it runs."""
+        return ()
+
+    def watch(self, watched: Watched) -> None:
+        """Once, before the first step. May refuse (ValueError). Nothing of size is allocated here."""
+
+    def on_cycle_start(self, step: int, settings: Any) -> None:
+        """Before the first optimizer step after ``step`` of them, and after each average, of a cycle whose plan names it with ``settings``."""
+
+    def reset(self) -> None:
+        """The window begins anew: a cycle has begun, or replicas were averaged ahead of time."""
+
+    def restart(self) -> None:
+        """Parameters were loaded, or weights taken back: what is under way is worth nothing."""
+
+    def sample(self, position: int, length: int, schedule_step: int) -> None:
+        """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""
+
+    def try_closure(self, closure: Closure) -> None:
+        """In the first step of a cycle that needs one: refuse what would not do later (ValueError)."""
+
+    def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
+        """At a cycle's end the row of the ``place``-th local replica, float64, to be added up over the replica's ranks; the model has its
+        weights now. On all ranks alike None if there is nothing to tell."""
+        return None
+
+    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Added-up rows, [replica], into what stands in `Evidence.measured`."""
+        return [list(row) for row in rows]
+
+    @contextmanager
+    def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
+        """At a cycle's end: a function that answers questions by plain numbers, the same on every rank. Weights, buffers and random states may
+        be other ones inside, and are afterwards what they were.
+
+        Raises:
+            ValueError: it answers no such questions.
+        """
+        raise ValueError(f"{type(self).__name__} answers no questions")
+        yield
+
+    def release(self) -> None:
+        """The plan does not name it any more, or the Ensemble is given up: let go of memory and hooks. It may be named again later."""
+
+
+def settings_of(settings: Mapping[str, Any] | None, **defaults: Any) -> dict[str, Any]:
+    """A plan's settings with defaults in the place of what is missing."""
+    return {**defaults, **(settings or {})}

@@ -1,0 +1,208 @@
+"""Losses of common mini-batches: every replica scores the same ones, at its cycle-averaged weights or on a weight line (docs/method.md).
+
+Averaging a replica's weights over the cycle takes away the noise that makes a smaller rate look better for the moment;
+scoring all replicas on the same mini-batches takes away the noise of the data. What remains is the direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import truediv
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..converge import digest
+from ..ranges import ranged
+from ..shards import local_parts, reshard
+from .base import Measurement, Watched, settings_of
+from .eval_mode import undisturbed
+from .points import CyclePoints, LinePoints
+from .weight_line import check_room
+
+__all__ = ["BatchLosses"]
+
+LATER = 0.5
+"""The part of an interval of several cycles that is left out of the average: all of it lags half the way behind, and votes for a higher rate."""
+
+
+class BatchLosses(Measurement):
+    """[replica][chunk]: losses of mini-batches that are common to all replicas.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor. Called in eval mode, without gradients, on the bare module (a
+            DistributedDataParallel wrapper is taken off: its collectives have no place here). All ranks of a replica call it together; a rank
+            that does not see the loss (a pipeline stage before the last) returns None.
+        batches: a list of mini-batches, of which each cycle takes the next ``chunks``; or ``batches(cycle)`` -> at least ``chunks``
+            of them. They must be the SAME on every replica (checked each cycle).
+        chunks: mini-batches per cycle, >= 2.
+        model: the module whose parameters the optimizer trains.
+        average_every: sample the average every so many steps.
+        average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
+        place: "device" or "host": where averages (and the interval's beginning) live.
+        dtype: of average and beginning in intervals of several cycles; None: float32, or the parameters' own if that is wider.
+
+    Settings in a plan: ``cycles`` from one measurement to the next. Of one, each replica is scored at the average of its own weights; of several,
+    all are on the line from where the interval began through the average of the mean weights over its later part, each at the multiplier of
+    the last cycle.
+
+    Costs ``chunks`` forward passes per replica and interval, and no gradient; one copy of the parameters, of an interval of several cycles
+    two, and two averages of the parameters over replicas at its end.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        batches: Sequence[Any] | Callable[[int], Sequence[Any]],
+        chunks: int,
+        model: nn.Module,
+        average_every: int = 5,
+        average_from: float | None = None,
+        place: str = "device",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable as loss_fn(model, batch), got {type(loss_fn).__name__}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not callable(batches) and not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+            raise TypeError(
+                f"batches must be a list of mini-batches or a function of the cycle, got {type(batches).__name__}: list(...) it first"
+            )
+        if not isinstance(chunks, int) or chunks < 2:
+            raise ValueError(
+                f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches"
+            )
+        if not isinstance(average_every, int) or average_every < 1:
+            raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
+        if average_from is not None and (not isinstance(average_from, (int, float)) or not 0 <= average_from < 1):
+            raise ValueError(f"average_from must lie in [0, 1) or be None, got {average_from!r}")
+        check_room(place, dtype)
+        if not callable(batches) and len(batches) < chunks:
+            raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
+        self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
+        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.average_every, self.average_from, self.place, self.dtype = average_every, average_from, place, dtype
+        self._watched: Watched | None = None
+        self._points: CyclePoints | LinePoints | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return [self.model]
+
+    def left_out(self, several: bool) -> float:
+        """The part of an interval of one cycle, or of ``several``, that is left out of the average."""
+        return (LATER if several else 0.0) if self.average_from is None else self.average_from
+
+    def watch(self, watched: Watched) -> None:
+        """Raises ValueError if none of the optimizer's parameters is the model's, so that the same weights would be scored for ever."""
+        own = {id(p) for p in self.model.parameters()}
+        if not any(id(p) in own for p in watched.sets[0]):
+            raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
+        self.release()
+        self._watched, self._device = watched, local_parts(watched.sets[0][:1])[0].device
+
+    def on_cycle_start(self, step: int, settings: Any) -> None:
+        if self._points is None:
+            self._points = self._make_points(settings_of(settings, cycles=1)["cycles"])
+        self._points.on_cycle_start()
+
+    def _make_points(self, cycles: int) -> CyclePoints | LinePoints:
+        run = self._watched
+        assert run is not None, "watch comes first"
+        if cycles == 1:
+            return CyclePoints(run.sets, run.masters, self.average_every, self.left_out(False), self.place)
+        owners, every, after = _owners(run.knobs), self.average_every, self.left_out(True)
+        return LinePoints(run.sets, run.masters, owners, run, cycles, every, after, self.place, self.dtype)
+
+    def reset(self) -> None:
+        if self._points is not None:
+            self._points.reset()
+
+    def restart(self) -> None:
+        if self._points is not None:
+            self._points.restart()
+
+    def release(self) -> None:
+        self._points = None
+
+    def sample(self, position: int, length: int, schedule_step: int) -> None:
+        """The last step of a cycle is always a sample."""
+        if self._points is not None:
+            self._points.sample(position, length)
+
+    @ranged("hdet.probe")
+    def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
+        """(chunks + 2,) float64: 1 and the chunk losses at this replica's point (zeros where this rank sees none), then the mini-batches'
+        digest; None while an interval goes on.
+        """
+        if self._points is None:  # a cycle in which no step was counted
+            self._points = self._make_points(1)
+        if not self._points.due:
+            return None
+        with undisturbed(self.model):
+            chosen = self._choose(cycle)
+            try:
+                with self._points.at(place):
+                    reshard(self.model)
+                    losses = [self.loss_fn(self.model, batch) for batch in chosen]
+            finally:
+                reshard(self.model)
+        marks = digest(list(_tensors_in(chosen)))[1:]
+        if all(loss is None for loss in losses):
+            return torch.cat([torch.zeros(1 + self.chunks, dtype=torch.float64, device=self._device), marks.to(self._device)])
+        row = torch.stack([_scalar(loss) for loss in losses])
+        return torch.cat([torch.ones_like(row[:1]), row, marks.to(row.device)])
+
+    def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Added-up rows -> chunk losses per replica.
+
+        Raises:
+            ValueError: no rank of a replica has seen a loss.
+            RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
+        """
+        seen, *chunks, marks = zip(*rows, strict=True)  # columns: of a thousand rows each number by itself would cost too much
+        if len(set(marks)) > 1:
+            raise RuntimeError(
+                "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)"
+            )
+        if not all(seen):
+            raise ValueError(
+                f"loss_fn returned None on every rank of replica {seen.index(0)}: the rank that sees the loss must return it as a tensor"
+            )
+        return list(map(list, zip(*(map(truediv, chunk, seen) for chunk in chunks), strict=True)))
+
+    def _choose(self, cycle: int) -> list[Any]:
+        if callable(self.batches):
+            chosen = list(self.batches(cycle))[: self.chunks]
+            if len(chosen) < self.chunks:
+                raise ValueError(f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for {self.chunks}")
+            return chosen
+        return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
+
+
+def _owners(knobs: Sequence[Any]) -> list[int | None]:
+    """The number of the knob of each parameter of the optimizer, in the order of its groups."""
+    owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
+    groups = knobs[0].optimizer.param_groups
+    return [owners.get(g) for g, group in enumerate(groups) for _ in group["params"]]
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return one number as a tensor, got {shape}: return the mean over the batch")
+    return loss.detach().double().reshape(())
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors_in(value)
