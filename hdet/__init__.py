@@ -13,42 +13,55 @@ __version__ = "0.1.0"
 
 # Names are loaded on first use, so that the command line answers --help without importing torch.
 _HOMES = {
-    "BaseController": "core.controllers",
+    "Adopt": "core.plan",
+    "Average": "core.plan",
     "Betas": "knobs",
     "ClipNorm": "knobs",
+    "Controller": "core.controllers",
     "CoresidentReplicas": "coresident",
+    "Decision": "core.plan",
+    "Divergence": "core.divergence",
     "Dropout": "knobs",
     "Ensemble": "ensemble",
     "Eps": "knobs",
-    "Decision": "core.controllers",
-    "Divergence": "core.divergence",
     "Evidence": "core.controllers",
     "FusedAdam": "optim",
     "FusedAdamW": "optim",
     "FusedLion": "optim",
     "FusedSGD": "optim",
     "GroupValue": "knobs",
-    "HypergradientController": "hypergradient",
+    "HypergradientController": "controllers.hypergradient",
     "HypergradientRule": "core.controllers",
+    "Keep": "core.plan",
     "LabelSmoothing": "knobs",
+    "Learned": "core.plan",
     "LearningRate": "knobs",
-    "LineController": "line",
+    "LineController": "controllers.line",
     "LineRule": "core.controllers",
     "LossWeights": "knobs",
     "ModuleValue": "knobs",
+    "Moment": "core.plan",
     "OneCycleAutoLR": "schedulers",
-    "ProbeController": "probe",
+    "Plan": "core.plan",
+    "ProbeController": "controllers.probe",
     "ProbeRule": "core.controllers",
+    "Question": "core.plan",
     "RankController": "core.controllers",
     "ReplicaDisagreement": "replicas",
     "ReplicaLost": "faults",
     "Replicas": "replicas",
     "ReplicasDiverged": "ensemble",
+    "Restore": "core.plan",
+    "Run": "core.controllers",
     "Scalar": "knobs",
+    "SequentialController": "core.controllers",
+    "Shadow": "core.controllers",
     "SlopeController": "core.controllers",
+    "SnapshotOf": "core.plan",
     "SoftmaxController": "core.controllers",
     "Temperature": "knobs",
     "WeightDecay": "knobs",
+    "replay": "core.replay",
     "warm_noise_": "noise",
 }
 
@@ -60,21 +73,36 @@ if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import converge as converge
     from . import kernels as kernels
-    from .core.controllers import BaseController as BaseController
-    from .core.controllers import Decision as Decision
+    from .controllers.hypergradient import HypergradientController as HypergradientController
+    from .controllers.line import LineController as LineController
+    from .controllers.probe import ProbeController as ProbeController
+    from .core.controllers import Controller as Controller
     from .core.controllers import Evidence as Evidence
     from .core.controllers import HypergradientRule as HypergradientRule
     from .core.controllers import LineRule as LineRule
     from .core.controllers import ProbeRule as ProbeRule
     from .core.controllers import RankController as RankController
+    from .core.controllers import Run as Run
+    from .core.controllers import SequentialController as SequentialController
+    from .core.controllers import Shadow as Shadow
     from .core.controllers import SlopeController as SlopeController
     from .core.controllers import SoftmaxController as SoftmaxController
     from .core.divergence import Divergence as Divergence
+    from .core.plan import Adopt as Adopt
+    from .core.plan import Average as Average
+    from .core.plan import Decision as Decision
+    from .core.plan import Keep as Keep
+    from .core.plan import Learned as Learned
+    from .core.plan import Moment as Moment
+    from .core.plan import Plan as Plan
+    from .core.plan import Question as Question
+    from .core.plan import Restore as Restore
+    from .core.plan import SnapshotOf as SnapshotOf
+    from .core.replay import replay as replay
     from .coresident import CoresidentReplicas as CoresidentReplicas
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
     from .faults import ReplicaLost as ReplicaLost
-    from .hypergradient import HypergradientController as HypergradientController
     from .knobs import Betas as Betas
     from .knobs import ClipNorm as ClipNorm
     from .knobs import Dropout as Dropout
@@ -87,13 +115,11 @@ if TYPE_CHECKING:
     from .knobs import Scalar as Scalar
     from .knobs import Temperature as Temperature
     from .knobs import WeightDecay as WeightDecay
-    from .line import LineController as LineController
     from .noise import warm_noise_ as warm_noise_
     from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW
     from .optim import FusedLion as FusedLion
     from .optim import FusedSGD as FusedSGD
-    from .probe import ProbeController as ProbeController
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas
     from .schedulers import OneCycleAutoLR as OneCycleAutoLR

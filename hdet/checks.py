@@ -17,13 +17,11 @@ from . import __version__ as version
 from .anchor import keeps_weights
 from .converge import Converge, ExactLocal, Plain
 from .converge.average import check_averageable
-from .core.controllers import Controller, SoftmaxController
-from .core.controllers.base import check_run, needs_replicas, regresses
+from .core.controllers import Controller, Run
 from .core.design import columns
 from .core.divergence import Divergence
 from .core.engine import STATE_VERSION, Engine
 from .knobs import Bound
-from .line import LineController, follower
 from .moments import POLICIES
 from .replicas import Replicas
 from .replicas.agreement import digest
@@ -79,22 +77,11 @@ def check_arguments(
         )
     if replicas is not None:
         replicas.check_optimizer(optimizer)
-    if isinstance(controller, type) or (controller is not None and not isinstance(controller, Controller)):
+    if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
-            f"controller must be an object with name, needs_probe, update, state_dict and load_state_dict, got {controller!r}: "
-            "pass hdet.LineController(model) or hdet.ProbeController(...)"
+            f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.LineController(model) or "
+            "hdet.ProbeController(...)"
         )
-    if controller is not None and controller.needs_probe:
-        sensor = follower(controller)
-        missing = [
-            name
-            for name in ("watch", "begin_anew", "close", "depart", "forget", "sample", "measure", "split", "measures", "idle")
-            if not hasattr(sensor, name)
-        ]
-        if missing:
-            raise TypeError(
-                f"controller {type(sensor).__name__} needs a probe but lacks {', '.join(missing)}: give its rule to ProbeController(rule=...)"
-            )
     if gradients not in ("shared", "local"):
         raise ValueError(
             f"gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), got {gradients!r}"
@@ -123,14 +110,6 @@ def check_arguments(
         raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
     if refresh is not None and not callable(refresh):
         raise TypeError(f"refresh must be callable as refresh(), got {type(refresh).__name__}")
-    if isinstance(controller, LineController) and controller.model is not None and refresh is None:
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in trained for p in controller.model.parameters()):
-            raise ValueError(
-                "the LineController's model has no parameter of this optimizer: pass the module that it trains (or refresh=..., if the optimizer "
-                "has copies of them)"
-            )
-
 
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> list[torch.Tensor]:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average.
@@ -217,47 +196,16 @@ def check_knobs(
                 f"{getattr(controller, 'name', '')!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
                 "not trained on and a loss_fn without regularisation; or controller=None"
             )
-        if isinstance(controller, SoftmaxController) and controller.decay is not None and knob.key != "lr":
-            raise ValueError(
-                f"SoftmaxController's decay={controller.decay!r} takes the place of a rate's schedule and means nothing for the knob "
-                f"{knob.name!r}: pass decay=None"
-            )
     if keeps_weights(optimizer):
         _check_weights_in_state(optimizer, replicas.count > 1 and (gradients == "local" or any(knob.spread > 0 for knob in knobs)), moments)
     else:
         _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
     if isinstance(converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
-    if isinstance(controller, LineController):
-        _check_alike(replicas, gradients, converge, alone=controller.then is None)
-
-
-def _check_alike(replicas: Replicas, gradients: str, converge: Converge, alone: bool) -> None:
-    """Under a LineController replicas are equal where it reads, and so have one line; ``alone``: to the end, for no other follows it."""
-    for wrong, remedy in (
-        (
-            alone and gradients == "local" and replicas.count > 1,
-            "gradients is 'local': pass gradients='shared', or then=ProbeController(...)",
-        ),
-        (converge != Plain(), f"converge is {converge!r}: leave it out"),
-        (
-            alone and len(replicas.local) > 1,
-            "replicas are co-resident: give it one model, and all micro-batches of a step to its closure, or then=ProbeController(...)",
-        ),
-    ):
-        if wrong:
-            raise ValueError(
-                f"a LineController has all replicas on one line while it reads, with nothing that makes them differ, but {remedy}"
-            )
-
 
 def _judges_held_out(controller: Controller | None) -> bool:
     """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""
-    if controller is None or controller.name == "none":
-        return True
-    judge = follower(controller)
-    # A probe may have been given a rule that reads training losses all the same.
-    return bool(getattr(judge, "held_out", False)) and getattr(getattr(judge, "rule", None), "needs_probe", True)
+    return controller is None or controller.judges_held_out
 
 
 def _check_weights_in_state(optimizer: Optimizer, part: bool, moments: str | None) -> None:
@@ -296,25 +244,25 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
         )
 
 
-def check_controller(controller: Controller | None, engine: Engine, floor: Sequence[float]) -> None:
-    """Is this run one the controller can work in? ``floor``: lowest value of each knob's schedule. Raises ValueError if not."""
+def check_controller(controller: Controller | None, run: Run) -> None:
+    """Is this run one the controller can work in? Raises ValueError if not."""
     if controller is None:
         return
-    check_run(controller, engine.clock.total_steps, floor)
-    replicas, knobs = engine.replicas, len(engine.knobs)
-    if not needs_replicas(controller):
+    controller.start(run)
+    if not controller.needs_replicas:
         return
-    still = [knob.name for knob in engine.knobs if knob.spread == 0]
-    if replicas == 1:
+    knobs = len(run.knobs)
+    still = [knob.name for knob in run.knobs if knob.spread == 0]
+    if run.replicas == 1:
         warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=4)
-    elif regresses(controller) and 0 < len(still) < knobs:
+    elif controller.regresses and 0 < len(still) < knobs:
         raise ValueError(
             f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from the others, and none would move: "
             "give it a spread, or leave it out"
         )
-    elif regresses(controller) and knobs > replicas - 1:
+    elif controller.regresses and knobs > run.replicas - 1:
         raise ValueError(
-            f"{replicas} replicas can tell at most {replicas - 1} knobs apart, got {knobs}: "
+            f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs}: "
             "use LearningRate(groups=None) for one common knob, or more replicas"
         )
 
@@ -378,8 +326,8 @@ def _settings(controller: Any) -> list[tuple[str, Any]]:
         for name, value in sorted(vars(controller).items())
         if isinstance(value, (int, float, str, type(None))) and not name.startswith("_")
     ]
-    parts = [getattr(controller, "rule", None), controller.then if isinstance(controller, LineController) else None]
-    return plain + [setting for part in parts if part is not None for setting in _settings(part)]
+    parts = [value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)]
+    return plain + [setting for part in parts for setting in _settings(part)]
 
 
 def _whole(value: object) -> int:

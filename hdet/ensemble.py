@@ -166,7 +166,7 @@ class Ensemble:
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, gradients, lambda: self._fan_out.multipliers,
-                self._snapshots.parameters,
+                refresh is not None, self._snapshots.parameters,
             )
         )  # fmt: skip
         self._means = self.schedule.means() if controller is not None and controller.needs_schedule_mean else []

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controllers import Controller, SoftmaxController
-from .core.controllers.base import regresses, spreads
 from .core.spread import check_spread
 from .ensemble import Ensemble
 from .knobs import LearningRate
@@ -178,7 +177,7 @@ class OneCycleAutoLR(OneCycleLR):
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
     """As published, every parameter group is a knob; a regression tells at most N - 1 apart and a line is read for one at a time, so there
     the groups move together."""
-    together = len(optimizer.param_groups) == 1 or (controller is not None and (regresses(controller) or not spreads(controller)))
+    together = len(optimizer.param_groups) == 1 or (controller is not None and not controller.knob_per_group)
     return None if together else "each"
 
 

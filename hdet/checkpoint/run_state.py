@@ -208,7 +208,7 @@ class RunState:
             settings = {key: on_the_device_of(value, present.get(key)) for key, value in saved.items()}
             groups.append({**settings, "params": [next(numbers) for _ in present["params"]]})
         self.optimizer.load_state_dict({**about["rest"], "state": numbered, "param_groups": groups})
-        self.ensemble._listening.begin_anew()  # a sweep goes back to these buffers
+        self.ensemble._panel.restart()  # a sweep goes back to these buffers
 
 
 # -- small things --------------------------------------------------------------------------------------------------------

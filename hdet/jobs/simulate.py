@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 
 from hdet.core.clock import Clock
-from hdet.core.controllers.probe import ProbeRule
+from hdet.core.controllers.probe import PROBE, ProbeRule
 from hdet.core.engine import Engine, KnobSpec
 
 __all__ = ["simulate"]
@@ -103,7 +103,7 @@ class _Run:
         probes = self._probe([[x / INTERVAL for x in total] for total in sums])
         mean = [sum(column) / count for column in zip(*self.points, strict=True)]
         self.points = [list(mean) for _ in range(count)]  # Eq. 3
-        outcome = self.engine.close([_loss(mean)] * count, probes, scheduled=[self.scheduled(self.engine.step)], peak=[self.peak])
+        outcome = self.engine.close([_loss(mean)] * count, {PROBE: probes}, scheduled=[self.scheduled(self.engine.step)], peak=[self.peak])
         self.last = outcome.decisions[0]
 
     def _probe(self, averages: list[Vector]) -> list[list[float]]:

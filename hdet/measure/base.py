@@ -39,6 +39,8 @@ class Watched:
     """"shared" or "local"."""
     multipliers: Callable[[], Sequence[Sequence[float]]]
     """[local replica][knob]: rho of the running cycle."""
+    copied: bool
+    """Does the optimizer have copies of the model's parameters, which follow them (`Ensemble`'s ``refresh``)?"""
     snapshot: Callable[[str], Sequence[torch.Tensor]]
     """The parameters of a snapshot that the plan keeps, by its name: one for each tensor of the first set, local shards."""
 

@@ -68,6 +68,14 @@ class LineLosses(Measurement):
         return [] if self.model is None else [self.model]
 
     def watch(self, watched: Watched) -> None:
+        """Raises ValueError if none of the optimizer's parameters is the model's."""
+        if self.model is not None and not watched.copied:
+            trained = {id(p) for p in watched.sets[0]}
+            if not any(id(p) in trained for p in self.model.parameters()):
+                raise ValueError(
+                    "the LineController's model has no parameter of this optimizer: pass the module that it trains (or refresh=..., if the optimizer "
+                    "has copies of them)"
+                )
         self.release()
         self._watched = watched
         rates = [knob for knob in watched.knobs if knob.key == "lr"]

@@ -1,0 +1,83 @@
+"""The line: losses of the training batch itself at multipliers that no replica has, and a `LineRule` decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.controllers import LINE, Evidence, Learning, LineRule, RuledController, Run
+from ..core.plan import Decision, Learned, SnapshotOf
+from ..measure.line_losses import LineLosses
+
+__all__ = ["LineController"]
+
+
+class LineController(RuledController):
+    """Sweeps the rate upwards once until training breaks, begins again at a rate that follows from where, and reads the line twice more. No probe
+    data, no spread, N = 1 and every layout included.
+
+    Losses at multipliers that no replica has come from the line through the interval's beginning (`LineLosses`). Meanwhile the spread rests; with
+    shared gradients, which it asks for where nothing follows, replicas train alike. Several rates (parameter groups) are swept together; other
+    knobs may stand beside them where another controller follows.
+
+    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are those of the
+    beginning again.
+
+    Args:
+        model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
+            they were. None: the closure sees to that.
+        rule: turns losses into decisions; see `LineRule` for its settings, and for the intervals.
+        place: "device" or "host": where the beginning and the mean live.
+        dtype: of beginning and mean; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves them (and the weights
+            that are kept meanwhile are then a copy for themselves); weights that are taken back are rounded to it.
+        freeze_after: see `Controller`; a sweep that is under way then ends without a result. Of a rule of your own it is the rule's.
+        late: read the line twice more after the sweep? Say False where another controller follows, as in
+            ``SequentialController(LineController(model, late=False), ProbeController(...))``. The sweep saves that from a start that is far off,
+            to which others come late or not at all.
+
+    The mean of the closure's losses is what ``step`` is given. The closure is called 20 to 30 times in a run, once in the first step: 0.7 to
+    1.8 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read.
+
+    Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what
+    has been learned; a sweep or an interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it
+    rests on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        rule: LineRule | None = None,
+        place: str = "device",
+        dtype: torch.dtype | None = None,
+        freeze_after: float | None = None,
+        late: bool = True,
+    ) -> None:
+        if rule is not None and not isinstance(rule, LineRule):
+            raise TypeError(f"rule must be a LineRule, got {type(rule).__name__}")
+        if rule is not None and freeze_after is not None:
+            raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, LineRule(freeze_after=...)")
+        self.losses = LineLosses(model, place, dtype)
+        rule = LineRule(freeze_after=freeze_after, late=late) if rule is None else rule
+        rule.snapshot = SnapshotOf(place=place, dtype=None if dtype is None else str(dtype).removeprefix("torch."))
+        super().__init__(rule, {LINE: self.losses})
+        self._rates: list[int] = []
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
+
+    def learn(self, evidence: Evidence) -> Learning:
+        """Of the rule, which knows of rates alone."""
+        return self._learn(evidence)
+
+    def _learn(self, evidence: Evidence) -> Any:
+        learned = self.rule.learn(evidence.only(self._rates))
+        if not isinstance(learned, Learned):
+            learned = yield from learned
+        decisions = [Decision() for _ in evidence.knobs]
+        for k, decision in zip(self._rates, learned.decisions, strict=True):
+            decisions[k] = decision
+        return Learned(decisions, learned.end)
