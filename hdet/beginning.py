@@ -36,6 +36,7 @@ class Beginning:
         self._others: list[tuple[str, nn.Parameter]] = []
         self._before_forward: list[RemovableHandle] = []
         self._after_load: list[RemovableHandle] = []
+        self._traced = False
 
     @property
     def taken(self) -> bool:
@@ -62,19 +63,19 @@ class Beginning:
 
     def _look(self, module: nn.Module, _: object) -> None:
         if module.training and self._buffers is not None:
-            if not self._buffers.taken and not self.taken:
+            if self._after_load and not self._buffers.taken:
                 self._buffers.take()
             self._rest()
 
     def _look_while_tracing(self) -> None:
-        """The hooks stay, and do nothing: without them the model would be compiled again."""
-        if self._buffers is not None and not self._buffers.taken and not self.taken:
+        self._traced = True
+        if self._after_load and self._buffers is not None and not self._buffers.taken:
             self._buffers.take()
 
     def _rest(self) -> None:
-        for hook in self._before_forward:
-            hook.remove()
-        self._before_forward = []
+        """The hooks of a compiled model stay, and do nothing: without them it would be compiled again."""
+        if not self._traced:
+            _remove(self._before_forward)
 
     def take(self) -> None:
         """At the first step, before it has changed anything."""
@@ -87,9 +88,7 @@ class Beginning:
         self._anchor.take()
         if self._buffers is not None and not self._buffers.taken:
             self._buffers.take()
-        for hook in self._after_load:
-            hook.remove()
-        self._after_load = []
+        _remove(self._after_load)
 
     def put_back(self) -> None:
         assert self._anchor is not None, "take comes first"
@@ -104,11 +103,20 @@ class Beginning:
         return next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._anchor.moved(i)), None)
 
     def close(self) -> None:
-        """It is not needed any more: its memory is free, and the model has no hooks of ours."""
+        """It is not needed any more: its memory is free."""
         self._anchor, self._others = None, []
         if self._buffers is not None:
             self._buffers.forget()
         self._rest()
-        for hook in self._after_load:
-            hook.remove()
-        self._after_load = []
+        _remove(self._after_load)
+
+    def leave(self) -> None:
+        """For good: the model has no hooks of ours."""
+        self.close()
+        _remove(self._before_forward)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

@@ -298,7 +298,7 @@ class LineController(RuledController):
         """The Ensemble is given up: the memory is free again, and the optimizer is not held."""
         self._way = self._begun = None
         if self._beginning is not None:
-            self._beginning.close()
+            self._beginning.leave()
         self._make_way, self._state, self._begin_anew, self._beginning = _closed, dict, _nothing, None
 
     def sample(self, step: int) -> None:

@@ -173,10 +173,20 @@ def test_a_look_at_the_model_before_the_run_is_not_its_beginning() -> None:
     assert float(net.calls) == 1
 
 
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = batch_norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x)
+
+
 @pytest.mark.parametrize("way", ["torch.compile(model)", "model.compile()"])
 def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: str) -> None:
     torch._dynamo.reset()
-    net, graphs = batch_norm(), []
+    net: nn.Module = Whole()
+    graphs: list[Any] = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
