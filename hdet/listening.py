@@ -165,7 +165,11 @@ class Listening:
             return
         line.take_back()
         took_back()
-        which = "a parameter of the LineController's model on another rank" if name is None else f"the LineController's model has {name!r}, which"
+        which = (
+            "a parameter of the LineController's model on another rank"
+            if name is None
+            else f"the LineController's model has {name!r}, which"
+        )
         raise ValueError(
             f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with it, "
             "and its state not be taken back. Put all parameters into one optimizer, as groups; or step the other one only when "

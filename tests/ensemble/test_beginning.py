@@ -363,7 +363,9 @@ def test_a_second_optimizer_is_refused_and_all_is_as_at_the_beginning() -> None:
     net = batch_norm()
     run, other = two_optimizers(net)
     begin = state_of(net)
-    with pytest.raises(ValueError, match=r"model has '1.weight', which is not this Ensemble's optimizer's.*into one optimizer.*ensemble.sweeping"):
+    with pytest.raises(
+        ValueError, match=r"model has '1.weight', which is not this Ensemble's optimizer's.*into one optimizer.*ensemble.sweeping"
+    ):
         train(net, run, other, 20)
     assert run.index < 8 and same(state_of(net), begin) and not run.optimizer.state
 
