@@ -80,8 +80,8 @@ class Ensemble:
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         converge: the way of averaging, from hdet.converge; default ``Plain()`` (docs/converge.md tells when another one pays).
         bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has. Co-resident
-            replicas share theirs.
+        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, also where a
+            forward pass has put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident replicas share theirs.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
         tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
             the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
@@ -129,7 +129,6 @@ class Ensemble:
         )  # fmt: skip
         self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
         self.parameters = averaged_tensors(optimizer, buffers)
-        self._has_buffers = len(self.parameters) > sum(len(group["params"]) for group in optimizer.param_groups)
         check_tied(tied, self.parameters)
         check_sharding(optimizer, self.parameters, replicas, gradients, rollback=divergence.rollback is not None)
         self.replicas = Replicas.default() if replicas is None else replicas
@@ -162,7 +161,7 @@ class Ensemble:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
-        self._snapshots = Snapshots(trained, masters[0], optimizer, self._panel.modules)
+        self._snapshots = Snapshots(trained, masters[0], optimizer, self._panel.modules, refresh is not None)
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, gradients, lambda: self._fan_out.multipliers,
@@ -195,6 +194,7 @@ class Ensemble:
         self._explored = False  # in this cycle
         self._broken: ReplicaLost | None = None
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
+        self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
@@ -285,8 +285,9 @@ class Ensemble:
 
     @property
     def converged(self) -> bool:
-        """Are the replicas' parameters equal right now, with nothing under way, as known from the last average and the steps since?"""
-        return self._lockstep or (not self._fan_out.moved and self.weights.settled)
+        """Are the replicas' parameters, and the buffers that are averaged, equal right now, with nothing under way, as known from the last average
+        and what has been written since?"""
+        return self._lockstep or (not self._fan_out.moved and self.weights.settled and self.parameters.unwritten(self._marks))
 
     @contextmanager
     def explore(self) -> Iterator[None]:
@@ -370,7 +371,7 @@ class Ensemble:
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
         with ``converge=ExactLocal()``; else None. Not to be written to."""
-        return self.parameters if self.converged else self.weights.mean()
+        return list(self.parameters) if self.converged else self.weights.mean()
 
     @property
     def private_state(self) -> bool:
@@ -380,7 +381,9 @@ class Ensemble:
     def _settle(self) -> None:
         """Replicas have been averaged. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
         self._fan_out.averaged()
-        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not self._has_buffers)
+        has_buffers = len(self.parameters.buffers) > 0
+        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not has_buffers)
+        self._marks = self.parameters.marks()
 
     @property
     def _replicas_part(self) -> bool:
@@ -459,6 +462,8 @@ class Ensemble:
         self._check_explored()
         started = self._now()
         moment, plan = self.engine.moment, self.engine.plan
+        if self.sweeping:
+            self._check_alone()
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
@@ -554,9 +559,7 @@ class Ensemble:
         elif isinstance(end, Restore):
             self._snapshots.restore(end.snapshot)
             self._panel.restart()
-            if len(self.replicas.local) > 1:  # only the first one's weights were taken back
-                self.weights.complete([1.0] + [0.0] * (count - 1))
-            self.weights.written()
+            self.weights.took_back()
         return not isinstance(end, Keep)
 
     def _control(
@@ -584,6 +587,23 @@ class Ensemble:
                 schedule_step=self.schedule.step, local=self.gradients == "local", answer=answer,
             )  # fmt: skip
         return outcome
+
+    def _check_alone(self) -> None:
+        """Raises ValueError, after everything was taken back, if another optimizer moves parameters of a model in a trial. On all ranks alike: a
+        shard may have moved on one of them only."""
+        name = self._snapshots.moved()
+        if not self.replicas.sum_rows(*[torch.full((1,), float(name is not None), dtype=torch.float64, device=self.weights.device)] * len(self.replicas.local)).any():
+            return
+        for snapshot, wanted in self.engine.plan.snapshots.items():
+            if wanted.state:
+                self._snapshots.restore(snapshot)
+        self.weights.took_back()
+        which = "a parameter of the controller's model on another rank" if name is None else f"the controller's model has {name!r}, which"
+        raise ValueError(
+            f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with it, "
+            "and its state not be taken back. Put all parameters into one optimizer, as groups; or step the other one only when "
+            "ensemble.sweeping is False. (Everything is as it was at the first step again, but for the other optimizer's state.)"
+        )
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -622,8 +642,8 @@ class Ensemble:
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order (buffers before it, if a LineController may be in
-        its sweep); N may differ from the saved run's. A sweep that was under way begins anew, from the weights that are loaded.
+        """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's. A sweep
+        that was under way begins anew, from what is loaded by its first step.
 
         Raises:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
@@ -655,7 +675,7 @@ class Ensemble:
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
         self._panel.release()
-        self._snapshots.forget()
+        self._snapshots.close()
         self._fan_out.close()
         self.weights.close()
         self.replicas.detach()
