@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from .controllers import Controller, Evidence
 from .engine import CycleOutcome, ask_and_tell
-from .plan import Ending, Learned, Moment, Plan
+from .plan import Ending, Moment, Plan, Question
 
 __all__ = ["recorded", "replay"]
 
@@ -39,13 +41,18 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]]) -> Iter
             controller.restart(Moment(moment.cycle + 1, *_ends(record, moment)))
         if record["evidence"] is None:
             continue
-        answers = iter(record["answers"])
-        learned, asked = ask_and_tell(controller, Evidence(**record["evidence"]), lambda _, answers=answers: next(answers))
-        said: Learned = learned
+        answers = deque(record["answers"])
+        said, asked = ask_and_tell(controller, Evidence(**record["evidence"]), partial(_next, answers))
         yield from _differs(f"{where}: decisions", [asdict(decision) for decision in said.decisions], record["decisions"])
         yield from _differs(f"{where}: end", _plain(said.end), record["end"])
         if len(asked) != len(record["answers"]):
             yield f"{where}: {len(asked)} questions, {len(record['answers'])} recorded"
+
+
+def _next(answers: deque[Any], question: Question) -> Any:
+    if not answers:
+        raise ValueError(f"{question!r} was not asked when this run was recorded")
+    return answers.popleft()
 
 
 def _ends(record: Mapping[str, Any], moment: Moment) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from .owned import BufferCopies, Copy, places
+from ..owned import BufferCopies, Copy, places
 
 __all__ = ["undisturbed"]
 

@@ -127,13 +127,14 @@ class LineLosses(Measurement):
             self._line.add()
             if self._settings["share"] and replicas.count > len(replicas.local):
                 self._line.share(replicas)
-        with ranged("hdet.line"), self._line.scored() as put, torch.no_grad():
+        with self._line.scored() as put, torch.no_grad():
             # What no knob moves stays at the mean; where the line ends at the weights it is that of the whole model.
             scores = _Scores(
                 lambda rho: put([(rho[0] if whole else 1.0) if k is None else rho[k] for k in self._owners]),
                 self._evaluate(closure), replicas, self._knobs,
             )  # fmt: skip
 
+            @ranged("hdet.line")
             def answer(question: Question) -> Any:
                 if isinstance(question, Level):
                     return scores.mean(question.rho)

@@ -20,7 +20,7 @@ from ..shards import local_parts
 __all__ = ["AveragedWeights", "WeightLine", "check_room"]
 
 
-def checkroom_for(place: Any, dtype: Any) -> None:
+def check_room(place: Any, dtype: Any) -> None:
     """Raises ValueError for a place or a dtype in which no weights can be kept."""
     if place not in ("device", "host"):
         raise ValueError(f"place must be 'device' or 'host' (where origin and average live), got {place!r}")

@@ -31,6 +31,8 @@ class Controller:
     name = ""
     measurements: Mapping[str, Any] = {}
     """What `Plan.measure` may name: `hdet.measure.Measurement` objects, made by whoever constructs the controller."""
+    measures: Sequence[str] = ()
+    """Names that its plans measure by default, while it is not idle."""
     needs_replicas = True
     """Does it learn from differences between replicas? If not, one replica is enough."""
     regresses = False
@@ -72,7 +74,7 @@ class Controller:
 
     def plan(self, now: Moment) -> Plan:
         """The cycle that begins. By default as published, with everything measured that there is; at rest neither."""
-        return Plan(spread=False) if self.idle else Plan(measure=dict.fromkeys(self.measurements))
+        return Plan(spread=False) if self.idle else Plan(measure=dict.fromkeys(self.measures))
 
     def learn(self, evidence: Evidence) -> Learning:
         """From a cycle that has ended; not called for one that was taken back, nor for those of the warm-up."""

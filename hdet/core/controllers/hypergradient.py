@@ -39,6 +39,7 @@ class HypergradientRule(PeakController):
     """
 
     name = "hypergradient"
+    measures = (COSINES,)
     needs_replicas = False
     state_keys = ("warm", "phase")
 

@@ -59,6 +59,7 @@ class ProbeRule(PeakController):
     """
 
     name = "probe"
+    measures = (PROBE,)
     regresses = judges_held_out = True
     state_keys = ("warm", "phase", "last")
 
