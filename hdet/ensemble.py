@@ -144,11 +144,11 @@ class Ensemble:
         clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
-        run = Run(
+        self.run = Run(
             clock, specs, self.replicas.count, self.schedule.peaks_and_floors()[1], local=gradients == "local",
             together=len(self.replicas.local) > 1, averaging=repr(converge),
         )  # fmt: skip
-        check_controller(controller, run)
+        check_controller(controller, self.run)
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self._settings = {
             "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,

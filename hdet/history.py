@@ -65,7 +65,7 @@ def cycle_record(
         "converge_ms": converge_ms,
         "probe_ms": probe_ms,
         "notes": [*notes, *outcome.notes],
-        "record": recorded(moment, plan, outcome, rolled_back),
+        "record": recorded(moment, plan, outcome, engine.moment if rolled_back else None),
     }
 
 

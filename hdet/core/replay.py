@@ -16,12 +16,13 @@ from .plan import Ending, Moment, Plan, Question
 __all__ = ["recorded", "replay"]
 
 
-def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, taken_back: bool) -> dict[str, Any]:
-    """Of a cycle, as plain data: all that its controller was asked and told, and what it said."""
+def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, restarted: Moment | None) -> dict[str, Any]:
+    """Of a cycle, as plain data: all that its controller was asked and told, and what it said. ``restarted``: of one that was taken back, when
+    the next one begins."""
     return {
         "moment": asdict(moment),
         "plan": _plain(plan),
-        "taken_back": taken_back,
+        "restarted": None if restarted is None else asdict(restarted),
         "evidence": None if outcome.evidence is None else outcome.evidence.to_dict(),
         "answers": outcome.answers,
         "decisions": [asdict(decision) for decision in outcome.decisions],
@@ -29,16 +30,24 @@ def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, taken_back: bool
     }
 
 
-def replay(controller: Controller, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Ask and tell ``controller``, which is as it was at the first of the ``records`` (`recorded`, also read from JSON), all that was
-    recorded; yields a sentence for each difference.
+def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Decide once more, offline, what was decided in a run; yields a sentence for each difference.
+
+    Args:
+        controller: made as the run's was, and started (`Controller.start`) with ``ensemble.run``. It touches no tensor.
+        records: ``record["record"]`` of each history record, in their order (`recorded`; also read from JSON).
+        state: of the controller, where the run was resumed before the first of them.
     """
-    for record in records:
+    if state is not None:
+        controller.load_state_dict(state)
+    for n, record in enumerate(records):
         moment = Moment(**record["moment"])
+        if state is not None and n == 0:
+            controller.restart(moment)
         where = f"cycle {moment.cycle}"
         yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
-        if record["taken_back"]:
-            controller.restart(Moment(moment.cycle + 1, *_ends(record, moment)))
+        if record["restarted"] is not None:
+            controller.restart(Moment(**record["restarted"]))
         if record["evidence"] is None:
             continue
         answers = deque(record["answers"])
@@ -53,10 +62,6 @@ def _next(answers: deque[Any], question: Question) -> Any:
     if not answers:
         raise ValueError(f"{question!r} was not asked when this run was recorded")
     return answers.popleft()
-
-
-def _ends(record: Mapping[str, Any], moment: Moment) -> tuple[int, int]:
-    return record.get("ended", (moment.step, moment.schedule_step))
 
 
 def _plain(value: Plan | Ending | None) -> Any:

@@ -1,0 +1,58 @@
+"""Every decision of every controller is made again, offline, from what was recorded as JSON, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import hdet
+from tests.controllers.runs import Run, build, probe
+
+Make = Callable[[nn.Module], hdet.Controller]
+MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "softmax": (lambda m: hdet.SoftmaxController(0.01, decay=None), {}),
+    "softmax, its own decay": (lambda m: hdet.SoftmaxController(0.01, decay="floor"), {}),
+    "slope": (lambda m: hdet.SlopeController(dead=0.3, freeze_after=0.6), {"lr": 3e-4}),
+    "rank": (lambda m: hdet.RankController(dead=0.2), {"lr": 1e-4}),
+    "hypergradient": (lambda m: hdet.HypergradientController(), {}),
+    "probe": (lambda m: probe(m, interval=1), {"lr": 1e-5}),
+    "probe of several cycles": (lambda m: probe(m), {"interval": 1, "lr": 1e-4}),
+    "probe, cycles taken back": (
+        lambda m: probe(m, interval=1),
+        {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
+    ),
+    "line": (lambda m: hdet.LineController(m), {"replicas": 1, "lr": 1e-5, "steps": 400}),
+    "line, then probe": (
+        lambda m: hdet.SequentialController(hdet.LineController(m, late=False), probe(m)), {"interval": 4, "lr": 1e-5, "steps": 400}
+    ),
+    "a shadow": (lambda m: hdet.Shadow(probe(m, interval=1)), {"lr": 1e-5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_recorded_run_is_decided_again_to_the_bit(name: str) -> None:
+    make, settings = MAKES[name]
+    run = Run(make, **settings).train()
+    again = make(build())
+    again.start(run.ensemble.run)
+    records = [record["record"] for record in run.history]
+    assert sum(record["evidence"] is not None for record in records) >= 10
+    assert list(hdet.replay(again, records)) == []
+    if "taken back" in name:
+        assert any(record["restarted"] for record in records)
+
+
+@pytest.mark.parametrize("name", ["probe", "line", "softmax"])
+def test_a_changed_record_is_noticed(name: str) -> None:
+    make, settings = MAKES[name]
+    run = Run(make, **settings).train()
+    records = copy.deepcopy([record["record"] for record in run.history])
+    moved = next(record for record in records if any(d["factor"] != 1 for d in record["decisions"]))
+    moved["decisions"][0]["factor"] *= 1 + 1e-15
+    again = make(build())
+    again.start(run.ensemble.run)
+    assert len(list(hdet.replay(again, records))) == 1
