@@ -248,7 +248,7 @@ class Engine:
                 cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
                 knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, measured=rows,
-                scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean), floor=list(floor or [0.0] * len(self.knobs)),
+                scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean or peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step), local=local,
             )  # fmt: skip

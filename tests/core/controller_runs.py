@@ -12,9 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hdet.core.clock import Clock
-from hdet.core.engine import CycleOutcome, Engine, KnobSpec
+from hdet.core.controllers import COSINES, PROBE, Controller, Evidence
+from hdet.core.engine import CycleOutcome, Engine, KnobSpec, ask_and_tell
+from hdet.core.plan import Decision, Question
 
 CHUNKS = 8
+
+
+def decide(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None = None) -> list[Decision]:
+    """What it makes of a cycle, by knob."""
+    return list(ask_and_tell(controller, evidence, answer)[0].decisions)
 
 
 def bowl(
@@ -53,7 +60,7 @@ def bowl(
         inner = [2 * depth * math.log(value) / (1 + abs(math.log(value))) + draw.gauss(0, 0.2) for value in at_peak for _ in range(CHUNKS)]
         now = phase((cycle + 1) / cycles)
         outcome = engine.close(
-            spoil(cycle, losses), probes, inner=[inner] * replicas, scheduled=[s * now for s in starts], peak=list(starts)
+            spoil(cycle, losses), {PROBE: probes, COSINES: [inner] * replicas}, scheduled=[s * now for s in starts], peak=list(starts)
         )
         yield engine, outcome, [start * c for start, c in zip(starts, engine.corrections, strict=True)]
 
@@ -101,7 +108,7 @@ def quadratic(
         points = [[sum(column) / replicas for column in zip(*points, strict=True)]] * replicas
         losses: list[float | None] = [total / interval + draw.gauss(0, 1e-4) for total in sums]
         now = 0.5 * sum(h * x * x for h, x in zip(curvatures, points[0], strict=True))
-        yield engine, engine.close(losses, inner=[cosines] * replicas, scheduled=[scheduled], peak=[start]), now
+        yield engine, engine.close(losses, {COSINES: [cosines] * replicas}, scheduled=[scheduled], peak=[start]), now
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:

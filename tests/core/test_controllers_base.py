@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from hdet.core.clock import Clock
 from hdet.core.controllers import (
-    BaseController,
-    Decision,
+    COSINES,
+    PROBE,
+    Controller,
     Evidence,
     HypergradientRule,
     ProbeRule,
@@ -23,16 +24,17 @@ from hdet.core.controllers import (
     SlopeController,
     SoftmaxController,
 )
-from hdet.core.controllers.base import check_run, is_idle, needs_replicas
+from hdet.core.controllers.protocol import Run
 from hdet.core.engine import Engine, KnobSpec
-from tests.core.controller_runs import bowl, end_of
+from hdet.core.plan import Decision, Learned, Moment
+from tests.core.controller_runs import bowl, decide, end_of
 
 
 def softmax(**settings: Any) -> SoftmaxController:
     return SoftmaxController(decay=None, **settings)
 
 
-ALL: dict[str, Callable[..., BaseController]] = {
+ALL: dict[str, Callable[..., Controller]] = {
     "softmax": softmax, "probe": ProbeRule, "slope": SlopeController, "rank": RankController, "hypergradient": HypergradientRule,
 }  # fmt: skip
 PEAKED = [name for name in ALL if name != "softmax"]
@@ -62,9 +64,9 @@ def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
             cosines = [0.5 + 0.1 * (-1) ** chunk for chunk in range(8)]
             seen = evidence(
                 step=step, multipliers=[rho], losses=[(1 + wrong) * math.log(x) for x in rho],
-                probes=[[(1 + chunk / 100) * math.log(x) for chunk in range(8)] for x in rho], inner=[cosines] * 4,
+                measured={PROBE: [[(1 + chunk / 100) * math.log(x) for chunk in range(8)] for x in rho], COSINES: [cosines] * 4},
             )  # fmt: skip
-            decision = controller.update(seen)[0]
+            decision = decide(controller, seen)[0]
             engine.tick()
             engine.close([1.0] * 4, scheduled=[1.0])
         reported.append(decision)
@@ -74,26 +76,27 @@ def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
 
 
 def evidence(**given: Any) -> Evidence:
+    measured = {name: rows for key, name in (("probes", PROBE), ("inner", COSINES)) if (rows := given.pop(key, None)) is not None}
     return Evidence(**{
         "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": ["lr"], "multipliers": [[0.7, 0.9, 1.1, 1.3]],
-        "losses": [1.0] * 4, "probes": None, "scheduled": [1.0], "peak": [1.0], "mean": [1.0], "floor": [0.1], "values": [1.0], "corrections": [1.0], **given,
+        "losses": [1.0] * 4, "measured": measured, "scheduled": [1.0], "peak": [1.0], "mean": [1.0], "floor": [0.1], "values": [1.0], "corrections": [1.0], **given,
     })  # fmt: skip
 
 
 def test_a_decision_at_freeze_after_still_moves() -> None:
     rule = ProbeRule(freeze_after=10)
     rows = [[math.log(rho) * (1 + c / 10) for c in range(8)] for rho in (0.7, 0.9, 1.1, 1.3)]
-    assert rule.update(evidence(step=10, probes=rows))[0].factor < 1.0
+    assert decide(rule, evidence(step=10, probes=rows))[0].factor < 1.0
     assert rule.idle
-    assert rule.update(evidence(step=11, probes=rows))[0].factor == 1.0
+    assert decide(rule, evidence(step=11, probes=rows))[0].factor == 1.0
 
 
 def test_it_rests_in_a_cycle_that_would_end_too_late_but_not_in_a_last_one_cut_short() -> None:
     early, last = ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
     for rule in (early, last):
-        rule.update(evidence(step=20, sync_interval=10, total_steps=25))
+        decide(rule, evidence(step=20, sync_interval=10, total_steps=25))
     assert not early.idle and not last.idle
-    early.update(evidence(step=20, sync_interval=10, total_steps=100))
+    decide(early, evidence(step=20, sync_interval=10, total_steps=100))
     assert early.idle
 
 
@@ -123,9 +126,13 @@ def test_freeze_after_is_validated(wrong: Any) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_a_part_of_a_run_of_unknown_length_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"freeze_after=0\.5.*total_steps"):
-        ALL[name](freeze_after=0.5).check_run(None, [0.0])
-    ALL[name](freeze_after=0.5).check_run(100, [0.0])
-    ALL[name](freeze_after=50).check_run(None, [0.0])
+        ALL[name](freeze_after=0.5).start(run(None))
+    ALL[name](freeze_after=0.5).start(run(100))
+    ALL[name](freeze_after=50).start(run(None))
+
+
+def run(total_steps: int | None) -> Run:
+    return Run(Clock(1, total_steps=total_steps), [KnobSpec("lr", 0.3)], 4, [0.0])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -139,24 +146,23 @@ def test_a_state_continues_exactly_also_through_json(name: str) -> None:
     assert resumed.resumes == 40
 
 
-class Resumed:
+class Resumed(Controller):
     """Hands its state to a new controller after every decision."""
 
-    needs_probe = False
-
-    def __init__(self, controller: BaseController, fresh: Callable[[], BaseController]) -> None:
+    def __init__(self, controller: Controller, fresh: Callable[[], Controller]) -> None:
+        super().__init__()
         self.name, self.inner, self.fresh, self.resumes = controller.name, controller, fresh, 0
 
     @property
     def idle(self) -> bool:
         return self.inner.idle
 
-    def update(self, evidence: Evidence) -> list[Decision]:
-        decisions = self.inner.update(evidence)
+    def learn(self, evidence: Evidence) -> Learned:
+        decisions = decide(self.inner, evidence)
         state, self.inner = json.loads(json.dumps(self.inner.state_dict())), self.fresh()
         self.inner.load_state_dict(state)
         self.resumes += 1
-        return decisions
+        return Learned(decisions)
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -168,7 +174,7 @@ class Resumed:
 @pytest.mark.parametrize("name", ALL)
 def test_a_state_that_lacks_a_key_is_refused_and_changes_nothing(name: str) -> None:
     controller = ALL[name]()
-    controller.update(evidence())
+    decide(controller, evidence())
     before = controller.state_dict()
     for key in controller.state_keys:
         state = controller.state_dict()
@@ -196,31 +202,26 @@ def test_a_state_is_a_copy(name: str) -> None:
     assert json.dumps(before) == state
 
 
-class Bare:
-    """The protocol and nothing else."""
+class Bare(Controller):
+    """One hook and nothing else."""
 
-    name = "bare"
-    needs_probe = False
-
-    def update(self, evidence: Evidence) -> list[Decision]:
-        return [Decision(factor=1.1)] * len(evidence.knobs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+    def learn(self, evidence: Evidence) -> Learned:
+        return Learned([Decision(factor=1.1)] * len(evidence.knobs))
 
 
-def test_a_controller_with_the_bare_protocol_gets_the_documented_defaults() -> None:
-    assert (is_idle(Bare()), needs_replicas(Bare())) == (BaseController().idle, BaseController.needs_replicas) == (False, True)
-    check_run(Bare(), None, [])
-    assert not is_idle(None)
-    assert end_of(bowl(Bare(), cycles=3))[0] == pytest.approx(1.1**3)
+def test_a_controller_of_one_hook_plans_cycles_as_published() -> None:
+    bare = Bare()
+    bare.start(run(None))
+    bare.observe(evidence())
+    bare.restart(Moment(1, 1, 1))
+    plan = bare.plan(Moment(0, 0, 0))
+    assert plan.spread and plan.steps is plan.multipliers is None and not plan.measure and not plan.snapshots and plan.judged
+    assert end_of(bowl(bare, cycles=3))[0] == pytest.approx(1.1**3)
+    assert json.loads(json.dumps(bare.state_dict())) == {"frozen": False}
 
 
 def test_a_controller_is_a_name_and_a_decision() -> None:
-    class Doubling(BaseController):
+    class Doubling(Controller):
         name = "doubling"
 
         def decide(self, evidence: Evidence) -> list[Decision]:
@@ -228,7 +229,7 @@ def test_a_controller_is_a_name_and_a_decision() -> None:
 
     assert end_of(bowl(Doubling(freeze_after=3), cycles=10)) == [8.0]
     with pytest.raises(NotImplementedError, match="decide"):
-        BaseController().update(evidence())
+        decide(Controller(), evidence())
 
 
 @settings(max_examples=60, deadline=None)

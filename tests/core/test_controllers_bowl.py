@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.core.controller_runs import bowl, end_of
+from tests.core.controller_runs import bowl, decide, end_of
 from tests.core.test_controllers_base import ALL, PEAKED, evidence
 
 BAD = [None, math.nan, math.inf, -math.inf]
@@ -83,7 +83,7 @@ def test_votes_of_the_warm_up_are_forgotten_at_the_peak(name: str) -> None:
         peak = step > 30
         wrong = math.sin(7 * step) / 10
         losses = [wrong * x for x in (1, -1, -1, 1)] if peak else [(wrong - 1) * math.log(x) for x in rho]
-        decision = controller.update(evidence(step=step, multipliers=[rho], losses=losses, scheduled=[1.0 if peak else 0.5]))[0]
+        decision = decide(controller, evidence(step=step, multipliers=[rho], losses=losses, scheduled=[1.0 if peak else 0.5]))[0]
         assert decision.factor == 1.0
         assert peak or step < 10 or (decision.t is not None and decision.t < -3)
 

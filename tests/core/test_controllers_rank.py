@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hdet.core.controllers import RankController, SlopeController
 from hdet.core.controllers.rank import utilities
 from hdet.core.spread import multipliers
-from tests.core.controller_runs import bowl, end_of
+from tests.core.controller_runs import bowl, decide, end_of
 from tests.core.test_controllers_base import evidence
 
 losses = st.lists(st.floats(-50, 50), min_size=2, max_size=12)
@@ -51,14 +51,14 @@ def test_every_increasing_function_of_the_losses_leads_to_the_same_moves(seed: i
 
 def test_a_decision_reports_the_search_gradient_and_its_chance() -> None:
     rho = [0.7, 0.9, 1.1, 1.3]
-    decision = RankController().update(evidence(multipliers=[rho], losses=[4.0, 3.0, 2.0, 1.0]))[0]
+    decision = decide(RankController(), evidence(multipliers=[rho], losses=[4.0, 3.0, 2.0, 1.0]))[0]
     u = utilities([4.0, 3.0, 2.0, 1.0])
     p = sum(a * math.log(b) for a, b in zip(u, rho, strict=True))
     assert decision.slope == pytest.approx(-p) and p > 0
     chance = sum(sum(a * math.log(b) for a, b in zip(order, rho, strict=True)) ** 2 for order in permutations(u)) / 24
     larger = 0
     for losses_ in permutations([1.0, 2.0, 3.0, 4.0]):
-        found = RankController().update(evidence(multipliers=[rho], losses=list(losses_)))[0]
+        found = decide(RankController(), evidence(multipliers=[rho], losses=list(losses_)))[0]
         assert found.error is not None and found.slope is not None
         assert found.error**2 == pytest.approx(max(found.slope**2, chance))
         larger += found.slope**2 > chance
@@ -74,7 +74,7 @@ def test_t_is_honest_whether_or_not_replicas_share_their_noise(together: bool) -
         for step in range(20):
             wrong = draw.gauss(0, 1)
             own = [wrong * x if together else draw.gauss(0, 1) for x in grid]
-            decision = controller.update(evidence(step=step, multipliers=[grid], losses=own))[0]
+            decision = decide(controller, evidence(step=step, multipliers=[grid], losses=own))[0]
         assert decision.t is not None
         squares.append(decision.t**2)
     assert 0.5 < sum(squares) / 100 < 1.4

@@ -9,7 +9,7 @@ import pytest
 
 from hdet.core.controllers import SlopeController
 from hdet.core.spread import assignment, multipliers
-from tests.core.controller_runs import bowl, end_of
+from tests.core.controller_runs import bowl, decide, end_of
 from tests.core.test_controllers_base import evidence
 
 
@@ -25,7 +25,8 @@ def fed(slopes: list[float], cycles: int, *, noise: float = 0.0, shared: float =
             for r in range(replicas)
         ]
         ones = [1.0] * len(slopes)
-        decisions = controller.update(
+        decisions = decide(
+            controller,
             evidence(step=cycle, knobs=names, multipliers=rows, losses=losses, scheduled=ones, peak=ones, values=ones, corrections=ones)
         )
     return decisions
@@ -46,7 +47,7 @@ def test_knobs_that_always_move_together_are_not_told_apart() -> None:
         ones = [1.0, 1.0]
         same = evidence(step=step, knobs=["a", "b"], multipliers=[rho, rho], losses=[math.log(x) for x in rho],
                         scheduled=ones, peak=ones, values=ones, corrections=ones)  # fmt: skip
-        assert [(d.factor, d.slope) for d in controller.update(same)] == [(1.0, None)] * 2
+        assert [(d.factor, d.slope) for d in decide(controller, same)] == [(1.0, None)] * 2
 
 
 @pytest.mark.parametrize(("noise", "shared"), [(0.05, 0.0), (0.0, 0.3), (0.03, 0.1)])

@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import Decision, Evidence, SoftmaxController
+from hdet.core.controllers import Controller, Evidence, SoftmaxController
 from hdet.core.engine import Engine, KnobSpec
+from hdet.core.plan import Decision, Learned
 
 
-class Scripted:
+class Scripted(Controller):
     """A controller that keeps what it sees and answers with given decisions."""
 
     name = "scripted"
-    needs_probe = False
 
     def __init__(self, *decisions: Decision) -> None:
+        super().__init__()
         self.decisions, self.seen = decisions, []  # type: ignore[var-annotated]
 
-    def update(self, evidence: Evidence) -> list[Decision]:
+    def learn(self, evidence: Evidence) -> Learned:
         self.seen.append(evidence)
-        return list(self.decisions)
+        return Learned(list(self.decisions))
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": len(self.seen)}
@@ -39,7 +40,7 @@ def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
 
 
 def test_corrections_multiply_and_a_base_replaces_the_schedule() -> None:
-    engine = Engine([KnobSpec("a", 0.1), KnobSpec("b", 0.1)], 2, Clock(3), Scripted(Decision(factor=1.5), Decision(base=7.0)))
+    engine = Engine([KnobSpec("a", 0.1), KnobSpec("b", 0.1)], 2, Clock(3), Scripted(Decision(factor=1.5), Decision(value=7.0)))
     run_cycle(engine, [1.0, 2.0])
     run_cycle(engine, [1.0, 2.0])
     assert engine.value(0, 10.0) == 10.0 * 1.5 * 1.5
@@ -59,8 +60,8 @@ def test_a_loss_that_is_not_finite_never_reaches_the_controller(bad: float | Non
 def test_one_bad_chunk_leaves_the_whole_probe_row_out() -> None:
     controller = Scripted(Decision())
     engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(1), controller)
-    outcome = run_cycle(engine, [1.0, 1.0], probes=[[1.0, 2.0], [1.0, math.nan]])
-    assert controller.seen[0].probes == [[1.0, 2.0], None]
+    outcome = run_cycle(engine, [1.0, 1.0], measured={"probe": [[1.0, 2.0], [1.0, math.nan]]})
+    assert controller.seen[0].measured == {"probe": [[1.0, 2.0], None]}
     assert outcome.left_out == [1]
 
 
@@ -68,9 +69,9 @@ def test_what_a_replica_is_left_out_for_is_what_the_controller_reads() -> None:
     """Cosines need no loss; without them it is the loss, or the probe's row."""
     controller = Scripted(Decision())
     engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(1), controller)
-    outcome = run_cycle(engine, [None, None], inner=[[0.1, 0.2], [math.nan, 0.2]])
-    assert outcome.left_out == [1] and outcome.notes == ["replica 1 left out: no finite cosine"]
-    outcome = run_cycle(engine, [1.0, None], probes=[[1.0], [2.0]])
+    outcome = run_cycle(engine, [None, None], measured={"cosines": [[0.1, 0.2], [math.nan, 0.2]]})
+    assert outcome.left_out == [1] and outcome.notes == ["replica 1 left out: no finite cosines"]
+    outcome = run_cycle(engine, [1.0, None], measured={"probe": [[1.0], [2.0]]})
     assert outcome.left_out == [] and outcome.notes == []
 
 
@@ -117,7 +118,7 @@ def test_a_runaway_correction_is_held_and_noted() -> None:
     assert "held at" in notes[1][0] or "held at" in notes[2][0]
 
 
-@pytest.mark.parametrize("decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"base": math.inf}, {"base": 0.0}])
+@pytest.mark.parametrize("decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}])
 def test_a_decision_that_would_kill_the_run_cannot_be_made(decision: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="finite and positive"):
         Decision(**decision)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import Decision, Evidence, LineRule
-from hdet.core.controllers.line import BELOW, DONE, FROM, LATE, LIMIT, RISE, octave_steps
+from hdet.core.controllers import Controller, Evidence, LineRule, Run
+from hdet.core.controllers.line import BELOW, FEEL, FROM, LATE, LIMIT, READ, RISE, octave_steps
 from hdet.core.controllers.sweep import BREAK_OVER_MEAN
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine, KnobSpec, ask_and_tell
+from hdet.core.plan import Decision, Learned, Level, Moment, Question, Restore
 
 # -- single decisions ----------------------------------------------------------------------------------------------------
 
@@ -44,17 +45,45 @@ def bowl(best: float) -> Callable[[float], float]:
     return lambda rho: math.log(max(rho, 1e-3) / best) ** 2
 
 
-def evidence(step: int, line: Made | None = None, loss: float | None = 1.0, **more: Any) -> Evidence:
+def answers(line: Any) -> Callable[[Question], tuple[float, float]]:
+    return lambda asked: line.mean(asked.rho) if isinstance(asked, Level) else line.difference(asked.a, asked.b, asked.knob)  # type: ignore[attr-defined]
+
+
+class Said:
+    """A decision, and whether the weights are to be taken back."""
+
+    def __init__(self, decision: Decision, restart: bool) -> None:
+        self.decision, self.restart = decision, restart
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decision, name)
+
+    def __eq__(self, other: object) -> bool:
+        theirs = (other.decision, other.restart) if isinstance(other, Said) else (other, False)
+        return (self.decision, self.restart) == theirs
+
+
+def decide(rule: LineRule, told: tuple[Evidence, Made | None]) -> list[Said]:
+    seen, line = told
+    learned, _ = ask_and_tell(rule, seen, None if line is None else answers(line))
+    return [Said(decision, isinstance(learned.end, Restore)) for decision in learned.decisions]
+
+
+def run_of(total: int | None, interval: int, knobs: int = 1) -> Run:
+    return Run(Clock(interval, total_steps=total), [KnobSpec(f"k{k}", 0.0) for k in range(knobs)], 1, [0.0] * knobs)
+
+
+def evidence(step: int, line: Made | None = None, loss: float | None = 1.0, **more: Any) -> tuple[Evidence, Made | None]:
     """One knob with a schedule of 1 and the value 1, if nothing else is said."""
     n = len(more.get("corrections", (1.0,)))
     given: dict[str, Any] = {
         "cycle": step // CYCLE, "total_steps": TOTAL, "warmup_steps": 0, "sync_interval": CYCLE, "knobs": [f"k{i}" for i in range(n)],
-        "multipliers": [[1.0]] * n, "losses": [loss], "probes": None, "scheduled": [1.0] * n, "peak": [1.0] * n, "floor": [0.0] * n,
+        "multipliers": [[1.0]] * n, "losses": [loss], "scheduled": [1.0] * n, "peak": [1.0] * n, "floor": [0.0] * n,
         "corrections": [1.0] * n,
     } | more  # fmt: skip
     given.setdefault("mean", given["peak"])
     given.setdefault("values", [c * s for c, s in zip(given["corrections"], given["scheduled"], strict=True)])
-    return Evidence(step=step, line=line, **given)
+    return Evidence(step=step, **given), line
 
 
 FELT = Made(lambda rho: (rho - 5) ** 2)
@@ -65,24 +94,24 @@ BAD = Made(FELT.losses[0], level=1e28)
 """Of a mini-batch with an example that has no finite loss, whatever the weights are."""
 
 
-def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Decision]:
-    return rule.update(evidence(CYCLE, FELT, loss, **more))
+def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Said]:
+    return decide(rule, evidence(CYCLE, FELT, loss, **more))
 
 
-def swept(rule: LineRule, losses: Sequence[float | None], **more: Any) -> list[Decision]:
+def swept(rule: LineRule, losses: Sequence[float | None], **more: Any) -> list[Said]:
     """One octave, of one cycle, for each loss, None being that of broken weights; the decision after the last."""
-    decisions = []
+    decisions: list[Said] = []
     for loss in losses:
         step = int(rule.next_end(TOTAL, CYCLE))
-        decisions = rule.update(evidence(step, LOST if loss is None else FELT, loss, **more))
+        decisions = decide(rule, evidence(step, LOST if loss is None else FELT, loss, **more))
     return decisions
 
 
-def test_a_run_begins_at_a_16th_and_nothing_moves_without_a_line() -> None:
+def test_a_run_begins_at_a_16th_and_nothing_moves_before_an_octave_ends() -> None:
     rule = LineRule()
     engine = Engine([KnobSpec("k", 0.0)], 1, Clock(CYCLE, total_steps=TOTAL), rule)
     assert engine.corrections == [1 / 16] and engine.value(0, 3.0) == 3 / 16
-    (decision,) = rule.update(evidence(CYCLE))
+    (decision,) = decide(rule, evidence(CYCLE - 1))
     assert decision == Decision()
     assert rule.sweeping and rule.next_end(TOTAL, CYCLE) == CYCLE
 
@@ -105,10 +134,13 @@ def test_a_run_begins_at_a_16th_and_nothing_moves_without_a_line() -> None:
 def test_an_octave_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_less_than_one(total: int, interval: int, steps: int) -> None:
     rule = LineRule()
     assert octave_steps(total, interval) == steps == rule.next_end(total, interval)
-    assert rule.cycle_steps(5, total, interval) == min(interval, steps)
-    rule.phase = DONE
-    assert rule.cycle_steps(0, total, interval) == interval
-    assert interval == 1 or rule.cycle_steps(3 * interval + 1, total, interval) == interval - 1
+    if interval > max(1, total // 10):
+        return
+    rule.start(run_of(total, interval))
+    assert rule.plan(Moment(0, 5, 5)).steps == min(interval, steps)
+    rule.phase = READ
+    assert rule.plan(Moment(0, 0, 0)).steps == interval
+    assert interval == 1 or rule.plan(Moment(3, 3 * interval + 1, 0)).steps == interval - 1
 
 
 def test_a_sweep_has_twenty_octaves_however_long_the_run_is() -> None:
@@ -116,7 +148,7 @@ def test_a_sweep_has_twenty_octaves_however_long_the_run_is() -> None:
     feel(rule, total_steps=10**6)
     count = 0
     while rule.sweeping:
-        rule.update(evidence(int(rule.next_end(10**6, CYCLE)), FELT, 2.0, total_steps=10**6))
+        decide(rule, evidence(int(rule.next_end(10**6, CYCLE)), FELT, 2.0, total_steps=10**6))
         count += 1
     assert count == 160 / CYCLE - 1  # feel is one
 
@@ -126,7 +158,7 @@ def test_the_first_octave_ends_far_below_the_line_s_edge_whatever_the_schedule_i
     for value, peak in ((1.0, 1.0), (0.01, 1.0), (3e-5, 2e-3)):
         rule = LineRule()
         (decision,) = feel(rule, corrections=(value / peak,), scheduled=[peak], peak=[peak])
-        assert decision.factor == pytest.approx(16 / BELOW) and decision.over == CYCLE
+        assert decision.factor == pytest.approx(16 / BELOW) and decision.ramp == CYCLE
         assert rule.edge == pytest.approx(16 * value / peak) and rule.sweeping
 
 
@@ -137,8 +169,8 @@ def test_octaves_double_the_rate_whatever_the_schedule_does_meanwhile() -> None:
     factors = []
     for octave in range(4):
         step, scheduled = (octave + 2) * CYCLE, 0.01 * 1.5 ** (octave + 1)
-        (decision,) = rule.update(evidence(step, FELT, 2.0 - 0.3 * octave, corrections=(0.1,), scheduled=[scheduled]))
-        assert decision.over == CYCLE and not decision.restart
+        (decision,) = decide(rule, evidence(step, FELT, 2.0 - 0.3 * octave, corrections=(0.1,), scheduled=[scheduled]))
+        assert decision.ramp == CYCLE and not decision.restart
         factors.append(decision.factor)
     assert factors == pytest.approx([4 / 3] * 4)
 
@@ -151,7 +183,7 @@ def test_what_breaks_is_taken_back_and_the_estimate_comes_gently() -> None:
     feel(rule, corrections=(60.0,))
     (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,))
     # The octaves of these made-up evidences are all at 60 / sqrt(2), so the break says less than what is sufficient.
-    assert decision.restart and decision.rise_from == 1 / FROM and decision.over == RISE * TOTAL
+    assert decision.restart and decision.ramp_from == 1 / FROM and decision.ramp == RISE * TOTAL
     assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_MEAN)
     assert "training broke" in decision.note and "begun again" in decision.note
     assert not rule.sweeping and not rule.idle and rule.next_end(TOTAL, CYCLE) == LATE[0] * TOTAL
@@ -179,7 +211,7 @@ def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> N
     rule = LineRule()
     feel(rule)
     (decision,) = swept(rule, losses)
-    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and decision.rise_from == 1.0
+    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and decision.ramp_from == 1.0
     assert rule.sweeping and rule.octaves == []
     # The line is felt again there.
     swept(rule, [1.5], corrections=(1 / BELOW,))
@@ -188,43 +220,43 @@ def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> N
 
 def test_not_finite_at_the_first_steps_begins_again_lower() -> None:
     rule = LineRule()
-    (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho, level=1e30), None))
+    (decision,) = decide(rule, evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho, level=1e30), None))
     assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and rule.sweeping
-    assert rule.edge == 0.0 and rule.feeling
+    assert rule.edge == 0.0 and rule.phase == FEEL
 
 
 def test_what_is_never_finite_gives_the_user_s_value_back_after_15_percent() -> None:
     rule, steps = LineRule(), []
     while rule.sweeping:
         steps.append(int(rule.next_end(TOTAL, CYCLE)))
-        (decision,) = rule.update(evidence(steps[-1], LOST, None, corrections=(0.01,)))
+        (decision,) = decide(rule, evidence(steps[-1], LOST, None, corrections=(0.01,)))
     assert steps[-1] == LIMIT * TOTAL and 0.01 * decision.factor == pytest.approx(1.0) and "nothing finite" in decision.note
 
 
 def test_weights_that_do_not_move_are_given_a_higher_rate_and_the_line_is_felt_again() -> None:
     """A scaler has skipped the first steps, or a rate is below the parameters' last bit."""
     rule = LineRule()
-    (decision,) = rule.update(evidence(CYCLE, Made(lambda rho: 0.0)))
-    assert decision.factor == 16 and not decision.restart and rule.feeling
-    rule.update(evidence(2 * CYCLE, FELT))
-    assert rule.edge == 16 and not rule.feeling
+    (decision,) = decide(rule, evidence(CYCLE, Made(lambda rho: 0.0)))
+    assert decision.factor == 16 and not decision.restart and rule.phase == FEEL
+    decide(rule, evidence(2 * CYCLE, FELT))
+    assert rule.edge == 16 and rule.phase != FEEL
     still = LineRule()
     while still.sweeping:
-        (decision,) = still.update(evidence(int(still.next_end(TOTAL, CYCLE)), Made(lambda rho: 0.0), corrections=(3.0,)))
+        (decision,) = decide(still, evidence(int(still.next_end(TOTAL, CYCLE)), Made(lambda rho: 0.0), corrections=(3.0,)))
     assert 3 * decision.factor == pytest.approx(1.0) and "do not move" in decision.note and still.ended == LIMIT * TOTAL
 
 
 def test_a_bad_mini_batch_at_an_octaves_end_is_not_read() -> None:
     """The next cycle is, and its training losses count like the others'; not for ever."""
     rule, plain = LineRule(), LineRule()
-    assert rule.update(evidence(CYCLE, BAD, None)) == [Decision()] and rule.feeling
-    rule.update(evidence(2 * CYCLE, FELT))
-    plain.update(evidence(CYCLE, FELT))
+    assert decide(rule, evidence(CYCLE, BAD, None)) == [Decision()] and rule.phase == FEEL
+    decide(rule, evidence(2 * CYCLE, FELT))
+    decide(plain, evidence(CYCLE, FELT))
     assert rule.edge == plain.edge and rule.untrained[1] == plain.untrained[1]
-    assert rule.update(evidence(3 * CYCLE, BAD, 1.0)) == [Decision()]
-    rule.update(evidence(4 * CYCLE, FELT, 2.0))
+    assert decide(rule, evidence(3 * CYCLE, BAD, 1.0)) == [Decision()]
+    decide(rule, evidence(4 * CYCLE, FELT, 2.0))
     assert [row[1] for row in rule.octaves] == [1.5]
-    said = {step: rule.update(evidence(step, BAD, None, corrections=(3.0,)))[0] for step in range(50, 160, CYCLE)}
+    said = {step: decide(rule, evidence(step, BAD, None, corrections=(3.0,)))[0] for step in range(50, 160, CYCLE)}
     assert [step for step, decision in said.items() if decision != Decision()] == [LIMIT * TOTAL]
     assert said[150].restart and 3 * said[150].factor == pytest.approx(1.0) and not rule.sweeping
 
@@ -235,14 +267,15 @@ def test_a_mini_batch_without_a_loss_breaks_nothing(losses: list[float | None]) 
     found = []
     for told in (losses, [x for x in losses if x is not None]):
         rule = LineRule()
-        feel(rule, total_steps=30 * TOTAL // 10)
-        for i, loss in enumerate(told):
-            (decision,) = rule.update(evidence(40 + 10 * i, FELT if i == len(told) - 1 else None, loss, total_steps=30 * TOTAL // 10))
+        long = {"total_steps": 3 * TOTAL, "sync_interval": 1}
+        feel(rule, **long)
+        for step, loss in enumerate(told, 19 - len(told)):  # the octave ends at 18
+            (decision,) = decide(rule, evidence(step, FELT if step == 18 else None, loss, **long))
         found.append((decision, [row[1] for row in rule.octaves]))
     assert found[0] == found[1] and not found[0][0].restart
     rule = LineRule()
     feel(rule)
-    (decision,) = rule.update(evidence(2 * CYCLE, Made(FELT.losses[0], level=1.75), None))
+    (decision,) = decide(rule, evidence(2 * CYCLE, Made(FELT.losses[0], level=1.75), None))
     assert not decision.restart and rule.octaves[0][1] == 1.75
 
 
@@ -252,7 +285,7 @@ def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15
     steps = []
     while rule.sweeping:
         steps.append(int(rule.next_end(TOTAL, CYCLE)))
-        (decision,) = rule.update(evidence(steps[-1], FELT, 2.0, corrections=(7.0,)))
+        (decision,) = decide(rule, evidence(steps[-1], FELT, 2.0, corrections=(7.0,)))
     assert steps[-1] == LIMIT * TOTAL == 150 and 7 * decision.factor == pytest.approx(1.0)
     assert decision.restart and "nothing was found" in decision.note
 
@@ -284,10 +317,10 @@ def test_several_cycles_an_octave_count_alike_and_one_that_is_not_finite_breaks(
         rule = LineRule()
         short = {"total_steps": 2600, "sync_interval": 4}
         for step in (4, 8, 12, 16):
-            rule.update(evidence(step, FELT if step % 8 == 0 else None, 2.0, **short))
+            decide(rule, evidence(step, FELT if step % 8 == 0 else None, 2.0, **short))
         assert rule.next_end(2600, 4) == 24
-        rule.update(evidence(20, None, first, **short))
-        said.append((rule.update(evidence(24, line, second, **short)), rule.state_dict()))
+        decide(rule, evidence(20, None, first, **short))
+        said.append((decide(rule, evidence(24, line, second, **short)), rule.state_dict()))
     assert said[0] == said[1] and not said[0][0][0].restart
     assert said[2][0][0].restart and "broken at once" in said[2][0][0].note
 
@@ -299,15 +332,15 @@ def test_knobs_move_together_in_the_sweep_and_apart_in_late_readings() -> None:
     for decisions in (feel(rule, **peaks), swept(rule, [2.0], **peaks), swept(rule, [1.2, 0.9], **peaks), swept(rule, [None], **peaks)):
         assert decisions[0] == decisions[1] and decisions[0].factor != 1
     assert not rule.sweeping
-    far, right = rule.update(evidence(260, Made(bowl(60.0), bowl(1.0)), **peaks))
-    assert far.factor == pytest.approx(30.0, rel=0.05) and far.over > 0 and right.factor == 1.0
+    far, right = decide(rule, evidence(260, Made(bowl(60.0), bowl(1.0)), **peaks))
+    assert far.factor == pytest.approx(30.0, rel=0.05) and far.ramp > 0 and right.factor == 1.0
     assert far.slope is not None and far.slope < 0 and right.slope is not None and abs(right.slope) < 1e-9
 
 
 @pytest.mark.parametrize(("best", "moves"), [(8.0, True), (1.5, False), (1.0, False), (0.5, False), (0.02, False)])
 def test_a_late_reading_counts_where_the_rate_is_far_too_low(best: float, moves: bool) -> None:
     rule = after_sweep()
-    (decision,) = rule.update(evidence(260, Made(bowl(best))))
+    (decision,) = decide(rule, evidence(260, Made(bowl(best))))
     assert decision.factor == (pytest.approx(best / 2, rel=0.05) if moves else 1.0)
     assert decision.t is not None and (decision.t < 0) is (best > 1) and not decision.restart
 
@@ -325,11 +358,11 @@ def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_reading() -> None
     ends = [rule.next_end(TOTAL, CYCLE)]
     for step in (260, 400):
         assert not rule.idle
-        rule.update(evidence(step, Made(bowl(1.0))))
+        decide(rule, evidence(step, Made(bowl(1.0))))
         ends.append(rule.next_end(TOTAL, CYCLE))
     assert ends == [260, 400, math.inf] and rule.idle
     once = after_sweep()
-    once.update(evidence(410, Made(bowl(1.0))))
+    decide(once, evidence(410, Made(bowl(1.0))))
     assert once.idle
 
 
@@ -338,20 +371,20 @@ def test_freeze_after_in_the_middle_of_the_sweep_gives_the_user_s_value_back() -
     feel(rule, corrections=(7.0,))
     (moved,) = swept(rule, [1.8, 1.2], corrections=(7.0,))
     assert moved.factor == 2.0 and not rule.idle  # what is under way is still to be taken back
-    (between,) = rule.update(evidence(35, None, 1.0, corrections=(7.0,)))
+    (between,) = decide(rule, evidence(35, None, 1.0, corrections=(7.0,)))
     assert between == Decision() and not rule.idle
-    (decision,) = rule.update(evidence(40, FELT, 0.1, corrections=(7.0,)))
+    (decision,) = decide(rule, evidence(40, FELT, 0.1, corrections=(7.0,)))
     assert decision.restart and 7 * decision.factor == pytest.approx(1.0) and "frozen" in decision.note
     assert rule.idle and rule.next_end(TOTAL, CYCLE) == math.inf
-    (held,) = rule.update(evidence(260, Made(bowl(60.0))))
+    (held,) = decide(rule, evidence(260, Made(bowl(60.0))))
     assert held.factor == 1.0
 
 
 def test_freeze_after_the_sweep_keeps_what_was_found() -> None:
     rule = after_sweep(freeze_after=100)
-    rule.update(evidence(100))
+    decide(rule, evidence(100))
     assert rule.idle
-    (held,) = rule.update(evidence(260, Made(bowl(60.0))))
+    (held,) = decide(rule, evidence(260, Made(bowl(60.0))))
     assert held.factor == 1.0 and not held.restart
 
 
@@ -359,13 +392,13 @@ def test_what_is_under_way_begins_anew_and_what_was_found_stays() -> None:
     rule = LineRule()
     feel(rule)
     swept(rule, [1.8, 1.2])
-    rule.anew(33)
+    rule.restart(Moment(3, 33, 33))
     assert rule.sweeping and rule.octaves == [] and rule.next_end(TOTAL, CYCLE) == 43
-    (decision,) = rule.update(evidence(43, FELT, 1.1))
+    (decision,) = decide(rule, evidence(43, FELT, 1.1))
     assert decision.factor == pytest.approx(16 / BELOW) and rule.sweeping
     found = after_sweep()
     before = found.state_dict()
-    found.anew(333)
+    found.restart(Moment(33, 333, 333))
     assert found.state_dict() == before
 
 
@@ -373,9 +406,9 @@ def test_a_state_that_is_loaded_goes_on_alike_at_any_time() -> None:
     straight, moved = LineRule(), 0
     course: list[tuple[Made | None, float | None]] = [
         (FELT, 2.0),
-        (None, 2.1),
+        (FELT, 2.1),
         (FELT, 1.9),
-        (None, 1.2),
+        (FELT, 1.2),
         (FELT, 1.1),
         (FELT, 0.9),
         (LOST, None),
@@ -384,7 +417,7 @@ def test_a_state_that_is_loaded_goes_on_alike_at_any_time() -> None:
     for step, line, loss in [*((CYCLE * (i + 1), *row) for i, row in enumerate(course)), *((step, line, 0.5) for step, line in later)]:
         other = LineRule()
         other.load_state_dict(json.loads(json.dumps(straight.state_dict())))
-        ours, theirs = (rule.update(evidence(step, line, loss)) for rule in (straight, other))
+        ours, theirs = (decide(rule, evidence(step, line, loss)) for rule in (straight, other))
         assert ours == theirs
         assert straight.state_dict() == other.state_dict()
         assert (straight.idle, straight.sweeping, straight.next_end(TOTAL, CYCLE)) == (
@@ -398,8 +431,8 @@ def test_a_state_that_is_loaded_goes_on_alike_at_any_time() -> None:
 
 def test_a_run_of_unknown_length_is_refused_and_settings_are_validated() -> None:
     with pytest.raises(ValueError, match="pass total_steps"):
-        LineRule().check_run(None, [0.0])
-    LineRule().check_run(1000, [0.0])
+        LineRule().start(run_of(None, 1))
+    LineRule().start(run_of(1000, 1))
     for name in ("significant", "farthest"):
         for bad in (0, math.nan, math.inf, "2"):
             with pytest.raises(ValueError, match=name):
@@ -424,6 +457,8 @@ class Descent:
         self.owner = [i % len(starts) for i in range(12)]
         specs = [KnobSpec(f"k{k}", 0.0) for k in range(len(starts))]
         self.engine = Engine(specs, 1, Clock(interval, total_steps=STEPS), rule)
+        if rule is not None:
+            rule.start(run_of(STEPS, interval, len(starts)))
         self.x: Vector = [1.0] * 12
         self.anchor, self.begun, self.samples, self.mean = list(self.x), 0, 0, list(self.x)
         self.losses, self.rates, self.notes = list[float](), list[Vector](), list[tuple[int, str]]()
@@ -466,14 +501,14 @@ class Descent:
     def close(self, batch: list[Vector]) -> None:
         due = self.rule is not None and self.engine.step >= self.rule.next_end(STEPS, self.interval) and self.samples > 0
         outcome = self.engine.close(
-            [fmean(self.losses)], line=_Way(self, batch) if due else None,
+            [fmean(self.losses)], answer=answers(_Way(self, batch)) if due else None,
             scheduled=[s * self.phase() for s in self.starts], peak=list(self.starts),
         )  # fmt: skip
         self.losses = []
         self.notes += [(self.engine.step, note) for note in outcome.notes]
         if not due or self.rule is None:
             return
-        if any(decision.restart for decision in outcome.decisions):
+        if isinstance(outcome.end, Restore):
             self.x = list(self.anchor)
         if not self.rule.sweeping:
             self.anchor, self.begun = list(self.x), self.engine.step
@@ -629,25 +664,20 @@ def test_a_state_that_is_loaded_in_the_middle_of_the_sweep_goes_on_alike() -> No
     assert straight.rates == resumed.rates
 
 
-# -- easing and restarts in the engine -----------------------------------------------------------------------------------
+# -- ramps in the engine -----------------------------------------------------------------------------------
 
 
-class Says:
+class Says(Controller):
     """Answers with these decisions, one after the other."""
 
-    name, needs_probe = "says", False
+    name = "says"
 
     def __init__(self, *decisions: Decision) -> None:
+        super().__init__()
         self.decisions = list(decisions)
 
-    def update(self, evidence: Evidence) -> list[Decision]:
-        return [self.decisions.pop(0) if self.decisions else Decision()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
+    def learn(self, evidence: Evidence) -> Learned:
+        return Learned([self.decisions.pop(0) if self.decisions else Decision()])
 
 
 def course(engine: Engine, steps: int) -> list[float]:
@@ -656,7 +686,7 @@ def course(engine: Engine, steps: int) -> list[float]:
     for _ in range(steps):
         values.append(engine.value(0, 1.0))
         if engine.tick():
-            engine.close([1.0], scheduled=[1.0], line=object())
+            engine.close([1.0], scheduled=[1.0])
     return values
 
 
@@ -665,32 +695,25 @@ def engine_of(*decisions: Decision) -> Engine:
 
 
 def test_a_rise_comes_in_steps_that_are_even_by_the_logarithm_and_a_fall_at_once() -> None:
-    engine = engine_of(Decision(factor=16.0, over=4), Decision(), Decision(factor=0.5, over=4))
+    engine = engine_of(Decision(factor=16.0, ramp=4), Decision(), Decision(factor=0.5, ramp=4))
     assert course(engine, 9) == pytest.approx([1, 1, 2, 4, 8, 16, 8, 8, 8])
 
 
 def test_a_rise_that_is_under_way_goes_on_from_what_is_in_force() -> None:
-    engine = engine_of(Decision(factor=16.0, over=4), Decision(factor=8.0, over=2))
+    engine = engine_of(Decision(factor=16.0, ramp=4), Decision(factor=8.0, ramp=2))
     assert course(engine, 7) == pytest.approx([1, 1, 2, 4, 32, 128, 128])  # 8 would have been next
 
 
 def test_a_restart_begins_at_a_part_of_its_value_even_where_that_falls() -> None:
-    engine = engine_of(Decision(factor=0.5, over=4, restart=True, rise_from=1 / 16))
+    engine = engine_of(Decision(factor=0.5, ramp=4, ramp_from=1 / 16))
     assert course(engine, 7) == pytest.approx([1, 1, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 2])
-    at_once = engine_of(Decision(factor=4.0, restart=True))
+    at_once = engine_of(Decision(factor=4.0, ramp_from=1.0))
     assert course(at_once, 4) == [1, 1, 4, 4]
-
-
-def test_a_restart_without_a_line_is_refused_because_nothing_would_be_taken_back() -> None:
-    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(1), Says(Decision(restart=True)))
-    engine.tick()
-    with pytest.raises(ValueError, match="'says' asks for the weights of the interval's beginning"):
-        engine.close([1.0], scheduled=[1.0])
 
 
 def test_a_rise_is_counted_in_steps_of_the_schedule() -> None:
     """Which goes on by four for each of the engine's here, as under accelerate: 16 of them are four of its own."""
-    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2), Says(Decision(factor=16.0, over=16)))
+    engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2), Says(Decision(factor=16.0, ramp=16)))
     values = []
     for _ in range(7):
         values.append(engine.value(0, 1.0))
@@ -700,13 +723,13 @@ def test_a_rise_is_counted_in_steps_of_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("part", [0.0, -1.0, math.nan, math.inf])
-def test_a_rise_from_nothing_is_refused(part: float) -> None:
-    with pytest.raises(ValueError, match="rise_from"):
-        Decision(restart=True, rise_from=part)
+def test_a_ramp_from_nothing_is_refused(part: float) -> None:
+    with pytest.raises(ValueError, match="ramp_from"):
+        Decision(ramp_from=part)
 
 
-def test_easing_is_part_of_the_state_and_older_states_load() -> None:
-    straight = engine_of(Decision(factor=16.0, over=4))
+def test_a_ramp_is_part_of_the_state_and_older_states_load() -> None:
+    straight = engine_of(Decision(factor=16.0, ramp=4))
     course(straight, 3)
     state = json.loads(json.dumps(straight.state_dict()))
     resumed, older = engine_of(Decision()), engine_of(Decision())

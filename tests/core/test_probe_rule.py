@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import Evidence, ProbeRule
+from hdet.core.controllers import PROBE, Evidence, ProbeRule
 from hdet.core.controllers.regression import mean_and_error, slopes
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.spread import multipliers
+from tests.core.controller_runs import decide
 
 RHO = multipliers(4, 0.3)
 
@@ -26,13 +27,13 @@ def evidence(
     rows = [[2 + level + (slope + wrong) * math.log(rho) for level, wrong in own] for rho in RHO]
     return Evidence(
         cycle=0, step=100, total_steps=1000, warmup_steps=0, sync_interval=10, knobs=["lr"], multipliers=[RHO], losses=[1.0] * 4,
-        probes=rows, scheduled=[phase * 3e-4], peak=[3e-4], mean=[3e-4], floor=[0.0], values=[phase * 3e-4 * correction],
+        measured={PROBE: rows}, scheduled=[phase * 3e-4], peak=[3e-4], mean=[3e-4], floor=[0.0], values=[phase * 3e-4 * correction],
         corrections=[correction],
     )  # fmt: skip
 
 
 def test_the_slope_is_exact_and_levels_of_mini_batches_cancel() -> None:
-    found = slopes([RHO], evidence(-0.7).probes)  # type: ignore[arg-type]
+    found = slopes([RHO], evidence(-0.7).measured[PROBE])  # type: ignore[arg-type]
     assert found is not None and found[0] == pytest.approx([-0.7] * 8, rel=1e-12)
 
 
@@ -40,7 +41,7 @@ def test_the_error_covers_the_truth() -> None:
     """t of the true slope, over 400 draws of 8 mini-batches: Student's t with 7 degrees of freedom, variance 7/5."""
     ts = []
     for seed in range(400):
-        mean, error = mean_and_error(slopes([RHO], evidence(-0.3, 0.5, seed=seed).probes)[0])  # type: ignore[arg-type, index]
+        mean, error = mean_and_error(slopes([RHO], evidence(-0.3, 0.5, seed=seed).measured[PROBE])[0])  # type: ignore[arg-type, index]
         ts.append((mean + 0.3) / error)
     assert abs(sum(ts) / 400) < 0.2
     assert 1.0 < sum(t * t for t in ts) / 400 < 2.0
@@ -58,22 +59,22 @@ def test_several_knobs_are_fitted_jointly() -> None:
 
 def test_a_rise_needs_two_votes_and_a_fall_one() -> None:
     rule = ProbeRule()
-    assert rule.update(evidence(-1.0, 0.1))[0].factor == 1.0
-    assert rule.update(evidence(-1.0, 0.1))[0].factor > 1.5
-    assert ProbeRule().update(evidence(1.0, 0.1))[0].factor < 0.7
+    assert decide(rule, evidence(-1.0, 0.1))[0].factor == 1.0
+    assert decide(rule, evidence(-1.0, 0.1))[0].factor > 1.5
+    assert decide(ProbeRule(), evidence(1.0, 0.1))[0].factor < 0.7
 
 
 def test_the_weaker_of_two_votes_counts() -> None:
     strong_then_weak, weak_twice = ProbeRule(), ProbeRule()
-    strong_then_weak.update(evidence(-1.0, 0.01))
-    weak_twice.update(evidence(-1.0, 0.6))
-    assert strong_then_weak.update(evidence(-1.0, 0.6))[0].factor == weak_twice.update(evidence(-1.0, 0.6))[0].factor < 2
+    decide(strong_then_weak, evidence(-1.0, 0.01))
+    decide(weak_twice, evidence(-1.0, 0.6))
+    assert decide(strong_then_weak, evidence(-1.0, 0.6))[0].factor == decide(weak_twice, evidence(-1.0, 0.6))[0].factor < 2
 
 
 def test_evidence_within_its_noise_moves_nothing() -> None:
     rule, correction = ProbeRule(), 1.0
     for seed in range(200):
-        decision = rule.update(evidence(0.0, 1.0, seed=seed, correction=correction))[0]
+        decision = decide(rule, evidence(0.0, 1.0, seed=seed, correction=correction))[0]
         assert decision.t is not None
         if abs(decision.t) <= 2:
             assert decision.factor == 1.0
@@ -87,7 +88,7 @@ def own_noise(slope: float, seed: int, local: bool = True) -> Evidence:
     rng.shuffle(rho)
     own = [rng.gauss(0, 0.05) for _ in rho]
     rows = [[2 + slope * math.log(x) + noise + rng.gauss(0, 1e-3) for _ in range(8)] for x, noise in zip(rho, own, strict=True)]
-    return replace(evidence(), multipliers=[rho], losses=[1.0] * 8, probes=rows, local=local)
+    return replace(evidence(), multipliers=[rho], losses=[1.0] * 8, measured={PROBE: rows}, local=local)
 
 
 def test_with_gradients_of_their_own_replicas_noise_is_part_of_the_error() -> None:
@@ -96,27 +97,27 @@ def test_with_gradients_of_their_own_replicas_noise_is_part_of_the_error() -> No
     for local in (True, False):
         rule, ts = ProbeRule(), []
         for seed in range(300):
-            ts.append(rule.update(own_noise(0.0, seed, local))[0].t or 0.0)
+            ts.append(decide(rule, own_noise(0.0, seed, local))[0].t or 0.0)
         found[local] = sum(t * t for t in ts[5:]) / 295
     assert 0.7 < found[True] < 1.5 and found[False] > 100
 
 
 def test_until_the_replicas_own_noise_is_known_nothing_moves_and_afterwards_what_is_clear_does() -> None:
     rule, pair = ProbeRule(), [own_noise(-2.0, seed) for seed in range(4)]
-    two = [replace(e, multipliers=[e.multipliers[0][:3]], losses=[1.0] * 3, probes=(e.probes or [])[:3]) for e in pair]
-    assert [rule.update(e)[0].factor for e in two[:3]] == [1.0] * 3  # one degree of freedom a cycle
+    two = [replace(e, multipliers=[e.multipliers[0][:3]], losses=[1.0] * 3, measured={PROBE: e.measured[PROBE][:3]}) for e in pair]
+    assert [decide(rule, e)[0].factor for e in two[:3]] == [1.0] * 3  # one degree of freedom a cycle
     again = ProbeRule()
     again.load_state_dict(rule.state_dict())
     assert again.noise == rule.noise and rule.noise[1] == pytest.approx(1 + 0.9 + 0.81)
     eight = ProbeRule()
-    assert [eight.update(e)[0].factor > 1 for e in pair] == [False, True, True, True]  # six; a rise takes two votes
+    assert [decide(eight, e)[0].factor > 1 for e in pair] == [False, True, True, True]  # six; a rise takes two votes
 
 
 def test_with_as_many_knobs_as_can_be_told_apart_mini_batches_are_all_there_is() -> None:
     e = own_noise(-2.0, 0)
-    two = replace(e, multipliers=[e.multipliers[0][:2]], losses=[1.0] * 2, probes=(e.probes or [])[:2])
+    two = replace(e, multipliers=[e.multipliers[0][:2]], losses=[1.0] * 2, measured={PROBE: e.measured[PROBE][:2]})
     rule = ProbeRule()
-    assert rule.update(two)[0].error == ProbeRule().update(replace(two, local=False))[0].error and rule.noise == [0.0, 0.0]
+    assert decide(rule, two)[0].error == decide(ProbeRule(), replace(two, local=False))[0].error and rule.noise == [0.0, 0.0]
 
 
 def test_what_was_known_of_the_noise_blocks_nothing_afterwards() -> None:
@@ -126,23 +127,23 @@ def test_what_was_known_of_the_noise_blocks_nothing_afterwards() -> None:
         own_noise(-2.0, 0),
         multipliers=[own_noise(-2.0, 0).multipliers[0][:3]],
         losses=[1.0] * 3,
-        probes=(own_noise(-2.0, 0).probes or [])[:3],
+        measured={PROBE: own_noise(-2.0, 0).measured[PROBE][:3]},
     )
-    two = replace(three, multipliers=[three.multipliers[0][:2]], losses=[1.0] * 2, probes=(three.probes or [])[:2])
-    assert rule.update(three)[0].factor == 1.0 and rule.noise[1] == 1.0
-    steep = replace(two, probes=[[2 - 50 * math.log(rho) + i * 1e-3 for i in range(8)] for rho in two.multipliers[0]])
-    rule.update(steep)
-    assert rule.noise[1] == 1.0 and rule.update(steep)[0].t is not None
+    two = replace(three, multipliers=[three.multipliers[0][:2]], losses=[1.0] * 2, measured={PROBE: three.measured[PROBE][:2]})
+    assert decide(rule, three)[0].factor == 1.0 and rule.noise[1] == 1.0
+    steep = replace(two, measured={PROBE: [[2 - 50 * math.log(rho) + i * 1e-3 for i in range(8)] for rho in two.multipliers[0]]})
+    decide(rule, steep)
+    assert rule.noise[1] == 1.0 and decide(rule, steep)[0].t is not None
     shared = ProbeRule()
     shared.load_state_dict(rule.state_dict())
     for _ in range(3):
-        (decision,) = shared.update(replace(steep, local=False))
+        (decision,) = decide(shared, replace(steep, local=False))
     assert decision.factor > 1
 
 
 def test_a_state_from_before_there_was_noise_loads() -> None:
     rule = ProbeRule()
-    rule.update(evidence())
+    decide(rule, evidence())
     rule.load_state_dict({key: value for key, value in rule.state_dict().items() if key != "noise"})
     assert rule.noise == [0.0, 0.0]
 
@@ -150,38 +151,37 @@ def test_a_state_from_before_there_was_noise_loads() -> None:
 def test_votes_count_near_the_peak_only() -> None:
     rule = ProbeRule()
     phases = [0.1, 0.5, 0.9, 1.0, 0.97, 0.92, 0.85, 0.5]
-    moved = [rule.update(evidence(-1.0, 0.1, phase))[0].factor > 1 for phase in phases]
+    moved = [decide(rule, evidence(-1.0, 0.1, phase))[0].factor > 1 for phase in phases]
     assert moved == [False, False, False, True, True, True, False, False]
     assert rule.idle
     assert not ProbeRule().idle
 
 
 def test_slope_and_error_are_reported_even_where_nothing_moves() -> None:
-    decision = ProbeRule().update(evidence(-1.0, 0.1, phase=0.1))[0]
+    decision = decide(ProbeRule(), evidence(-1.0, 0.1, phase=0.1))[0]
     assert decision.factor == 1.0 and decision.slope == pytest.approx(-1.0, abs=0.2)
     assert decision.error is not None and decision.t == pytest.approx(decision.slope / decision.error)
 
 
 def test_a_missing_row_is_left_out_and_too_few_rows_move_nothing() -> None:
     full = evidence(1.0, 0.1)
-    assert full.probes is not None
-    rows = list(full.probes)
-    three = ProbeRule().update(replace(full, probes=[rows[0], None, *rows[2:]]))[0]
-    assert three.slope == pytest.approx(ProbeRule().update(full)[0].slope, rel=1e-9)
+    rows = list(full.measured[PROBE])
+    three = decide(ProbeRule(), replace(full, measured={PROBE: [rows[0], None, *rows[2:]]}))[0]
+    assert three.slope == pytest.approx(decide(ProbeRule(), full)[0].slope, rel=1e-9)
     rule = ProbeRule()
-    rule.update(evidence(-1.0, 0.1))
-    alone = rule.update(replace(full, probes=[rows[0], None, None, None]))[0]
+    decide(rule, evidence(-1.0, 0.1))
+    alone = decide(rule, replace(full, measured={PROBE: [rows[0], None, None, None]}))[0]
     assert (alone.factor, alone.slope) == (1.0, None) and alone.note
-    assert rule.update(evidence(-1.0, 0.1))[0].factor == 1.0, "after a gap a rise needs two votes again"
+    assert decide(rule, evidence(-1.0, 0.1))[0].factor == 1.0, "after a gap a rise needs two votes again"
 
 
 def test_the_correction_stays_within_its_bound() -> None:
     rule, product = ProbeRule(bound=10.0), 1.0
     for _ in range(20):
-        product *= rule.update(evidence(-1.0, 0.01, correction=product))[0].factor
+        product *= decide(rule, evidence(-1.0, 0.01, correction=product))[0].factor
     assert product == pytest.approx(10.0)
     for _ in range(40):
-        product *= rule.update(evidence(1.0, 0.01, correction=product))[0].factor
+        product *= decide(rule, evidence(1.0, 0.01, correction=product))[0].factor
     assert product == pytest.approx(0.1)
 
 
@@ -189,26 +189,26 @@ def test_a_correction_outside_of_the_bound_comes_back_by_its_own_moves_only() ->
     """The engine lowers a correction when a cycle is taken back, further than the rule would."""
     low = 1e-3
     neutral, rise = ProbeRule(bound=10.0), ProbeRule(bound=10.0)
-    assert neutral.update(evidence(0.0, 0.1, seed=1, correction=low))[0].factor == 1.0
-    assert ProbeRule(bound=10.0).update(evidence(1.0, 0.01, correction=low))[0].factor == 1.0
-    rise.update(evidence(-1.0, 0.01, correction=low))
-    assert 1.0 < rise.update(evidence(-1.0, 0.01, correction=low))[0].factor < 2.5
+    assert decide(neutral, evidence(0.0, 0.1, seed=1, correction=low))[0].factor == 1.0
+    assert decide(ProbeRule(bound=10.0), evidence(1.0, 0.01, correction=low))[0].factor == 1.0
+    decide(rise, evidence(-1.0, 0.01, correction=low))
+    assert 1.0 < decide(rise, evidence(-1.0, 0.01, correction=low))[0].factor < 2.5
 
 
 def test_state_continues_exactly() -> None:
     straight, first = ProbeRule(), ProbeRule()
     cycles = [evidence(-1.0, 0.5, phase, seed) for seed, phase in enumerate([0.5, 1.0, 1.0, 0.99, 0.95, 0.92])]
-    expected = [straight.update(e) for e in cycles]
+    expected = [decide(straight, e) for e in cycles]
     for e in cycles[:3]:
-        first.update(e)
+        decide(first, e)
     second = ProbeRule()
     second.load_state_dict(first.state_dict())
-    assert [second.update(e) for e in cycles[3:]] == expected[3:]
+    assert [decide(second, e) for e in cycles[3:]] == expected[3:]
     with pytest.raises(ValueError, match="lacks 'warm'"):
         second.load_state_dict({"phase": [], "last": []})
     older = ProbeRule()
     older.load_state_dict({key: value for key, value in first.state_dict().items() if key != "frozen"} | {"log_correction": [9.0]})
-    assert [older.update(e) for e in cycles[3:]] == expected[3:], "a key that older versions had is of no consequence"
+    assert [decide(older, e) for e in cycles[3:]] == expected[3:], "a key that older versions had is of no consequence"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_the_spread_rests_when_the_rule_is_idle_and_not_before() -> None:
     for phase in (0.5, 1.0, 0.95, 0.5, 0.2):
         assert engine.explores and len(set(engine.multipliers()[0])) == 4
         engine.tick()
-        engine.close([1.0] * 4, evidence().probes, scheduled=[phase], peak=[1.0])
+        engine.close([1.0] * 4, evidence().measured, scheduled=[phase], peak=[1.0])
         if phase == 0.5 and engine.cycle > 1:
             break
     assert not engine.explores and engine.multipliers() == [[1.0] * 4]

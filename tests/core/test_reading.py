@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from hdet.core.controllers.reading import edge, minimum, read_line
+from hdet.core.controllers import reading
+from hdet.core.controllers.reading import Reading
+
+Difference = Callable[[float, float], tuple[float, float]]
+
+
+def asked(function: Callable[..., Any], difference: Difference, *more: float) -> Any:
+    """What it returns, its questions, pairs of points, being answered by ``difference``."""
+    asking, answer = function(lambda a, b: (a, b), *more), None
+    while True:
+        try:
+            answer = difference(*asking.send(answer))
+        except StopIteration as end:
+            return end.value
+
+
+def read_line(difference: Difference, significant: float, farthest: float) -> Reading:
+    return asked(reading.read_line, difference, significant, farthest)
+
+
+def minimum(difference: Difference, rho: float) -> float:
+    return asked(reading.minimum, difference, rho)
+
+
+def edge(difference: Difference, farthest: float = reading.FARTHEST) -> float:
+    return asked(reading.edge, difference, 2.5, farthest)
 
 
 def line(loss: Callable[[float], float], error: float = 1e-3) -> Callable[[float, float], tuple[float, float]]:
@@ -29,14 +55,14 @@ def bowl(best: float) -> Callable[[float], float]:
     ],
 )  # fmt: skip
 def test_the_minimum_along_the_line_is_found(best: float, found: float, higher: bool) -> None:
-    reading = read_line(line(bowl(best)), 1.5, 256.0)
-    assert reading.rho == pytest.approx(found, rel=1e-9)
-    assert reading.higher is higher
+    read = read_line(line(bowl(best)), 1.5, 256.0)
+    assert read.rho == pytest.approx(found, rel=1e-9)
+    assert read.higher is higher
 
 
 def test_the_slope_is_by_the_logarithm_of_rho_and_t_has_the_direction() -> None:
-    reading = read_line(line(lambda rho: 3 * math.log(rho)), 1.5, 256.0)
-    assert reading.slope == pytest.approx(3.0) and reading.across == pytest.approx(6 * math.log(2) / 1e-3)
+    read = read_line(line(lambda rho: 3 * math.log(rho)), 1.5, 256.0)
+    assert read.slope == pytest.approx(3.0) and read.across == pytest.approx(6 * math.log(2) / 1e-3)
     assert read_line(line(lambda rho: -3 * math.log(rho)), 1.5, 256.0).slope == pytest.approx(-3.0)
 
 
@@ -50,8 +76,8 @@ def test_a_large_step_shows_what_a_small_one_hides() -> None:
     """Neither of 1/2 and 2 is significant, but 8 is."""
     difference = line(bowl(1000.0), error=8.0)
     assert difference(2.0, 1.0)[1] > -1.5
-    reading = read_line(difference, 1.5, 256.0)
-    assert reading.higher and reading.rho == 256.0
+    read = read_line(difference, 1.5, 256.0)
+    assert read.higher and read.rho == 256.0
 
 
 def test_losses_that_are_not_finite_count_as_very_high() -> None:

@@ -72,8 +72,8 @@ class Evidence:
     corrections: Sequence[float]
     """[knob]: the correction decided last, > 0, which a decision's factor multiplies. During a ramp `values` are behind it."""
     mean: Sequence[float] = ()
-    """[knob]: the mean of the untouched schedule from where the Ensemble was made to the run's end, or ``peak`` where nobody can tell; empty
-    unless the controller `needs_schedule_mean`."""
+    """[knob]: the mean of the untouched schedule from where the Ensemble was made to the run's end, for a controller that `needs_schedule_mean`; else,
+    or where nobody can tell, ``peak``."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
     local: bool = False
