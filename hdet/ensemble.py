@@ -77,8 +77,8 @@ class Ensemble:
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         converge: the way of averaging, from hdet.converge; default ``Plain()`` (docs/converge.md tells when another one pays).
         bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has. Co-resident
-            replicas share theirs.
+        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, also where a
+            forward pass has put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident replicas share theirs.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
         tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
             the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
@@ -126,7 +126,6 @@ class Ensemble:
         )  # fmt: skip
         self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
         self.parameters = averaged_tensors(optimizer, buffers)
-        self._has_buffers = len(self.parameters) > sum(len(group["params"]) for group in optimizer.param_groups)
         check_tied(tied, self.parameters)
         check_sharding(optimizer, self.parameters, replicas, gradients, rollback=divergence.rollback is not None)
         self.replicas = Replicas.default() if replicas is None else replicas
@@ -155,6 +154,7 @@ class Ensemble:
             gradients,
             lambda: self._fan_out.multipliers,
             self.during,
+            copied=refresh is not None,
         )
         self._means = self.schedule.means() if self._listening.has_line else None  # the only one that reads them
         # Last, because some ways of averaging give the optimizer a second set of parameters.
@@ -182,6 +182,7 @@ class Ensemble:
         self._explored = False  # in this cycle
         self._broken: ReplicaLost | None = None
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
+        self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
@@ -272,8 +273,9 @@ class Ensemble:
 
     @property
     def converged(self) -> bool:
-        """Are the replicas' parameters equal right now, with nothing under way, as known from the last average and the steps since?"""
-        return self._lockstep or (not self._fan_out.moved and self.weights.settled)
+        """Are the replicas' parameters, and the buffers that are averaged, equal right now, with nothing under way, as known from the last average
+        and what has been written since?"""
+        return self._lockstep or (not self._fan_out.moved and self.weights.settled and self.parameters.unwritten(self._marks))
 
     @contextmanager
     def explore(self) -> Iterator[None]:
@@ -357,7 +359,7 @@ class Ensemble:
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
         with ``converge=ExactLocal()``; else None. Not to be written to."""
-        return self.parameters if self.converged else self.weights.mean()
+        return list(self.parameters) if self.converged else self.weights.mean()
 
     @property
     def private_state(self) -> bool:
@@ -367,7 +369,9 @@ class Ensemble:
     def _settle(self) -> None:
         """Replicas have been averaged. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
         self._fan_out.averaged()
-        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not self._has_buffers)
+        has_buffers = len(self.parameters.buffers) > 0
+        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not has_buffers)
+        self._marks = self.parameters.marks()
 
     @property
     def _replicas_part(self) -> bool:
@@ -516,16 +520,13 @@ class Ensemble:
         }
         peaks, floors = self.schedule.peaks_and_floors()
 
-        with self._listening.line(closure) as line:
+        with self._listening.line(closure, self.weights.took_back) as line:
             outcome = self.engine.close(
                 losses, **measured, line=line, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
                 schedule_step=self.schedule.step, local=self.gradients == "local",
             )  # fmt: skip
         if line is not None and self._listening.settle(outcome.decisions):
-            self.weights.moments.reset()
-            if len(self.replicas.local) > 1:  # only the first one's weights were taken back
-                self.weights.complete([1.0] + [0.0] * (self.replicas.count - 1))
-            self.weights.written()
+            self.weights.took_back()
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
@@ -565,8 +566,8 @@ class Ensemble:
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order (buffers before it, if a LineController may be in
-        its sweep); N may differ from the saved run's. A sweep that was under way begins anew, from the weights that are loaded.
+        """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's. A sweep
+        that was under way begins anew, from what is loaded by its first step.
 
         Raises:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
