@@ -81,7 +81,7 @@ def replicated(
             with replicas.use(k):
                 loss = problem.losses(model, part).mean()
                 ensemble.observe(loss)
-            (loss / REPLICAS).backward()
+                (loss / REPLICAS).backward()
             total += loss.item() / REPLICAS
         return total
 
