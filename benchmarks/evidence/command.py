@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from problems import PROBLEMS
-from runs import Record, Task, read, run_missing
+from .problems import PROBLEMS
+from .runs import Record, Task, read, run_missing
 
 __all__ = ["complete", "parsed", "parser"]
 

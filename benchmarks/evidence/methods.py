@@ -6,10 +6,8 @@ Betas are (0.9, 0.95) everywhere.
 
 from __future__ import annotations
 
-import line
-import peers
-import replicated
-from training import BETAS, WARMUP, Method, Outcome, Parts, train
+from . import line, peers, replicated
+from .training import BETAS, WARMUP, Method, Outcome, Parts, train
 
 __all__ = ["BETAS", "METHODS", "WARMUP", "Method", "Outcome", "Parts", "train"]
 

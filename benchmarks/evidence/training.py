@@ -13,10 +13,11 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from problems import Batch, Problem
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from .problems import Batch, Problem
 
 __all__ = [
     "BETAS",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .model import Block, GPTConfig
+from hdet.jobs.model import Block, GPTConfig
 
 __all__ = ["TASKS", "InteractionLog", "Interactions", "Recommender", "engagement_losses"]
 

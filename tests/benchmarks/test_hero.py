@@ -1,12 +1,10 @@
-"""benchmarks/evidence/hero.py: every method trains on the same examples, what is counted, how the best rate is looked for, and that a
+"""benchmarks.evidence.hero: every method trains on the same examples, what is counted, how the best rate is looked for, and that a
 benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.evidence import evidence_page, read_evidence
-from hdet.evidence.goals import ONE_CYCLE, STEERED
-from hdet.evidence.hero import METHODS as SHOWN
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-hero, methods, problems, runs = map(importlib.import_module, ("hero", "methods", "problems", "runs"))
+from benchmarks.evidence import hero, methods, problems, runs
+from benchmarks.evidence.problems import recsys
+from benchmarks.evidence.report.goals import ONE_CYCLE, STEERED
+from benchmarks.evidence.report.hero import METHODS as SHOWN
+from benchmarks.evidence.report.page import page, read
 
 STEPS = 6
 DIGITS = replace(problems.PROBLEMS["digits"], steps=STEPS)
@@ -100,7 +97,7 @@ def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(monkeypatch: p
     """Users and items drift over the year: a probe of its last day, on which runs are judged, would know what training cannot."""
     asked: list[tuple[float, str]] = []
     log = SimpleNamespace(sample=lambda size, at, *, seed, stream, index: asked.append((at, stream)))
-    monkeypatch.setattr(importlib.import_module("problems.recsys"), "LOG", log)
+    monkeypatch.setattr(recsys, "LOG", log)
     for step in (0, 400, 800):
         problems.PROBLEMS["recsys"].spare(0, step, 7)
     assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
@@ -177,8 +174,8 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     for line in lines:
         assert line["rate"] == 1e-2 * 2.0 ** line["exponent"] and (line["steps"], line["seed"]) == (STEPS, 0)
         assert line["untrained"] == pytest.approx(math.log(10), abs=0.05) and line["seconds"] > 0 and line["on"]["torch"]
-    page = evidence_page(read_evidence([path]))
-    assert "| onecycle | 0.01 |" in page and "| goal | target | hdet-probe |" in page
+    text = page(read([path]))
+    assert "| onecycle | 0.01 |" in text and "| goal | target | hdet-probe |" in text
 
     with monkeypatch.context() as here:
         here.setattr(runs, "ProcessPoolExecutor", lambda *given, **named: pytest.fail("something runs again"))

@@ -1,5 +1,5 @@
-"""hdet/jobs/recsys.py: the interaction log is a pure function with the properties it claims, the model has the paper's four groups and can
-learn from it; examples/recsys.py runs."""
+"""benchmarks.recsys: the interaction log is a pure function with the properties it claims, the model has the paper's four groups and can
+learn from it; the command runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hdet.jobs.recsys import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
+from benchmarks.recsys.recommender import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
 
 ROOT = Path(__file__).parents[2]
 LOG = InteractionLog()
@@ -137,9 +137,9 @@ def test_training_beats_constants_and_does_not_reach_the_noise_floor() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--paper"]])
-def test_example_runs(options: list[str]) -> None:
+def test_the_command_runs(options: list[str]) -> None:
     """One process: no replicas, but every line of the loop."""
-    command = [sys.executable, "-W", "ignore", "examples/recsys.py", "--steps", "20", "--sync-interval", "5", *options]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.recsys", "--steps", "20", "--sync-interval", "5", *options]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, check=False

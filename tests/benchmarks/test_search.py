@@ -1,15 +1,13 @@
-"""benchmarks/evidence/search.py and pbt.py: the rule of population-based training, what is counted, how searches are played through from
+"""benchmarks.evidence.search and pbt: the rule of population-based training, what is counted, how searches are played through from
 recorded trials, and that a benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
 import random
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from hdet.evidence import search as played
-from tests.evidence_problem import tiny
+from benchmarks.evidence import methods, pbt, problems, search, training
+from benchmarks.evidence.report import search as played
+from benchmarks.evidence.report.figures import search_figure
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-methods, pbt, problems, search, training = map(importlib.import_module, ("methods", "pbt", "problems", "search", "training"))
+from .problem import tiny
 
 
 class Scripted(random.Random):
@@ -199,36 +197,27 @@ def test_successive_halving_prunes_at_its_rungs() -> None:
 
 
 def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(played, "ORDERS", 3)
     lines = [line(*falling(end), draw=i, seed=seed) for seed in (0, 1) for i, end in enumerate((2.9, 2.5, 2.0, 1.5))]
     lines += [line(*falling(1.9), method="hdet-probe"), line(*falling(2.1), method="hdet-probe", seed=1)]
     lines += [line(*falling(1.2), method="hdet-line"), line(*falling(9), method="pbt-4")]
-    text = played.table(lines)
+    text = played.search_tables(lines)
     assert "| digits | random search, 1 trial | 1 | 2.2250 |  |  |" in text
     assert "| digits | random search, 4 trials | 4 | 1.5000 | 1.5000 ... 1.5000 |  |" in text
     # The expected best of two is (1.5 * 3 + 2.0 * 2 + 2.5) / 6 = 1.83.
     assert "| digits | hdet-probe | 1 | 2.0000 | 1.9000 ... 2.1000 | k = 2 |" in text
     assert "| digits | hdet-line | 1 | 1.2000 | 1.2000 ... 1.2000 | k > 4 |" in text
     assert "| digits | pbt-4 | 1 | 3.0000 | 3.0000 ... 3.0000 | k = 1 |" in text  # never worse than untrained
-    axis = figures.Figure().subplots()
-    played.figure(lines, axis)
-    drawn = {drawn.get_label(): drawn for drawn in axis.get_lines()}
-    assert set(drawn) == {
-        "random search, 4 trials",
-        "successive halving from 5 % on, 4 trials",
-        "successive halving from 20 % on, 4 trials",
-        "hdet-probe",
-        "hdet-line",
-        "pbt-4",
-    }
+    (axes,) = search_figure(lines).axes
+    drawn = {drawn.get_label(): drawn for drawn in axes.get_lines()}
+    halvings = {f"successive halving from {part} % on, 4 trials" for part in (5, 20)}
+    assert set(drawn) == {"random search, 4 trials", "hdet-probe", "hdet-line", "pbt-4"} | halvings
     x, y = drawn["random search, 4 trials"].get_data()
     assert x[-1] == 4 and y[-1] == 1.5 and all(a >= b for a, b in itertools.pairwise(y))
     assert drawn["hdet-probe"].get_data()[1][-1] == pytest.approx(2.0)
-    assert played.table([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text  # of a shorter run: not mixed with the others
-    assert played.search_tables(lines).endswith(text) and len(played.search_figure(lines).axes) == 1
-    with pytest.raises(ValueError, match="of one problem"):
-        played.figure([*lines, line(3, 2, problem="transformer")], axis)
+    assert (
+        played.search_tables([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text
+    )  # of a shorter run: not mixed with the others
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------------
@@ -253,5 +242,5 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_without_the_best_fixed_rate_there_is_no_prior(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="hero.py --find --methods wsd --problems digits"):
+    with pytest.raises(SystemExit, match="benchmarks.evidence.hero --find --methods wsd --problems digits"):
         search.main(["--problems", "digits", "--hero", str(tmp_path / "none"), "--json", str(tmp_path / "lines")])

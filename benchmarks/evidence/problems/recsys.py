@@ -1,4 +1,4 @@
-"""The recommender of examples/recsys.py: one pass through a year of interactions, judged by its last day."""
+"""The recommender of `benchmarks.recsys`: one pass through a year of interactions, judged by its last day."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from hdet.jobs.recsys import InteractionLog, Interactions, Recommender, engagement_losses
-
+from ...recsys.recommender import InteractionLog, Interactions, Recommender, engagement_losses
 from .problem import Batch, Problem
 
 __all__ = ["RECSYS", "interactions"]
