@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from .problems import PROBLEMS
 from .runs import Record, Task, read, run_missing
 
-__all__ = ["complete", "parsed", "parser"]
-
 
 def parser(doc: str | None, results: str, quick: str, *, seeds: int | None, problems: Sequence[str] = ()) -> argparse.ArgumentParser:
     """``results``: where lines are kept; ``quick``: what --quick runs; ``seeds``: None, as many as the hero figure has;

@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import cache
 
 from . import command
-from .methods import METHODS, Method, train
+from .methods import METHODS
 from .problems import PROBLEMS
 from .report.curves import score
 from .report.hero import STARTS, seeds_of
 from .runs import Record, Task, identity, read, run_missing
-from .training import FIXED
+from .training import FIXED, Method, train
 
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
 FIND_SEEDS = {"transformer": (1000,)}

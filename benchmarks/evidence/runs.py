@@ -14,8 +14,6 @@ from typing import Any
 
 from ..harness import emit
 
-__all__ = ["Record", "Task", "finite", "identity", "read", "run_missing"]
-
 Record = dict[str, Any]
 """a line of the results"""
 Task = dict[str, Any]

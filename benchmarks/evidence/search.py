@@ -22,12 +22,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from . import command, hero, methods, pbt
+from . import command, hero, pbt
 from .methods import METHODS
 from .problems import PROBLEMS, Batch, Problem
 from .report.search import TRIAL, search_tables
 from .runs import Record, Task, finite, identity
-from .training import FIXED, wsd_shape
+from .training import FIXED, train, wsd_shape
 
 RESULTS = "benchmarks/results/evidence/search.jsonl"
 LOW, HIGH = -8.0, 6.0
@@ -54,7 +54,7 @@ def run(problem: str, method: str, draw: int, seed: int, best: float, steps: int
     else:
         rate = best * 2.0 ** random.Random(f"{problem} {seed} {draw}").uniform(LOW, HIGH)
         watch = Watch(chosen)
-        outcome = methods.train(watch.problem, METHODS[FIXED if method == TRIAL else method], rate, seed).to_dict()
+        outcome = train(watch.problem, METHODS[FIXED if method == TRIAL else method], rate, seed).to_dict()
         curve = [*watch.curve, (watch.samples, math.inf if outcome["validation"] is None else outcome["validation"])]
     return {
         "benchmark": "search", "problem": problem, "method": method, "exponent": math.log2(rate / best), "rate": rate, "best": best,

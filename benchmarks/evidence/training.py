@@ -19,23 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from .problems import Batch, Problem
 
-__all__ = [
-    "BETAS",
-    "FIXED",
-    "WARMUP",
-    "Method",
-    "Outcome",
-    "Parts",
-    "Schedule",
-    "fine_interval",
-    "one_cycle_schedule",
-    "plain",
-    "scheduled",
-    "train",
-    "wsd_schedule",
-    "wsd_shape",
-]
-
 BETAS = (0.9, 0.95)
 WARMUP = 0.1
 """part of a run in which every schedule rises; the peers whose READMEs advise against it have none"""

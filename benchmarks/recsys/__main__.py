@@ -25,7 +25,7 @@ import hdet
 from .recommender import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
 
 # -----------------------------------------------------------------------------
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(prog="python -m benchmarks.recsys")
 parser.add_argument("--steps", type=int, default=800)  # a year
 parser.add_argument("--max-lr", type=float, default=6e-4)  # the best fixed rate is near 2e-2
 parser.add_argument("--batch-size", type=int, default=32)  # interactions per process

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from hdet.jobs.model import Block, GPTConfig
 
-__all__ = ["TASKS", "InteractionLog", "Interactions", "Recommender", "engagement_losses"]
-
 TASKS = ("click", "like", "share")
 Interactions = tuple[Tensor, Tensor, Tensor, Tensor]
 """users (batch,), items (batch,) and the users' latest items (batch, history), oldest first, int64; engagement (batch, tasks), 0. or 1."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import Future
-from contextlib import nullcontext
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.evidence import hero, methods, problems, runs
+from benchmarks.evidence import hero, methods, problems, runs, training
 from benchmarks.evidence.problems import recsys
 from benchmarks.evidence.report.goals import ONE_CYCLE, STEERED
 from benchmarks.evidence.report.hero import METHODS as SHOWN
@@ -57,7 +56,7 @@ class Counted:
 def test_every_method_trains_on_the_same_examples(name: str) -> None:
     method, counted = methods.METHODS[name], Counted()
     rate = method.start / 2 if name != "dog-movement" else method.start
-    outcome = methods.train(counted.problem, method, rate, 0)
+    outcome = training.train(counted.problem, method, rate, 0)
     assert counted.trained == STEPS * DIGITS.batch_size
     assert [step for step in counted.batches if step < STEPS] == list(range(STEPS))  # the probe's are others
     assert outcome.probe_percent == pytest.approx(100 * counted.scored / (3 * STEPS * DIGITS.batch_size))
@@ -108,7 +107,7 @@ def test_a_loss_that_is_no_number_ends_a_run_of_the_fixed_schedule() -> None:
         return DIGITS.losses(model, batch) * (math.nan if len(counted.batches) == 3 else 1.0)
 
     counted = Counted(replace(DIGITS, losses=losses))
-    outcome = methods.train(counted.problem, methods.METHODS["onecycle"], 1e-2, 0)
+    outcome = training.train(counted.problem, methods.METHODS["onecycle"], 1e-2, 0)
     assert (outcome.validation, outcome.crashed, counted.batches, len(outcome.rates)) == (None, True, [0, 1, 2], 2)
 
 
@@ -147,26 +146,11 @@ def test_a_best_rate_that_is_not_known_yet_is_no_number() -> None:
 # -- the command -----------------------------------------------------------------------------------------------------------------
 
 
-class InThisProcess(nullcontext["InThisProcess"]):
-    """A pool of no processes."""
-
-    def __init__(self, jobs: int, context: Any, initializer: Any) -> None:
-        super().__init__(self)
-
-    def submit(self, function: Any, **task: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(**task))
-        return future
-
-
-def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     monkeypatch.setattr(hero, "steps_of", lambda problem, options: STEPS)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and back, afterwards
     path = tmp_path / "hero.jsonl"
     command = ["--quick", "--methods", "onecycle", "hdet-probe", "--jobs", "1", "--json", str(path)]
-    with monkeypatch.context() as here:  # a process takes seconds to start
-        here.setattr(runs, "ProcessPoolExecutor", InThisProcess)
-        hero.main(command)
+    hero.main(command)
     whole = path.read_text().splitlines()
     lines = [json.loads(text, parse_constant=pytest.fail) for text in whole]  # no NaN
     runs_made = sorted((line["method"], line["exponent"]) for line in lines)
@@ -183,6 +167,7 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_text().splitlines() == whole
 
     path.write_text("\n".join(whole[:2] + whole[3:]) + "\n")
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", ProcessPoolExecutor)
     hero.main(command)  # in a process of its own, to the same numbers
     again = path.read_text().splitlines()
     assert again[:5] == whole[:2] + whole[3:] and len(again) == 6

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.evidence import command, hero, horizon, scalars, signals
+from benchmarks.evidence import hero, horizon, runs, scalars, signals
 from benchmarks.evidence.report import horizon as horizons
 from benchmarks.evidence.report import page as report
 from benchmarks.evidence.report import scalars as scalar_tables
@@ -254,19 +254,13 @@ def test_scalars_beside_tuning_one_at_a_time() -> None:
 # -- pages and commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     """Of lines that the benchmarks wrote: whatever a table reads is in them."""
     monkeypatch.setattr(scalars, "replica", lambda rank, count, values, *more: {"validation": 0.5, "values": values, "samples": 8800.0})
     monkeypatch.setattr(scalars, "trial", lambda values, seed, steps: (values["dropout"], values["dropout"]))
     monkeypatch.setattr(scalars, "started", lambda function, count, *arguments: function(0, count, *arguments))
 
-    def run_missing(function: Any, tasks: Any, records: list[Any], key: Any, *, path: str, jobs: int, forks: bool = False) -> None:
-        with open(path, "a", encoding="utf-8") as file:
-            for task in tasks:
-                records.append(function(**task))
-                file.write(json.dumps(records[-1], allow_nan=False) + "\n")
-
-    monkeypatch.setattr(command, "run_missing", run_missing)
+    monkeypatch.setattr(runs, "ThreadPoolExecutor", lambda jobs: runs.ProcessPoolExecutor(jobs, None, None))
     files = []
     for module, benchmark in ((signals, "signal"), (horizon, "horizon"), (scalars, "scalars")):
         files.append(tmp_path / f"{benchmark}.jsonl")
@@ -281,7 +275,7 @@ def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeyp
     assert all(path.stat().st_size > 1000 for path in written)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_scalars_in_processes_and_what_is_done_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from .problem import Batch, Problem
 
-__all__ = ["DIGITS"]
-
 STEPS, IMAGES = 600, 32
 NOISE = 0.3
 """standard deviation of what is added to pixels in [0, 1]"""

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Batch", "Problem"]
-
 Batch = tuple[Tensor, ...]
 """Tensors with the examples along their first dimension."""
 

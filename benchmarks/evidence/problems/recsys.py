@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ...recsys.recommender import InteractionLog, Interactions, Recommender, engagement_losses
 from .problem import Batch, Problem
 
-__all__ = ["RECSYS", "interactions"]
-
 STEPS, INTERACTIONS = 800, 128
 LOG = InteractionLog()
 

@@ -13,8 +13,6 @@ from hdet.jobs.model import GPT, GPTConfig
 
 from .problem import Batch, Problem
 
-__all__ = ["TRANSFORMER"]
-
 SHAPE = GPTConfig()
 STEPS, WINDOWS = 1000, 8
 
