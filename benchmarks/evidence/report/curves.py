@@ -87,42 +87,35 @@ class Curve:
 
 
 def curves(records: Iterable[Record], rank: Callable[[str], Any] = str) -> dict[str, dict[str, Curve]]:
-    """{problem: {method: Curve}}, methods in the order of ``rank``.
+    """{problem: {method: Curve}}, methods in the order of ``rank``; of the longest runs, what is around the best rate of a method's last line."""
+    found: dict[str, dict[str, Curve]] = {}
+    for problem, lines in sorted(by(longest(records), "problem").items()):
+        methods = by(lines, "method")
+        found[problem] = {name: _curve(name, latest(methods[name], ("exponent", "seed"))) for name in sorted(methods, key=rank)}
+    return found
 
-    What does not belong together is not mixed: shortened runs are left out where there are longer ones, runs around a best rate that the
-    method's last line has replaced are left out, and of two lines of one run the later one counts.
-    """
-    lines = longest(records)
-    best = {(line["problem"], line["method"]): best_rate(line) for line in lines}
-    latest = {
-        (line["problem"], line["method"], line["exponent"], line["seed"]): line
-        for line in lines
-        if math.isclose(best_rate(line), best[line["problem"], line["method"]], rel_tol=1e-5)
-    }
-    found: dict[str, dict[str, dict[int, dict[int, Record]]]] = {}
-    for problem, method, exponent, seed in sorted(latest, key=lambda key: (key[0], rank(key[1]), *key[2:])):
-        starts = found.setdefault(problem, {}).setdefault(method, {})
-        starts.setdefault(exponent, {})[seed] = latest[problem, method, exponent, seed]
-    return {problem: {method: Curve(method, runs) for method, runs in methods.items()} for problem, methods in found.items()}
+
+def _curve(method: str, lines: Iterable[Record]) -> Curve:
+    rising = by(sorted(lines, key=lambda line: (line["exponent"], line["seed"])), "exponent")
+    return Curve(method, {exponent: {line["seed"]: line for line in own} for exponent, own in rising.items()})
 
 
 def longest(records: Iterable[Record]) -> list[Record]:
     """Without the shortened runs of problems of which there are longer ones."""
     lines = list(records)
-    steps: dict[str, int] = {}
-    for line in lines:
-        steps[line["problem"]] = max(line["steps"], steps.get(line["problem"], 0))
+    steps = {problem: max(line["steps"] for line in own) for problem, own in by(lines, "problem").items()}
     return [line for line in lines if line["steps"] == steps[line["problem"]]]
 
 
+def latest(lines: Sequence[Record], names: Sequence[str]) -> list[Record]:
+    """Without runs around a best rate that the last line has replaced; of lines in which all of ``names`` are the same the last one."""
+    around = [line for line in lines if math.isclose(best_rate(line), best_rate(lines[-1]), rel_tol=1e-5)]
+    return list({tuple(line[name] for name in names): line for line in around}.values())
+
+
 def of_one_kind(records: Iterable[Record], names: Sequence[str]) -> dict[str, list[Record]]:
-    """{problem: lines}, of benchmarks in which all methods count from one best rate: the longest runs, around the last line's best rate, and of
-    lines in which all of ``names`` are the same the last one."""
-    found = {}
-    for problem, lines in sorted(by(longest(records), "problem").items()):
-        around = [line for line in lines if math.isclose(best_rate(line), best_rate(lines[-1]), rel_tol=1e-5)]
-        found[problem] = list({tuple(line[name] for name in names): line for line in around}.values())
-    return found
+    """{problem: the `latest` of the `longest` runs}, of benchmarks in which all methods count from one best rate."""
+    return {problem: latest(lines, names) for problem, lines in sorted(by(longest(records), "problem").items())}
 
 
 def by(lines: Iterable[Record], *names: str) -> dict[Any, list[Record]]:

@@ -49,14 +49,9 @@ def halved(trials: Sequence[Record], first: int = 1) -> list[int]:
     """How many points of each trial's curve are trained under Optuna's successive halving, one trial after the other.
 
     The rungs are at ``first``, 4 and 16 times it of the curve's 20 points: Optuna's default factor.
-
-    Raises:
-        ValueError: Optuna is not installed.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        raise ValueError("successive halving is Optuna's, which is not installed: pip install 'hdet[evidence]'") from error
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=4))
     lengths = []
