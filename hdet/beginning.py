@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -48,8 +49,13 @@ class Beginning:
         if self._model is None or not any(module._buffers for module in self._model.modules()):
             return
         again = Hook(self._look_again)
-        self._after_load = [module.register_load_state_dict_post_hook(again) for module in self._model.modules()]
+        self._after_load = [module.register_load_state_dict_post_hook(again) for module in self._hookable()]
         self._look_again()
+
+    def _hookable(self) -> list[nn.Module]:
+        """Scripted modules take no hooks."""
+        assert self._model is not None
+        return [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
 
     def _look_again(self, *_: object) -> None:
         """Buffers have been loaded: those before the next forward pass count."""
@@ -58,7 +64,7 @@ class Beginning:
         if not self._before_forward:
             hook = Hook(self._look, traced=self._look_while_tracing)
             # Also those that have buffers, because a loop may call parts of its model by themselves.
-            hooked = [module for module in self._model.modules() if module is self._model or module._buffers]
+            hooked = [module for module in self._hookable() if module is self._model or module._buffers]
             self._before_forward = [module.register_forward_pre_hook(hook) for module in hooked]
 
     def _look(self, module: nn.Module, _: object) -> None:

@@ -241,7 +241,7 @@ def test_a_noisy_quadratic_ends_near_its_best_value_from_any_start(start: float)
         value = engine.value(0, start)
         shifts = [rng.gauss(0, 0.3) for _ in range(8)]
         rows = [[(math.log(value * rho) - shift) ** 2 for shift in shifts] for rho in engine.multipliers()[0]]
-        engine.close([1.0] * 4, rows, scheduled=[start])
+        engine.close([1.0] * 4, {PROBE: rows}, scheduled=[start])
     assert 0.6 < engine.value(0, start) < 1.7
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Curve", "Record", "curves", "longest", "of_one_kind", "score"]
+from .tables import standard_error
 
 Record = dict[str, Any]
 """a line of the results"""
@@ -38,15 +38,14 @@ class Curve:
     def records(self) -> list[Record]:
         return [record for runs in self.runs.values() for record in runs.values()]
 
+    def of(self, key: str) -> list[Any]:
+        return [record[key] for record in self.records]
+
     def scores(self, exponent: int) -> list[float]:
         return [score(record) for record in self.runs[exponent].values()]
 
     def mean(self, exponent: int) -> float:
         return self._means[exponent]
-
-    def error(self, exponent: int) -> float:
-        """Standard error of the mean over seeds; 0 for a single seed."""
-        return standard_error(self.scores(exponent))
 
     @property
     def best(self) -> int:
@@ -82,57 +81,49 @@ class Curve:
         pairs = [score(own[seed]) - score(others[seed]) for seed in own if seed in others]
         return (statistics.mean(pairs), standard_error(pairs)) if pairs else None
 
-    def highest(self, key: str) -> float:
-        return float(max(record[key] for record in self.records))
-
     @cached_property
     def _means(self) -> dict[int, float]:
         return {exponent: statistics.mean(self.scores(exponent)) for exponent in self.runs}
 
 
-def standard_error(values: list[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
 def curves(records: Iterable[Record], rank: Callable[[str], Any] = str) -> dict[str, dict[str, Curve]]:
-    """{problem: {method: Curve}}, methods in the order of ``rank``.
+    """{problem: {method: Curve}}, methods in the order of ``rank``; of the longest runs, what is around the best rate of a method's last line."""
+    found: dict[str, dict[str, Curve]] = {}
+    for problem, lines in sorted(by(longest(records), "problem").items()):
+        methods = by(lines, "method")
+        found[problem] = {name: _curve(name, latest(methods[name], ("exponent", "seed"))) for name in sorted(methods, key=rank)}
+    return found
 
-    What does not belong together is not mixed: shortened runs are left out where there are longer ones, runs around a best rate that the
-    method's last line has replaced are left out, and of two lines of one run the later one counts.
-    """
-    lines = longest(records)
-    best = {(line["problem"], line["method"]): best_rate(line) for line in lines}
-    latest = {
-        (line["problem"], line["method"], line["exponent"], line["seed"]): line
-        for line in lines
-        if math.isclose(best_rate(line), best[line["problem"], line["method"]], rel_tol=1e-5)
-    }
-    found: dict[str, dict[str, dict[int, dict[int, Record]]]] = {}
-    for problem, method, exponent, seed in sorted(latest, key=lambda key: (key[0], rank(key[1]), *key[2:])):
-        starts = found.setdefault(problem, {}).setdefault(method, {})
-        starts.setdefault(exponent, {})[seed] = latest[problem, method, exponent, seed]
-    return {problem: {method: Curve(method, runs) for method, runs in methods.items()} for problem, methods in found.items()}
+
+def _curve(method: str, lines: Iterable[Record]) -> Curve:
+    rising = by(sorted(lines, key=lambda line: (line["exponent"], line["seed"])), "exponent")
+    return Curve(method, {exponent: {line["seed"]: line for line in own} for exponent, own in rising.items()})
 
 
 def longest(records: Iterable[Record]) -> list[Record]:
     """Without the shortened runs of problems of which there are longer ones."""
     lines = list(records)
-    steps: dict[str, int] = {}
-    for line in lines:
-        steps[line["problem"]] = max(line["steps"], steps.get(line["problem"], 0))
+    steps = {problem: max(line["steps"] for line in own) for problem, own in by(lines, "problem").items()}
     return [line for line in lines if line["steps"] == steps[line["problem"]]]
 
 
+def latest(lines: Sequence[Record], names: Sequence[str]) -> list[Record]:
+    """Without runs around a best rate that the last line has replaced; of lines in which all of ``names`` are the same the last one."""
+    around = [line for line in lines if math.isclose(best_rate(line), best_rate(lines[-1]), rel_tol=1e-5)]
+    return list({tuple(line[name] for name in names): line for line in around}.values())
+
+
 def of_one_kind(records: Iterable[Record], names: Sequence[str]) -> dict[str, list[Record]]:
-    """{problem: lines}, of benchmarks in which all methods count from one best rate: the longest runs, around the last line's best rate, and of
-    lines in which all of ``names`` are the same the last one."""
-    by_problem: dict[str, list[Record]] = {}
-    for line in longest(records):
-        by_problem.setdefault(line["problem"], []).append(line)
-    found = {}
-    for problem, lines in sorted(by_problem.items()):
-        around = [line for line in lines if math.isclose(best_rate(line), best_rate(lines[-1]), rel_tol=1e-5)]
-        found[problem] = list({tuple(line[name] for name in names): line for line in around}.values())
+    """{problem: the `latest` of the `longest` runs}, of benchmarks in which all methods count from one best rate."""
+    return {problem: latest(lines, names) for problem, lines in sorted(by(longest(records), "problem").items())}
+
+
+def by(lines: Iterable[Record], *names: str) -> dict[Any, list[Record]]:
+    """The lines by the value of ``names[0]``, or by the tuple of several; in the order in which they first come."""
+    found: dict[Any, list[Record]] = {}
+    for line in lines:
+        key = tuple(line[name] for name in names)
+        found.setdefault(key if len(names) > 1 else key[0], []).append(line)
     return found
 
 

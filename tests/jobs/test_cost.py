@@ -1,4 +1,4 @@
-"""The cost model: collectives against values by hand, invariants of the ways of averaging, the fit, and the controller's own cost."""
+"""The cost model: collectives against values by hand, invariants of the ways of averaging, and the controller's own cost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hdet
-from hdet.core import cost
 from hdet.core import engine as engine_module
 from hdet.core.clock import Clock
 from hdet.core.controllers import ProbeRule, SoftmaxController
 from hdet.core.controllers.regression import slopes
-from hdet.core.cost import Job, Link, Point, Traffic
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.spread import assignment
+from hdet.jobs import cost
+from hdet.jobs.cost import Job, Link, Traffic
 
 sizes = st.floats(1, 1e12)
 counts = st.integers(2, 5000)
@@ -210,37 +210,6 @@ def test_a_job_that_cannot_be_is_refused(change: dict[str, Any], message: str) -
 def test_a_link_that_cannot_be_is_refused(bandwidth: float, latency: float) -> None:
     with pytest.raises(ValueError, match="it must be"):
         Link(bandwidth, latency)
-
-
-# -- measured points ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.floats(1e-6, 1e-2), st.floats(1e6, 1e12), st.lists(st.tuples(sizes, st.integers(2, 64), st.floats(1, 8)), min_size=2, max_size=20)
-)
-def test_a_fit_finds_what_made_the_points(latency: float, bandwidth: float, measured: list[tuple[float, int, float]]) -> None:
-    link = Link(bandwidth, latency)
-    points = [Point(cost.ring_all_reduce(size, ranks), 1.0, slow) for size, ranks, slow in measured]
-    points = [dataclasses.replace(point, seconds=cost.predict(point, link)) for point in points]
-    parts = [point.traffic.messages * latency * point.slowdown / point.seconds for point in points]
-    if max(parts) - min(parts) > 0.1:  # else latency and bandwidth can hardly be told apart
-        found = cost.fit(points)
-        assert (found.latency, found.bandwidth) == (pytest.approx(latency, rel=1e-3), pytest.approx(bandwidth, rel=1e-3))
-
-
-def test_a_fit_stays_physical() -> None:
-    falling = [Point(Traffic(2, 1e3), 1e-6), Point(Traffic(2, 1e6), 1e-2)]
-    assert cost.fit(falling).latency == 0.0
-    constant = [Point(Traffic(2, 1e3), 1e-2), Point(Traffic(4, 1e6), 1e-2)]
-    assert cost.fit(constant).latency > 0 and cost.fit(constant).bandwidth > 0
-    shrinking = [Point(Traffic(2, 1e3), 1.0), Point(Traffic(2, 1e6), 0.5)]
-    assert cost.fit(shrinking).bandwidth == math.inf
-
-
-@pytest.mark.parametrize("points", [[], [Point(Traffic(2, 100), 1.0)], [Point(Traffic(2, 100), 1.0), Point(Traffic(4, 200), 2.0)]])
-def test_points_that_determine_nothing_are_refused(points: list[Point]) -> None:
-    with pytest.raises(ValueError, match="measured points"):
-        cost.fit(points)
 
 
 # -- the controller at 1 024 replicas ----------------------------------------------------------------------------------------

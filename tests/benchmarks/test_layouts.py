@@ -1,43 +1,31 @@
-"""The machinery of benchmarks/layouts.py, converge.py and controller.py: what is averaged and counted, the fit, and whether the cost model
+"""The machinery of benchmarks.layouts, converge and controller: what is averaged and counted, the fit, and whether the cost model
 counts what the code does. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hdet
-from hdet.core import cost
-from hdet.core.cost import Job, Link
+from benchmarks import controller, converge, harness, layouts
+from hdet.jobs import cost
+from hdet.jobs.cost import Job, Link, Traffic
+from tests.distributed import run_ranks
 
-from .distributed import run_ranks
-
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 WIDTH = 16
-
-
-def benchmark(name: str) -> Any:
-    """A script of benchmarks/, which is no package."""
-    sys.path.insert(0, FOLDER)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(FOLDER)
-
-
-def measure(rank: int, world_size: int, *arguments: Any) -> Any:
-    return benchmark("layouts").measure(rank, world_size, *arguments)
 
 
 def agree(rank: int, world_size: int) -> list[str]:
     """Names of layouts and sides whose tensors are not the mean over this rank's peers."""
-    layouts = benchmark("layouts")
     wrong = []
     for layout, build in layouts.LAYOUTS.items():
         torch.manual_seed(rank)
@@ -62,8 +50,7 @@ def test_every_side_of_every_layout_averages_its_peers() -> None:
 
 
 def test_layouts_print_write_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    layouts = benchmark("layouts")
-    monkeypatch.setattr(layouts, "spawn", lambda function, count, *arguments: run_ranks(measure, 4, *arguments)[0])
+    monkeypatch.setattr(layouts, "spawn", lambda function, count, *arguments: run_ranks(layouts.measure, 4, *arguments)[0])
     path = tmp_path / "lines.jsonl"
     layouts.main(["--quick", "--json", str(path)])
     assert "HSDP, 2 processes, 2 replicas: 32 tensors" in capsys.readouterr().out  # the 2 of --quick, though 4 ran
@@ -99,10 +86,42 @@ def test_the_fit_predicts_what_it_has_not_seen(tmp_path: Path, capsys: pytest.Ca
     lines += [record("HSDP", 8, 2, 10**6, 3, link), {"benchmark": "converge"}]
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    benchmark("layouts").main(["--fit", str(path)])
+    layouts.main(["--fit", str(path)])
     out = capsys.readouterr().out
     assert "floor: alpha 100 us a message, B 2.00 GB/s a rank" in out and "ours: alpha" in out
     assert "not fitted: 1 points, off by a factor of 1.00 in the median, 1.00 at worst" in out
+
+
+@given(
+    st.floats(1e-6, 1e-2),
+    st.floats(1e6, 1e12),
+    st.lists(st.tuples(st.floats(1, 1e12), st.integers(2, 64), st.floats(1, 8)), min_size=2, max_size=20),
+)
+def test_a_fit_finds_what_made_the_points(latency: float, bandwidth: float, measured: list[tuple[float, int, float]]) -> None:
+    link = Link(bandwidth, latency)
+    points = [layouts.Point(cost.ring_all_reduce(size, ranks), 1.0, slow) for size, ranks, slow in measured]
+    points = [dataclasses.replace(point, seconds=layouts.predict(point, link)) for point in points]
+    parts = [point.traffic.messages * latency * point.slowdown / point.seconds for point in points]
+    if max(parts) - min(parts) > 0.1:  # else latency and bandwidth can hardly be told apart
+        found = layouts.fit(points)
+        assert (found.latency, found.bandwidth) == (pytest.approx(latency, rel=1e-3), pytest.approx(bandwidth, rel=1e-3))
+
+
+def test_a_fit_stays_physical() -> None:
+    falling = [layouts.Point(Traffic(2, 1e3), 1e-6), layouts.Point(Traffic(2, 1e6), 1e-2)]
+    assert layouts.fit(falling).latency == 0.0
+    constant = [layouts.Point(Traffic(2, 1e3), 1e-2), layouts.Point(Traffic(4, 1e6), 1e-2)]
+    assert layouts.fit(constant).latency > 0 and layouts.fit(constant).bandwidth > 0
+    shrinking = [layouts.Point(Traffic(2, 1e3), 1.0), layouts.Point(Traffic(2, 1e6), 0.5)]
+    assert layouts.fit(shrinking).bandwidth == math.inf
+
+
+@pytest.mark.parametrize(
+    "points", [[], [layouts.Point(Traffic(2, 100), 1.0)], [layouts.Point(Traffic(2, 100), 1.0), layouts.Point(Traffic(4, 200), 2.0)]]
+)
+def test_points_that_determine_nothing_are_refused(points: list[layouts.Point]) -> None:
+    with pytest.raises(ValueError, match="measured points"):
+        layouts.fit(points)
 
 
 # -- the cost model beside the code ------------------------------------------------------------------------------------------
@@ -112,7 +131,6 @@ TENSORS, SIZE, BUCKET = 24, 1024, 32 * 1024  # in fp32: three buckets of 32 KiB,
 
 def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
     """Messages and bytes of a rank in one cycle of each way, through the real implementation."""
-    converge, harness = benchmark("converge"), benchmark("harness")
     ways = {
         "plain": hdet.converge.Plain(),
         "hierarchical": hdet.converge.Hierarchical(2),
@@ -140,7 +158,7 @@ def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks))
     slow = Link(1e30, 1.0)
     job = Job(
-        ranks, TENSORS * SIZE, benchmark("converge").INTERVAL, across=slow, inside=slow, bucket_bytes=BUCKET,
+        ranks, TENSORS * SIZE, converge.INTERVAL, across=slow, inside=slow, bucket_bytes=BUCKET,
         ranks_per_node=ranks // 2, fragments=2, overlap_steps=3,
     )  # fmt: skip
     expected = {way.name: (pytest.approx(way.seconds), pytest.approx(way.sent)) for way in cost.ways(job)}
@@ -149,7 +167,6 @@ def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.Mon
 
 
 def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    controller = benchmark("controller")
     monkeypatch.setattr(sys, "argv", ["controller.py", "--replicas", "16", "--repeats", "2"])
     controller.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]

@@ -1,14 +1,11 @@
-"""benchmarks/evidence/hero.py: every method trains on the same examples, what is counted, how the best rate is looked for, and that a
+"""benchmarks.evidence.hero: every method trains on the same examples, what is counted, how the best rate is looked for, and that a
 benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
-from concurrent.futures import Future
-from contextlib import nullcontext
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.evidence import evidence_page, read_evidence
-from hdet.evidence.goals import ONE_CYCLE, STEERED
-from hdet.evidence.hero import METHODS as SHOWN
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-hero, methods, problems, runs = map(importlib.import_module, ("hero", "methods", "problems", "runs"))
+from benchmarks.evidence import hero, methods, problems, runs, training
+from benchmarks.evidence.problems import recsys
+from benchmarks.evidence.report.goals import ONE_CYCLE, STEERED
+from benchmarks.evidence.report.hero import METHODS as SHOWN
+from benchmarks.evidence.report.page import page, read
 
 STEPS = 6
 DIGITS = replace(problems.PROBLEMS["digits"], steps=STEPS)
@@ -60,7 +56,7 @@ class Counted:
 def test_every_method_trains_on_the_same_examples(name: str) -> None:
     method, counted = methods.METHODS[name], Counted()
     rate = method.start / 2 if name != "dog-movement" else method.start
-    outcome = methods.train(counted.problem, method, rate, 0)
+    outcome = training.train(counted.problem, method, rate, 0)
     assert counted.trained == STEPS * DIGITS.batch_size
     assert [step for step in counted.batches if step < STEPS] == list(range(STEPS))  # the probe's are others
     assert outcome.probe_percent == pytest.approx(100 * counted.scored / (3 * STEPS * DIGITS.batch_size))
@@ -100,7 +96,7 @@ def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(monkeypatch: p
     """Users and items drift over the year: a probe of its last day, on which runs are judged, would know what training cannot."""
     asked: list[tuple[float, str]] = []
     log = SimpleNamespace(sample=lambda size, at, *, seed, stream, index: asked.append((at, stream)))
-    monkeypatch.setattr(importlib.import_module("problems.recsys"), "LOG", log)
+    monkeypatch.setattr(recsys, "LOG", log)
     for step in (0, 400, 800):
         problems.PROBLEMS["recsys"].spare(0, step, 7)
     assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
@@ -111,7 +107,7 @@ def test_a_loss_that_is_no_number_ends_a_run_of_the_fixed_schedule() -> None:
         return DIGITS.losses(model, batch) * (math.nan if len(counted.batches) == 3 else 1.0)
 
     counted = Counted(replace(DIGITS, losses=losses))
-    outcome = methods.train(counted.problem, methods.METHODS["onecycle"], 1e-2, 0)
+    outcome = training.train(counted.problem, methods.METHODS["onecycle"], 1e-2, 0)
     assert (outcome.validation, outcome.crashed, counted.batches, len(outcome.rates)) == (None, True, [0, 1, 2], 2)
 
 
@@ -150,26 +146,11 @@ def test_a_best_rate_that_is_not_known_yet_is_no_number() -> None:
 # -- the command -----------------------------------------------------------------------------------------------------------------
 
 
-class InThisProcess(nullcontext["InThisProcess"]):
-    """A pool of no processes."""
-
-    def __init__(self, jobs: int, context: Any, initializer: Any) -> None:
-        super().__init__(self)
-
-    def submit(self, function: Any, **task: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(**task))
-        return future
-
-
-def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     monkeypatch.setattr(hero, "steps_of", lambda problem, options: STEPS)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and back, afterwards
     path = tmp_path / "hero.jsonl"
     command = ["--quick", "--methods", "onecycle", "hdet-probe", "--jobs", "1", "--json", str(path)]
-    with monkeypatch.context() as here:  # a process takes seconds to start
-        here.setattr(runs, "ProcessPoolExecutor", InThisProcess)
-        hero.main(command)
+    hero.main(command)
     whole = path.read_text().splitlines()
     lines = [json.loads(text, parse_constant=pytest.fail) for text in whole]  # no NaN
     runs_made = sorted((line["method"], line["exponent"]) for line in lines)
@@ -177,8 +158,8 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     for line in lines:
         assert line["rate"] == 1e-2 * 2.0 ** line["exponent"] and (line["steps"], line["seed"]) == (STEPS, 0)
         assert line["untrained"] == pytest.approx(math.log(10), abs=0.05) and line["seconds"] > 0 and line["on"]["torch"]
-    page = evidence_page(read_evidence([path]))
-    assert "| onecycle | 0.01 |" in page and "| goal | target | hdet-probe |" in page
+    text = page(read([path]))
+    assert "| onecycle | 0.01 |" in text and "| goal | target | hdet-probe |" in text
 
     with monkeypatch.context() as here:
         here.setattr(runs, "ProcessPoolExecutor", lambda *given, **named: pytest.fail("something runs again"))
@@ -186,6 +167,7 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_text().splitlines() == whole
 
     path.write_text("\n".join(whole[:2] + whole[3:]) + "\n")
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", ProcessPoolExecutor)
     hero.main(command)  # in a process of its own, to the same numbers
     again = path.read_text().splitlines()
     assert again[:5] == whole[:2] + whole[3:] and len(again) == 6

@@ -1,20 +1,16 @@
-"""A problem for the tests of benchmarks/evidence that trains in milliseconds."""
+"""A problem for the tests of benchmarks.evidence that trains in milliseconds."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-problems = importlib.import_module("problems")
+from benchmarks.evidence.problems import Problem
 
 
-def tiny(steps: int = 20, batch_size: int = 8, *, noise: bool = False) -> Any:
+def tiny(steps: int = 20, batch_size: int = 8, *, noise: bool = False) -> Problem:
     """Linear regression on four inputs; ``noise``: of a fifth, which the model does not see."""
 
     def build(seed: int) -> nn.Module:
@@ -32,7 +28,7 @@ def tiny(steps: int = 20, batch_size: int = 8, *, noise: bool = False) -> Any:
     def validate(model: nn.Module) -> float:
         return float(losses(model, batch(99, 0)).mean())
 
-    return problems.Problem(
+    return Problem(
         name="tiny", steps=steps, batch_size=batch_size, build=build, batch=batch, spare=lambda seed, step, number: batch(seed, steps + number), losses=losses, validate=validate,
         groups=lambda model: [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}],
     )  # fmt: skip

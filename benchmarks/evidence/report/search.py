@@ -5,19 +5,10 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-from hdet.report import COLOURS, GREY
-
-from .curves import Record, of_one_kind
-from .markdown import table as markdown_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["TRIAL", "figure", "search_figure", "search_tables", "table"]
+from .curves import Record, by, of_one_kind
+from .tables import table
 
 TRIAL = "trial"
 """the method of a fixed run whose rate was drawn"""
@@ -58,14 +49,9 @@ def halved(trials: Sequence[Record], first: int = 1) -> list[int]:
     """How many points of each trial's curve are trained under Optuna's successive halving, one trial after the other.
 
     The rungs are at ``first``, 4 and 16 times it of the curve's 20 points: Optuna's default factor.
-
-    Raises:
-        ValueError: Optuna is not installed.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        raise ValueError("successive halving is Optuna's, which is not installed: pip install 'hdet[evidence]'") from error
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=4))
     lengths = []
@@ -121,87 +107,37 @@ def searches(lines: Sequence[Record]) -> dict[str, list[tuple[Points, float]]]:
 
 def pools(lines: Sequence[Record]) -> dict[int, list[Record]]:
     """The trials of each seed, in the order of their draws."""
-    found: dict[int, list[Record]] = {}
-    for line in sorted(lines, key=lambda line: (line["seed"], line["draw"])):
-        if line["method"] == TRIAL:
-            found.setdefault(line["seed"], []).append(line)
-    return found
-
-
-# -- the report ----------------------------------------------------------------------------------------------------------------
-
-
-def search_tables(records: Sequence[Record]) -> str:
-    return (
-        "# Equal compute against search\n\n![](search.png)\n\nMeans over seeds and starts that are drawn; a run is the training of one trial. "
-        "A run that crashed counts as an untrained model.\nThe last column: so many trials of random search are as good on average.\n\n"
-        + table(records)
-    )
-
-
-def table(lines: Sequence[Record]) -> str:
-    """Markdown, for each problem: how many examples a method has seen, in runs, and where it ended."""
-    rows = []
-    for problem, chosen in of_one_kind(lines, RUN).items():
-        losses = [[final(line) for line in pool] for pool in pools(chosen).values()]
-        fewest = min(map(len, losses), default=0)
-        for k in (k for k in (1, 2, 4, 8) if k < fewest):
-            mean = statistics.mean(expected_minimum(pool, k) for pool in losses)
-            rows.append([problem, f"random search, {k} trial{'s' * (k > 1)}", str(k), f"{mean:.4f}", "", ""])
-        for name, results in searches(chosen).items():
-            ends = [loss for _, loss in results]
-            samples = statistics.mean(points[-1][0] for points, _ in results) / run_length(chosen)
-            needs = ""
-            if losses and "trials" not in name:
-                needed = trials_needed(losses, statistics.mean(ends))
-                needs = f"k > {fewest}" if needed is None else f"k = {needed}"
-            rows.append([problem, name, f"{samples:.3g}", f"{statistics.mean(ends):.4f}", f"{min(ends):.4f} ... {max(ends):.4f}", needs])
-    return markdown_table(["problem", "method", "examples seen, in runs", "final loss", "best ... worst", "random search needs"], rows)
-
-
-def search_figure(records: Sequence[Record]) -> Figure:
-    """A panel for each problem."""
-    from matplotlib.figure import Figure
-
-    problems = of_one_kind(records, RUN)
-    drawing = Figure(figsize=(4.8 * len(problems) + 1.2, 4.6), dpi=130, layout="constrained")
-    panels = drawing.subplots(1, len(problems), squeeze=False)[0]
-    for lines, axis in zip(problems.values(), panels, strict=True):
-        figure(lines, axis)
-    panels[0].set_ylabel("best held-out loss so far, nats")
-    return drawing
-
-
-def figure(lines: Sequence[Record], axis: Axes) -> None:
-    """Best loss so far against examples seen, of one problem: means, and for HDET a band from its best to its worst run.
-
-    Raises:
-        ValueError: there are lines of several problems, or none.
-    """
-    problems = sorted({line["problem"] for line in lines})
-    if len(problems) != 1:
-        raise ValueError(f"lines must be of one problem, got {problems}: choose them by line['problem']")
-    colours, styles = iter(COLOURS), iter(("-", "--", "-.", ":", (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3))))
-    for name, results in searches(lines).items():
-        end = max(points[-1][0] for points, _ in results)
-        at = [end * i / 400 for i in range(401)]
-        values = list(zip(*(best_so_far(points, at) for points, _ in results), strict=True))
-        runs = [samples / run_length(lines) for samples in at]
-        ours = name.startswith("hdet-")
-        colour, style = (next(colours), "-") if ours else (GREY, next(styles, "-"))
-        axis.plot(runs, list(map(statistics.mean, values)), color=colour, linestyle=style, linewidth=2.4 if ours else 1.4, label=name)
-        if ours:
-            axis.fill_between(runs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
-    axis.set_xscale("log", base=2)
-    axis.set_xlim(left=1 / max(len(line["curve"]) for line in lines))
-    axis.set_xlabel("examples seen, in runs")
-    axis.set_title(problems[0], fontsize=11, loc="left")
-    axis.legend(frameon=False, fontsize=8)
-    axis.grid(True, color="#E3E3E3", linewidth=0.7)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    return by(sorted((line for line in lines if line["method"] == TRIAL), key=lambda line: (line["seed"], line["draw"])), "seed")
 
 
 def run_length(lines: Sequence[Record]) -> int:
     """Examples that a trial trains on."""
     return int(lines[0]["steps"] * lines[0]["batch"])
+
+
+def search_tables(records: Sequence[Record]) -> str:
+    """Markdown, for each problem: how many examples a method has seen, in runs, and where it ended."""
+    return (
+        "# Equal compute against search\n\n![](search.png)\n\nMeans over seeds and starts that are drawn; a run is the training of one trial. "
+        "A run that crashed counts as an untrained model.\nThe last column: so many trials of random search are as good on average.\n\n"
+        + table(
+            ["problem", "method", "examples seen, in runs", "final loss", "best ... worst", "random search needs"],
+            [[problem, *row] for problem, lines in of_one_kind(records, RUN).items() for row in _rows(lines)],
+        )
+    )
+
+
+def _rows(lines: Sequence[Record]) -> Iterator[list[str]]:
+    losses = [[final(line) for line in pool] for pool in pools(lines).values()]
+    fewest = min(map(len, losses), default=0)
+    for k in (k for k in (1, 2, 4, 8) if k < fewest):
+        mean = statistics.mean(expected_minimum(pool, k) for pool in losses)
+        yield [f"random search, {k} trial{'s' * (k > 1)}", str(k), f"{mean:.4f}", "", ""]
+    for name, results in searches(lines).items():
+        ends = [loss for _, loss in results]
+        samples = statistics.mean(points[-1][0] for points, _ in results) / run_length(lines)
+        needs = ""
+        if losses and "trials" not in name:
+            needed = trials_needed(losses, statistics.mean(ends))
+            needs = f"k > {fewest}" if needed is None else f"k = {needed}"
+        yield [name, f"{samples:.3g}", f"{statistics.mean(ends):.4f}", f"{min(ends):.4f} ... {max(ends):.4f}", needs]

@@ -1,15 +1,13 @@
-"""benchmarks/evidence/search.py and pbt.py: the rule of population-based training, what is counted, how searches are played through from
+"""benchmarks.evidence.search and pbt: the rule of population-based training, what is counted, how searches are played through from
 recorded trials, and that a benchmark goes on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
 import random
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from hdet.evidence import search as played
-from tests.evidence_problem import tiny
+from benchmarks.evidence import methods, pbt, problems, search, training
+from benchmarks.evidence.report import search as played
+from benchmarks.evidence.report.figures import search_figure
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-methods, pbt, problems, search, training = map(importlib.import_module, ("methods", "pbt", "problems", "search", "training"))
+from .problem import tiny
 
 
 class Scripted(random.Random):
@@ -65,7 +63,7 @@ def test_a_quarter_is_rounded_up_and_at_most_half(members: int, moved: int) -> N
 def test_a_population_of_one_is_the_fixed_run() -> None:
     problem = tiny()
     rate, curve = pbt.train(problem, 1, 3, random.Random(0), lambda: 0.1, training.wsd_shape(problem.steps), 5)
-    fixed = methods.train(problem, methods.METHODS["wsd"], 0.1, 3)
+    fixed = training.train(problem, methods.METHODS["wsd"], 0.1, 3)
     assert rate == 0.1
     assert curve[-1][1] == pytest.approx(fixed.validation, rel=1e-5)
     assert [samples for samples, _ in curve] == [0, 40, 80, 120, 160]  # 8 examples a step
@@ -108,8 +106,8 @@ def test_a_member_with_nan_is_the_worst_and_recovers() -> None:
 def test_watching_counts_every_pass_and_changes_nothing(method: str) -> None:
     problem = replace(problems.PROBLEMS["digits"], steps=12)
     watch = search.Watch(problem)
-    watched = methods.train(watch.problem, methods.METHODS[method], 0.01, 0)
-    assert watched.validation == methods.train(problem, methods.METHODS[method], 0.01, 0).validation
+    watched = training.train(watch.problem, methods.METHODS[method], 0.01, 0)
+    assert watched.validation == training.train(problem, methods.METHODS[method], 0.01, 0).validation
     assert watch.samples == pytest.approx(12 * 32 * (1 + watched.probe_percent / 100))
     assert (watched.probe_percent > 0) is (method != "wsd")
     assert len(watch.curve) == 12 and watch.curve[0] == (0, problem.validate(problem.build(0)))
@@ -199,59 +197,44 @@ def test_successive_halving_prunes_at_its_rungs() -> None:
 
 
 def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(played, "ORDERS", 3)
     lines = [line(*falling(end), draw=i, seed=seed) for seed in (0, 1) for i, end in enumerate((2.9, 2.5, 2.0, 1.5))]
     lines += [line(*falling(1.9), method="hdet-probe"), line(*falling(2.1), method="hdet-probe", seed=1)]
     lines += [line(*falling(1.2), method="hdet-line"), line(*falling(9), method="pbt-4")]
-    text = played.table(lines)
+    text = played.search_tables(lines)
     assert "| digits | random search, 1 trial | 1 | 2.2250 |  |  |" in text
     assert "| digits | random search, 4 trials | 4 | 1.5000 | 1.5000 ... 1.5000 |  |" in text
     # The expected best of two is (1.5 * 3 + 2.0 * 2 + 2.5) / 6 = 1.83.
     assert "| digits | hdet-probe | 1 | 2.0000 | 1.9000 ... 2.1000 | k = 2 |" in text
     assert "| digits | hdet-line | 1 | 1.2000 | 1.2000 ... 1.2000 | k > 4 |" in text
     assert "| digits | pbt-4 | 1 | 3.0000 | 3.0000 ... 3.0000 | k = 1 |" in text  # never worse than untrained
-    axis = figures.Figure().subplots()
-    played.figure(lines, axis)
-    drawn = {drawn.get_label(): drawn for drawn in axis.get_lines()}
-    assert set(drawn) == {
-        "random search, 4 trials",
-        "successive halving from 5 % on, 4 trials",
-        "successive halving from 20 % on, 4 trials",
-        "hdet-probe",
-        "hdet-line",
-        "pbt-4",
-    }
+    (axes,) = search_figure(lines).axes
+    drawn = {drawn.get_label(): drawn for drawn in axes.get_lines()}
+    halvings = {f"successive halving from {part} % on, 4 trials" for part in (5, 20)}
+    assert set(drawn) == {"random search, 4 trials", "hdet-probe", "hdet-line", "pbt-4"} | halvings
     x, y = drawn["random search, 4 trials"].get_data()
     assert x[-1] == 4 and y[-1] == 1.5 and all(a >= b for a, b in itertools.pairwise(y))
     assert drawn["hdet-probe"].get_data()[1][-1] == pytest.approx(2.0)
-    assert played.table([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text  # of a shorter run: not mixed with the others
-    assert played.search_tables(lines).endswith(text) and len(played.search_figure(lines).axes) == 1
-    with pytest.raises(ValueError, match="of one problem"):
-        played.figure([*lines, line(3, 2, problem="transformer")], axis)
+    assert (
+        played.search_tables([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text
+    )  # of a shorter run: not mixed with the others
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(600)  # two workers are started, which import everything
-def test_quick_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, in_this_process: None
+) -> None:
     monkeypatch.setattr(played, "ORDERS", 2)
     path = tmp_path / "search.jsonl"
-    search.main(["--quick", "--methods", "hdet-probe", "--jobs", "1", "--json", str(path)])
-    whole = path.read_text().splitlines()
-    assert [json.loads(text)["method"] for text in whole] == ["trial"] * 4 + ["hdet-probe", "pbt-4"]
+    search.main(["--quick", "--methods", "hdet-probe", "--json", str(path)])
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert sorted(line["method"] for line in found) == ["hdet-probe", "pbt-4"] + ["trial"] * 4
     assert "| digits | successive halving from 5 % on, 4 trials |" in capsys.readouterr().out
-
-    path.write_text("\n".join(whole[1:]) + "\n")
-    search.main(["--quick", "--methods", "hdet-probe", "--jobs", "1", "--json", str(path)])
-    again = path.read_text().splitlines()
-    assert again[:5] == whole[1:] and len(again) == 6
-    first, repeated = json.loads(whole[0]), json.loads(again[5])
-    assert {k: v for k, v in repeated.items() if k != "seconds"} == {k: v for k, v in first.items() if k != "seconds"}
-    assert search.key({**first, "best": 0.02}) != search.key(first) == search.key(repeated)
+    assert search.key({**found[0], "best": 0.02}) != search.key(found[0])
 
 
 def test_without_the_best_fixed_rate_there_is_no_prior(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="hero.py --find --methods wsd --problems digits"):
+    with pytest.raises(SystemExit, match="benchmarks.evidence.hero --find --methods wsd --problems digits"):
         search.main(["--problems", "digits", "--hero", str(tmp_path / "none"), "--json", str(tmp_path / "lines")])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from .curves import Curve, Record, best_rate, curves
 from .goals import HDET, ONE_CYCLE, Methods, goals_table, grid, lowest_of_all
-from .markdown import table
-
-__all__ = ["METHODS", "SEEDS", "STARTS", "hero_tables", "rank", "seeds_of"]
+from .tables import crossed, mean, start, table
 
 STARTS = (-8, -5, -3, -1, 0, 1, 2, 4, 6)
 """exponents of the whole figure"""
@@ -39,14 +36,22 @@ def rank(method: str) -> tuple[int, str]:
     return (len(METHODS) + 1 if method.startswith(HDET) else others), method
 
 
+def untrained(methods: Methods) -> float:
+    return statistics.mean(loss for curve in methods.values() for loss in curve.of("untrained"))
+
+
 def hero_tables(records: Sequence[Record]) -> str:
     """Markdown: for each problem what every method loses, loss by start, HDET's goals, and what is missing."""
     parts = ["# Final validation loss against the starting rate\n", "![](hero.png)", CAPTION]
     for problem, methods in curves(records, rank).items():
-        untrained = statistics.mean(score for curve in methods.values() for score in _of(curve.records, "untrained"))
-        parts += [f"## {problem} (untrained: {untrained:.3f})\n", _overview(methods), _losses(methods)]
-        parts += [part for part in (goals_table(methods), _missing(problem, methods)) if part]
+        losses = crossed("method", methods, {start(e): e for e in grid(methods)}, _loss)
+        parts += [f"## {problem} (untrained: {untrained(methods):.3f})\n", _overview(methods), losses]
+        parts += filter(None, (goals_table(methods), _missing(problem, methods)))
     return "\n".join(parts)
+
+
+def _loss(curve: Curve, exponent: int) -> str:
+    return f"{curve.mean(exponent):.3f}" if exponent in curve.runs else ""
 
 
 def _overview(methods: Methods) -> str:
@@ -54,12 +59,11 @@ def _overview(methods: Methods) -> str:
     rows = []
     for curve in methods.values():
         whole = curve.starts == starts
-        probe, copies = statistics.mean(_of(curve.records, "probe_percent")), curve.highest("copies")
+        probe, copies = statistics.mean(curve.of("probe_percent")), max(curve.of("copies"))
         rows.append([
             curve.method,
             f"{best_rate(curve.records[-1]):.3g}",
-            f"{_value(curve, curve.best)} ({_start(curve.best)})",
-            f"{_value(curve, curve.worst)} ({_start(curve.worst)})",
+            *(f"{mean(curve.scores(e))} ({start(e)})" for e in (curve.best, curve.worst)),
             f"{curve.sensitivity(lowest):.3f}" if whole else f"- ({len(curve.starts)} of {len(starts)} starts)",
             f"{curve.sensitivity(curve.lowest):.3f}" if whole else "-",
             f"{curve.failed} of {len(curve.records)}",
@@ -71,12 +75,6 @@ def _overview(methods: Methods) -> str:
     return table(heads, rows)
 
 
-def _losses(methods: Methods) -> str:
-    starts = grid(methods)
-    rows = [[curve.method, *(f"{curve.mean(e):.3f}" if e in curve.runs else "" for e in starts)] for curve in methods.values()]
-    return table(["method", *map(_start, starts)], rows)
-
-
 def _missing(problem: str, methods: Methods) -> str:
     """What the whole figure has and these lines have not, in a line for each method; empty if nothing is missing."""
     lines = []
@@ -84,10 +82,9 @@ def _missing(problem: str, methods: Methods) -> str:
         if name not in methods:
             lines.append(f"- {name}: every run\n")
             continue
-        have = {exponent: set(runs) for exponent, runs in methods[name].runs.items()}
         lacks: dict[tuple[int, ...], list[int]] = {}  # seeds -> starts that lack them
         for exponent in STARTS:
-            seeds = tuple(seed for seed in seeds_of(problem) if seed not in have.get(exponent, ()))
+            seeds = tuple(seed for seed in seeds_of(problem) if seed not in methods[name].runs.get(exponent, ()))
             if seeds:
                 lacks.setdefault(seeds, []).append(exponent)
         if lacks:
@@ -96,17 +93,5 @@ def _missing(problem: str, methods: Methods) -> str:
 
 
 def _lack(seeds: Sequence[int], starts: Sequence[int]) -> str:
-    at = "every start" if len(starts) == len(STARTS) else ", ".join(map(_start, starts))
+    at = "every start" if len(starts) == len(STARTS) else ", ".join(map(start, starts))
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))} at {at}"
-
-
-def _of(records: Iterable[Record], key: str) -> list[Any]:
-    return [record[key] for record in records]
-
-
-def _value(curve: Curve, exponent: int) -> str:
-    return f"{curve.mean(exponent):.3f} ± {curve.error(exponent):.3f}"
-
-
-def _start(exponent: int) -> str:
-    return f"2^{exponent}"

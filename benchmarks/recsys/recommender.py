@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .model import Block, GPTConfig
-
-__all__ = ["TASKS", "InteractionLog", "Interactions", "Recommender", "engagement_losses"]
+from hdet.jobs.model import Block, GPTConfig
 
 TASKS = ("click", "like", "share")
 Interactions = tuple[Tensor, Tensor, Tensor, Tensor]

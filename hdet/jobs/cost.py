@@ -1,4 +1,5 @@
-"""What averaging costs on a machine that one need not have: the alpha-beta model (docs/scaling.md). Pure arithmetic.
+"""What averaging costs on a machine that one need not have: the alpha-beta model behind `hdet simulate --parameters` (docs/scaling.md).
+Pure arithmetic.
 
 A message of n bytes takes alpha + n / B seconds. Collectives are counted in messages, one after the other, and in bytes that one rank
 sends; ways of averaging are counted in collectives. What the model leaves out makes the truth dearer (packing, stragglers, other
@@ -8,12 +9,12 @@ traffic on the same links) or cheaper (collectives that travel at the same time)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = [
-    "Job", "Link", "Point", "Slots", "Traffic", "Way", "all_gather", "all_reduce", "all_to_all", "controller_bytes", "controller_seconds",
-    "fit", "gradients", "hierarchical", "predict", "reduce_scatter", "ring_all_reduce", "slots", "tree_all_reduce", "ways",
+    "Job", "Link", "Slots", "Traffic", "Way", "all_gather", "all_reduce", "all_to_all", "controller_bytes", "controller_seconds",
+    "gradients", "hierarchical", "reduce_scatter", "ring_all_reduce", "slots", "tree_all_reduce", "ways",
 ]  # fmt: skip
 
 INT8_BYTES = 1 + 4 / 256
@@ -278,49 +279,10 @@ def slots(job: Job, chunks: int = 0) -> Slots:
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
     """Of one cycle on every rank, with a probe of 8 chunks, the slots' way into Python included: measured at 1 024 replicas
-    (benchmarks/controller.py), linear in both."""
+    (benchmarks.controller), linear in both."""
     return replicas * (2.0e-6 + 1.2e-6 * knobs)
 
 
 def controller_bytes(replicas: int, knobs: int = 1) -> int:
     """Kept between cycles by knobs of one spread: the multipliers as Python numbers, and a reference to one for each knob; measured too."""
     return replicas * (28 + 9 * knobs)
-
-
-# -- measured points ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """A measurement. ``slowdown``: by how much ranks that share a core or a link slow each other, 1 where each has its own."""
-
-    traffic: Traffic
-    seconds: float
-    slowdown: float = 1.0
-
-
-def predict(point: Point, link: Link) -> float:
-    """Seconds that the model gives for a measured point."""
-    return point.slowdown * link.seconds(point.traffic)
-
-
-def fit(points: Iterable[Point]) -> Link:
-    """alpha and B by least squares of relative errors: minimise sum (predicted / measured - 1)^2, neither of them below zero.
-
-    Raises:
-        ValueError: fewer than two points, or points that cannot tell latency from bandwidth.
-    """
-    rows = [(p.slowdown * p.traffic.messages / p.seconds, p.slowdown * p.traffic.sent / p.seconds) for p in points]
-    if len(rows) < 2:
-        raise ValueError(f"a fit of latency and bandwidth needs at least two measured points, got {len(rows)}")
-    mm, ms, ss = (math.fsum(x) for x in zip(*((m * m, m * s, s * s) for m, s in rows), strict=True))
-    m1, s1 = (math.fsum(x) for x in zip(*rows, strict=True))
-    determinant = mm * ss - ms * ms
-    if not determinant > 1e-12 * mm * ss:
-        raise ValueError("the measured points have all the same bytes per message: measure small and large ones, or other numbers of ranks")
-    alpha, beta = (ss * m1 - ms * s1) / determinant, (mm * s1 - ms * m1) / determinant
-    if alpha < 0:
-        alpha, beta = 0.0, s1 / ss
-    elif beta <= 0:
-        alpha, beta = m1 / mm, 0.0
-    return Link(1 / beta if beta > 0 else math.inf, alpha)

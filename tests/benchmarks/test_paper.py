@@ -1,22 +1,19 @@
-"""benchmarks/evidence/paper.py: what each configuration of the paper's table switches on, what counts as a crash, and that a benchmark goes
+"""benchmarks.evidence.paper: what each configuration of the paper's table switches on, what counts as a crash, and that a benchmark goes
 on where it stopped. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hdet.evidence import evidence_page, read_evidence
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-paper = importlib.import_module("paper")
+from benchmarks.evidence import paper
+from benchmarks.evidence.problems import recsys
+from benchmarks.evidence.report.paper import paper_tables
 
 STEPS, RATE = 40, 1e-2
 
@@ -24,9 +21,8 @@ STEPS, RATE = 40, 1e-2
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out data, which is a part of the problem's cache, is cut to a few interactions."""
-    problem = importlib.import_module("problems.recsys")
-    held_out = problem.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
-    monkeypatch.setattr(problem, "held_out", lambda: held_out)
+    held_out = recsys.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
+    monkeypatch.setattr(recsys, "held_out", lambda: held_out)
 
 
 def run(method: str, steps: int = STEPS, rate: float = RATE) -> dict[str, Any]:
@@ -128,16 +124,10 @@ def test_the_best_rate_is_chosen_on_other_seeds_and_the_grid_has_the_baseline_be
     assert [t["rate"] for t in grid[:3]] == pytest.approx([1e-3 / 9, 4e-3, 4e-3])
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_looks_for_the_best_rate_first(tmp_path: Path, in_this_process: None) -> None:
     path = tmp_path / "paper.jsonl"
-    command = ["--quick", "--methods", "baseline", "--jobs", "1", "--json", str(path)]
-    paper.main(command)
-    assert capsys.readouterr().out.splitlines() == path.read_text().splitlines()
-    lines = path.read_text().splitlines()
-    assert [json.loads(line)["benchmark"] for line in lines] == ["paper-find"] * 2 + ["paper"] * 2
-    path.write_text("".join(f"{line}\n" for line in lines[:-1]))
-    paper.main(command)
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    paper.main(["--quick", "--methods", "baseline", "--json", str(path)])
+    assert [json.loads(line)["benchmark"] for line in path.read_text().splitlines()] == ["paper-find"] * 2 + ["paper"] * 2
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------------------
@@ -151,15 +141,13 @@ def line(method: str, factor: float, train: float | None, bases: list[float] | N
     }  # fmt: skip
 
 
-def test_the_page_counts_crashes_and_tells_who_decays_first(tmp_path: Path) -> None:
+def test_the_page_counts_crashes_and_tells_who_decays_first() -> None:
     lines = [
         line("baseline", 1 / 9, 0.55, [0.5] * 4),
         *(line("baseline", 8.0, train, [0.5] * 4) for train in (0.5, 0.7, None)),
         line("full", 8.0, 0.5, [0.4, 0.8, 0.4, 0.2]),
     ]
-    path = tmp_path / "paper.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    page = evidence_page(read_evidence([path]))
+    page = paper_tables(lines)
     assert "| baseline | 0 of 1 | 2 of 3 |" in page
     assert "| baseline | 0.5500 | 0.6000 ± 0.1000 |" in page
     assert "| configuration | 1/9 x | 8 x |" in page

@@ -1,12 +1,10 @@
-"""benchmarks/evidence/signals.py, horizon.py and scalars.py: that listening changes nothing, forks part where they should, how tuning goes on, and what
+"""benchmarks.evidence.signals, horizon and scalars: that listening changes nothing, forks part where they should, how tuning goes on, and what
 the tables say of lines with known answers. No figure is judged here."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.evidence import evidence_page, read_evidence, write_evidence
-from hdet.evidence import horizon as horizons
-from hdet.evidence import scalars as scalar_tables
-from hdet.evidence import signal as heard
-from tests.evidence_problem import tiny
+from benchmarks.evidence import hero, horizon, runs, scalars, signals
+from benchmarks.evidence.report import horizon as horizons
+from benchmarks.evidence.report import page as report
+from benchmarks.evidence.report import scalars as scalar_tables
+from benchmarks.evidence.report import signal as heard
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "evidence"))  # stays: spawned workers look there too
-command, horizon, problems, scalars, signals = map(importlib.import_module, ("command", "horizon", "problems", "scalars", "signals"))
+from .problem import tiny
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny problem in the place of digits."""
     problem = tiny(80, noise=True)
-    for module in (signals, horizon, importlib.import_module("hero")):
+    for module in (signals, horizon, hero):
         monkeypatch.setitem(module.PROBLEMS, "digits", problem)
     signals.untrained.cache_clear()
     yield problem
@@ -257,34 +254,28 @@ def test_scalars_beside_tuning_one_at_a_time() -> None:
 # -- pages and commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     """Of lines that the benchmarks wrote: whatever a table reads is in them."""
     monkeypatch.setattr(scalars, "replica", lambda rank, count, values, *more: {"validation": 0.5, "values": values, "samples": 8800.0})
     monkeypatch.setattr(scalars, "trial", lambda values, seed, steps: (values["dropout"], values["dropout"]))
     monkeypatch.setattr(scalars, "started", lambda function, count, *arguments: function(0, count, *arguments))
 
-    def run_missing(function: Any, tasks: Any, records: list[Any], key: Any, *, path: str, jobs: int, forks: bool = False) -> None:
-        with open(path, "a", encoding="utf-8") as file:
-            for task in tasks:
-                records.append(function(**task))
-                file.write(json.dumps(records[-1], allow_nan=False) + "\n")
-
-    monkeypatch.setattr(command, "run_missing", run_missing)
+    monkeypatch.setattr(runs, "ThreadPoolExecutor", lambda jobs: runs.ProcessPoolExecutor(jobs, None, None))
     files = []
     for module, benchmark in ((signals, "signal"), (horizon, "horizon"), (scalars, "scalars")):
         files.append(tmp_path / f"{benchmark}.jsonl")
         module.main(["--quick", "--json", str(files[-1])])
         lines = [json.loads(text) for text in files[-1].read_text().splitlines()]
         assert {line["benchmark"] for line in lines} == {benchmark} and len({module.key(line) for line in lines}) == len(lines)
-    page = evidence_page(read_evidence(files))
+    page = report.page(report.read(files))
     for heading in ("# Signal quality", "# The horizon", "# Several scalars at once"):
         assert heading in page
-    written = write_evidence(read_evidence(files), tmp_path / "page")
+    written = report.write(report.read(files), tmp_path / "page")
     assert {path.name for path in written} == {"evidence.md", "signal.png", "horizon.png", "scalars.png"}
     assert all(path.stat().st_size > 1000 for path in written)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_scalars_in_processes_and_what_is_done_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +295,7 @@ def test_scalars_in_processes_and_what_is_done_is_not_repeated(
     scalars.main(command)
     again = capsys.readouterr().out
     assert again.startswith("# Several scalars at once") and printed.endswith(again)
-    assert evidence_page(read_evidence([tmp_path / "scalars.jsonl"])) == again
+    assert report.page(report.read([tmp_path / "scalars.jsonl"])) == again
 
 
 def test_tuned_values_are_trained_on_all_replicas() -> None:

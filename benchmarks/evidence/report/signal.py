@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from hdet.report import COLOURS, GREY
-
-from .curves import Record, of_one_kind, score, standard_error
-from .markdown import table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["FACTORS", "MOMENTS", "SEEDS", "STARTS", "signal_figure", "signal_tables"]
+from .curves import Record, of_one_kind, score
+from .tables import crossed, percent, share, standard_error, start, table
 
 FACTORS = {"fork-0.7": 0.7, "fork-1.4": 1.4}
 """method of a fork -> what its schedule is multiplied by from the moment on"""
@@ -69,6 +60,11 @@ class Heard:
     @property
     def counts(self) -> bool:
         return known(self.truth, self.uncertainty)
+
+    @property
+    def off(self) -> bool:
+        """From the truth, by more than both errors together."""
+        return abs(self.slope - self.truth) > CERTAIN * math.hypot(self.error or 0.0, self.uncertainty)
 
 
 def known(truth: float, uncertainty: float) -> bool:
@@ -126,83 +122,34 @@ def signal_tables(records: Sequence[Record]) -> str:
 
 def _truth_table(lines: Sequence[Record]) -> str:
     truth = truths(lines)
-    starts, moments = sorted({e for e, _ in truth}), sorted({m for _, m in truth})
-    rows = []
-    for e in starts:
-        cells = [truth.get((e, moment)) for moment in moments]
-        rows.append(
-            [f"2^{e}", *("" if cell is None else f"{cell[0]:+.3f} ± {cell[1]:.3f}{'' if known(*cell) else ' ?'}" for cell in cells)]
-        )
-    return table(["start", *(f"at {100 * moment:g} % of the run" for moment in moments)], rows)
+
+    def cell(exponent: int, moment: float) -> str:
+        if (exponent, moment) not in truth:
+            return ""
+        mean, error = truth[exponent, moment]
+        return f"{mean:+.3f} ± {error:.3f}{'' if known(mean, error) else ' ?'}"
+
+    moments = {f"at {percent(moment)} of the run": moment for moment in sorted({moment for _, moment in truth})}
+    return crossed("start", {start(e): e for e in sorted({e for e, _ in truth})}, moments, cell)
+
+
+def _at(moment: float) -> Callable[[Heard], bool]:
+    return lambda one: one.moment == moment
 
 
 def _signal_table(lines: Sequence[Record]) -> str:
-    rows, moments = [], sorted({said["moment"] for line in lines for said in line["said"]})
+    moments = sorted({said["moment"] for line in lines for said in line["said"]})
+    columns: dict[str, Callable[[Heard], bool]] = {
+        "right": lambda one: True,
+        "right where sure": lambda one: one.sure,
+        **{f"at {percent(moment)}": _at(moment) for moment in moments},
+        "higher is better": lambda one: one.truth < 0,
+        "lower is better": lambda one: one.truth > 0,
+    }
+    rows = []
     for name, said in heard(lines).items():
-        counted, ratio = [one for one in said if one.counts], scatter(said)
-        rows.append([
-            name, _share(counted), _share(one for one in counted if one.sure),
-            *(_share(one for one in counted if one.moment == moment) for moment in moments),
-            *(_share(one for one in counted if chosen(one)) for chosen in (lambda h: h.truth < 0, lambda h: h.truth > 0)),
-            "-" if ratio is None else f"{ratio:.1f}",
-            _beyond(said) if name in IN_NATS else "-",
-        ])  # fmt: skip
-    heads = [
-        "signal",
-        "right",
-        "right where sure",
-        *(f"at {100 * moment:g} %" for moment in moments),
-        "higher is better",
-        "lower is better",
-        "scatter",
-        "off the truth",
-    ]
-    return table(heads, rows)
-
-
-def _beyond(said: Iterable[Heard]) -> str:
-    off = [abs(one.slope - one.truth) > CERTAIN * math.hypot(one.error, one.uncertainty) for one in said if one.error]
-    return f"{100 * sum(off) / len(off):.0f} % of {len(off)}" if off else "-"
-
-
-def _share(said: Iterable[Heard]) -> str:
-    right = [one.right for one in said]
-    return f"{100 * sum(right) / len(right):.0f} % of {len(right)}" if right else "-"
-
-
-def signal_figure(records: Sequence[Record]) -> Figure:
-    """A row for each problem, a panel for each controller with an error: t against the truth, with the truth's error; right signs lie in
-    the shaded quarters, what lies between the dotted lines is not significant."""
-    from matplotlib.figure import Figure
-
-    rows = {problem: heard(lines) for problem, lines in of_one_kind(records, RUN).items()}
-    names = list(dict.fromkeys(name for said in rows.values() for name, all_of in said.items() if any(one.t is not None for one in all_of)))
-    figure = Figure(figsize=(2.7 * max(len(names), 2) + 0.8, 3.3 * len(rows) + 0.5), dpi=130, layout="constrained")
-    panels = figure.subplots(len(rows), max(len(names), 1), squeeze=False, sharex=True, sharey=True)
-    for row, (problem, said) in zip(panels, rows.items(), strict=True):
-        for axes, name in zip(row, names, strict=False):
-            _draw(axes, [one for one in said.get(name, []) if one.t is not None])
-            axes.set_title(name, fontsize=10, loc="left")
-        row[0].set_ylabel(f"{problem}: t of the controller's slope")
-    figure.supxlabel("truth: d final loss / d ln(rate), nats (below 0: higher is better)", fontsize=10)
-    handles = {text: handle for axes in panels.flat for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return figure
-
-
-def _draw(axes: Axes, said: Sequence[Heard]) -> None:
-    style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "elinewidth": 0.8}
-    for moment, colour in zip(sorted({one.moment for one in said}), COLOURS, strict=False):
-        own = [one for one in said if one.moment == moment]
-        axes.errorbar(
-            [one.truth for one in own], [one.t or 0.0 for one in own], xerr=[one.uncertainty for one in own], yerr=1.0,
-            color=colour, label=f"at {100 * moment:g} % of the run", **style,
-        )  # fmt: skip
-    axes.set_xscale("symlog", linthresh=0.02)
-    axes.set_yscale("symlog", linthresh=CERTAIN)
-    for sign in (-1, 1):
-        axes.axhline(sign * CERTAIN, color=GREY, linestyle=":", linewidth=0.8)
-        axes.fill([0, sign * 10, sign * 10, 0], [0, 0, sign * 1e3, sign * 1e3], color="#E9F2EA", zorder=0)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+        rights = [share(one.right for one in said if one.counts and chosen(one)) for chosen in columns.values()]
+        ratio = scatter(said)
+        off = share(one.off for one in said if one.error) if name in IN_NATS else "-"
+        rows.append([name, *rights, "-" if ratio is None else f"{ratio:.1f}", off])
+    return table(["signal", *columns, "scatter", "off the truth"], rows)

@@ -1,4 +1,4 @@
-"""`hdet report --evidence`: what the tables say of lines with known answers, what is missing, and which lines are refused."""
+"""benchmarks.evidence.report: what the tables say of lines with known answers, what is missing, what the figure draws, and the command."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from hdet.cli import main
-from hdet.evidence import evidence_page, read_evidence
-from hdet.evidence.curves import Curve, Record, curves
-from hdet.evidence.goals import goals_table, recovered
-from hdet.evidence.hero import STARTS, hero_tables, rank, seeds_of
-from hdet.evidence.hero_figure import hero_figure
-from hdet.record import RunFolderError
+from benchmarks.evidence.report.curves import Curve, Record, curves
+from benchmarks.evidence.report.figures import hero_figure
+from benchmarks.evidence.report.goals import goals_table, recovered
+from benchmarks.evidence.report.hero import STARTS, hero_tables, rank, seeds_of
+from benchmarks.evidence.report.page import main
+from benchmarks.evidence.report.tables import standard_error
 
 Losses = dict[int, list[float | None]]
 
@@ -57,7 +56,7 @@ def test_a_crash_counts_as_an_untrained_model_of_its_seed() -> None:
     found = curves(records)["digits"]["onecycle"]
     assert found.scores(0) == [0.5, 2.5, 2.0] and found.mean(0) == pytest.approx(5 / 3)
     assert found.failed == 2
-    assert found.error(0) == pytest.approx(1.0408 / 3**0.5, rel=1e-3)  # standard deviation of three over the root of three
+    assert standard_error(found.scores(0)) == pytest.approx(1.0408 / 3**0.5, rel=1e-3)  # standard deviation of three over the root of three
 
 
 def test_gap_recovered() -> None:
@@ -142,7 +141,6 @@ def test_missing_seeds_are_named() -> None:
 
 
 def test_figure_draws_means_ranges_and_the_untrained_loss() -> None:
-    pytest.importorskip("matplotlib")
     records = lines("onecycle", {-2: [1.0, 1.2], 0: [0.5, 0.6], 2: [None, 0.9]}) + lines("hdet-probe", {-2: [0.6], 0: [0.5], 2: [0.7]})
     records += lines("dog", {0: [None]}, problem="recsys", rates=[])
     figure = hero_figure(records)
@@ -162,45 +160,28 @@ def write(path: Path, records: list[Record], tail: str = "") -> str:
 
 
 def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     records = lines("wsd", {0: [0.5]}) + [{"benchmark": "hero-find", "problem": "digits"}, {"benchmark": "weather"}]
     first = write(tmp_path / "a.jsonl", records, tail='{"benchmark": "her')  # a benchmark is just writing
     second = write(tmp_path / "b.jsonl", lines("hdet-probe", {0: [0.4]}))
-    assert main(["report", "--evidence", first, second]) == 0
+    main([first, second])
     page = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
     assert "-0.1000 ± 0.0000 met" in page and "No table is made of the 1 lines of 'weather'" in page and "hero-find" not in page
     out = tmp_path / "out"
-    assert main(["report", "--evidence", first, second, "--out", str(out)]) == 0
+    main([first, second, "--out", str(out)])
     assert capsys.readouterr().out.startswith(page)
     assert (out / "evidence.md").read_text() == page
     assert sorted(path.name for path in out.iterdir()) == ["evidence.md", "hero.png"]
     assert (out / "hero.png").read_bytes().startswith(b"\x89PNG") and "(hero.png)" in page
 
 
-@pytest.mark.parametrize(
-    ("change", "mentions"),
-    [
-        ({"untrained": "2"}, "line 2 of .*, of benchmark 'hero', has no untrained that can be used"),
-        ({"validation": float("nan")}, "line 2 .* has no validation"),
-        ({"benchmark": None}, "line 2 .* names no benchmark"),
-    ],
-)
-def test_lines_that_cannot_be_used_are_named(tmp_path: Path, change: Record, mentions: str) -> None:
-    first, second = lines("onecycle", {0: [0.5, 0.6]})
-    with pytest.raises(RunFolderError, match=mentions):
-        read_evidence([Path(write(tmp_path / "lines.jsonl", [first, {**second, **change}]))])
-
-
-def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_have_no_tables_are_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*arguments: str) -> str:
-        assert main(["report", *arguments]) == 2
-        return capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(arguments)
+        return capsys.readouterr().err.splitlines()[-1]
 
     good = write(tmp_path / "good.jsonl", lines("onecycle", {0: [0.5]}))
-    assert "'absent' is not a file" in refused("--evidence", "absent")
-    assert "runs is 'run' beside --evidence" in refused("run", "--evidence", good)
-    assert "runs is empty: pass folders of runs, or --evidence" in refused()
-    assert "which cannot be written to (File exists)" in refused("--evidence", good, "--out", good)
-    with pytest.raises(RunFolderError, match="no line is of hero or search"):
-        evidence_page([{"benchmark": "weather"}])
+    assert "'absent' cannot be read" in refused("absent")
+    assert "File exists" in refused(good, "--out", good)
+    assert "no line is of hero or search" in refused(write(tmp_path / "other.jsonl", [{"benchmark": "weather"}, {"step": 1}]))

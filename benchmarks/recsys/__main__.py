@@ -1,10 +1,10 @@
 """A recommender trained in one pass over a year of generated interactions, with the four parameter groups of the paper.
 
-    torchrun --nproc-per-node 4 examples/recsys.py              # HDET's probe, from a rate 30 times too low
-    torchrun --nproc-per-node 4 examples/recsys.py --paper      # the paper's controller: noise at the start, a knob for each group
-    torchrun --nproc-per-node 4 examples/recsys.py --fixed      # torch's OneCycleLR
+    torchrun --nproc-per-node 4 -m benchmarks.recsys              # HDET's probe, from a rate 30 times too low
+    torchrun --nproc-per-node 4 -m benchmarks.recsys --paper      # the paper's controller: noise at the start, a knob for each group
+    torchrun --nproc-per-node 4 -m benchmarks.recsys --fixed      # torch's OneCycleLR
 
-Every process reads its own part of the log (hdet/jobs/recsys.py), each interaction once; what counts is the loss on the last day, on
+Every process reads its own part of the log (recommender.py), each interaction once; what counts is the loss on the last day, on
 interactions that nobody has trained on. One process alone runs too; it has no replicas and so explores nothing.
 """
 
@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.jobs.recsys import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
+
+from .recommender import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
 
 # -----------------------------------------------------------------------------
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(prog="python -m benchmarks.recsys")
 parser.add_argument("--steps", type=int, default=800)  # a year
 parser.add_argument("--max-lr", type=float, default=6e-4)  # the best fixed rate is near 2e-2
 parser.add_argument("--batch-size", type=int, default=32)  # interactions per process
