@@ -1,0 +1,270 @@
+"""Whose value stands in a parameter group: torch's schedulers are asked, on copies, what they make of what stood there before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from .knobs import Bound, GroupKnob
+from .knobs.cells import GroupCell, content, put
+from .undisturbed import undisturbed
+
+__all__ = ["WAY_OUT", "TorchSchedulers"]
+
+WAY_OUT = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
+Write = tuple[GroupKnob, int, Any]
+"""(knob, number of its cell, what stands there)"""
+
+
+class TorchSchedulers:
+    """The torch schedulers of one optimizer that the user steps, built at any time.
+
+    A scheduler is judged by what it does, and not by its name: it is copied onto copies of the groups with what the Ensemble had left there.
+    If the copy's step ends at what stands in the group now, the scheduler wrote it, and the same step from the schedule's own value gives
+    the schedule's next one. This holds for schedulers that compute from what stands there as for those that compute from scratch.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
+        self._misses, self._patience = 0, 1
+        self._look()
+        self.note()
+
+    def note(self) -> None:
+        """Everything that stands in the groups is accounted for: who steps from now on may have written what comes."""
+        for scheduler in self._known:
+            self._noted[scheduler] = _position(scheduler)
+        self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
+
+    def forget(self) -> None:
+        """States are being loaded: anybody may have written."""
+        self._noted.clear()
+
+    def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
+        """[write]: the schedule's own value, where a scheduler has written; None for what somebody else has.
+
+        Raises:
+            ValueError: it cannot be told which of these it is; names the scheduler and the way out.
+        """
+        self._cells = [cell for knob in knobs if isinstance(knob, GroupKnob) for cell in knob.cells]
+        self._left = [value for knob in knobs if isinstance(knob, GroupKnob) for value in knob.left]
+        self._scheduled = [value for knob in knobs if isinstance(knob, GroupKnob) for value in knob.scheduled]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about who calls what when
+            found: list[Any] = [None] * len(writes)
+            self._explain(found, writes, ((one,) for one in self._moved()))
+            if None in found and self._look_again():
+                self._explain(found, writes, ((one,) for one in self._moved()))
+            if None in found:
+                self._explain(found, writes, itertools.permutations(self._moved(), 2))  # one after the other, by hand
+            for write, own in zip(writes, found, strict=True):
+                if own is None:
+                    self._check_not_from_scratch(*write)
+        return found
+
+    def claims(self, writes: Sequence[tuple[Bound, int, Any]]) -> bool:
+        """Does a scheduler that has stepped say that these rates are its own, though not how it came to them?"""
+        stepped = [getattr(one, "_last_lr", []) for one in self._moved()]
+        return all(
+            isinstance(knob, GroupKnob)
+            and knob.key == "lr"
+            and any(len(last) > knob.indices[i] and _equal(last[knob.indices[i]], value) for last in stepped)
+            for knob, i, value in writes
+        )
+
+    # -- who there is ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
+        # type(), because isinstance() asks proxies for the class of what they stand for.
+        found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_ours(one)]
+        parts = {id(part) for one in found for part in _parts(vars(one).values())}
+        new = [one for one in found if id(one) not in parts and one not in self._known]
+        for one in new:
+            self._known[one] = None
+        return bool(new)
+
+    def _look_again(self) -> bool:
+        """One may have been built since. Ever more rarely, for a loop that writes its rates in each step."""
+        self._misses += 1
+        if self._misses < self._patience:
+            return False
+        new = self._look()
+        self._misses, self._patience = 0, 1 if new else 2 * self._patience
+        return new
+
+    def _is_ours(self, scheduler: LRScheduler) -> bool:
+        optimizer = vars(scheduler).get("optimizer")
+        return optimizer is self._optimizer or getattr(optimizer, "param_groups", None) is self._optimizer.param_groups
+
+    def _moved(self) -> list[LRScheduler]:
+        """Those that have stepped since `note`."""
+        return [one for one in self._known if self._noted.get(one) != _position(one)]
+
+    # -- what they say ---------------------------------------------------------------------------------------------------
+
+    def _explain(self, found: list[Any], writes: Sequence[Write], chains: Iterable[Sequence[LRScheduler]]) -> None:
+        """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other."""
+        missing = [n for n, own in enumerate(found) if own is None]
+        for chain, way in itertools.product(chains, (_next, _told)):
+            now, own = self._after(chain, way, self._left), self._after(chain, way, self._scheduled)
+            for n in missing if now and own else ():
+                knob, i, value = writes[n]
+                cell = knob.cells[i]
+                if not _equal(now(cell), value):
+                    continue
+                answer = own(cell)
+                if found[n] is not None and not _equal(answer, found[n]):
+                    raise ValueError(
+                        f"{_name(knob, i)} is {float(value):g}, and {_names(self._moved())} could all have written it, which would mean "
+                        f"different things while a correction is in force: {WAY_OUT}"
+                    )
+                self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=_equal(answer, now(cell)))
+                found[n] = answer
+
+    def _after(self, chain: Sequence[LRScheduler], way: _Way, start: Sequence[Any]) -> Callable[[Any], Any] | None:
+        """What copies of these schedulers make of ``start``, by cell; None where one cannot be asked."""
+        groups = [{key: content(value) for key, value in group.items()} for group in self._optimizer.param_groups]
+        stand_in = _StandIn(self._optimizer, groups)
+        for cell, value in zip(self._cells, start, strict=True):
+            replace(cell, optimizer=stand_in).set(value)
+        for scheduler in chain:
+            try:
+                with undisturbed(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
+                    way(_twin(scheduler, stand_in), groups)
+            except Exception:  # a user's class, which was never meant to be asked: it is refused where that matters
+                return None
+        return lambda cell: replace(cell, optimizer=stand_in).get()
+
+    def _check_not_from_scratch(self, knob: GroupKnob, i: int, value: Any) -> None:
+        """What was written over a value from scratch may be relative to it, and so without the correction, or to what stood there before."""
+        cell: GroupCell = knob.cells[i]  # type: ignore[assignment]
+        other = [2.0 * abs(float(left)) + 1.0 for left in self._left]
+        for scheduler in self._moved():
+            if isinstance(scheduler, ReduceLROnPlateau):  # it reduces what stands there
+                continue
+            results = [self._after([scheduler], _next, start) for start in (self._left, self._scheduled, other)]
+            if any(result is None for result in results):
+                if knob.key == "lr":
+                    raise ValueError(
+                        f"{_name(knob, i)} is {float(value):g}, {_names([scheduler])} has stepped, and what its get_lr() gives cannot be asked on "
+                        f"a copy, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                    )
+                continue
+            left, scheduled, third = (result(cell) for result in results if result is not None)
+            if _equal(left, third) and _equal(scheduled, third):
+                raise ValueError(
+                    f"{_name(knob, i)} is {float(value):g}, but {_names([scheduler])}, which computes from scratch and has stepped, gives "
+                    f"{float(third):g}: somebody has written over it, and nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                )
+
+    def _check_begun_on_own_rates(self, scheduler: LRScheduler, knob: GroupKnob, i: int, *, from_scratch: bool) -> None:
+        """torch's constructors take what stands in the group for the rate that the schedule begins with."""
+        index = knob.indices[i]
+        if from_scratch and knob.key == "lr" and not self._begun[index] and "initial_lr" in self._optimizer.param_groups[index]:
+            raise ValueError(
+                f"{_names([scheduler])} was built while a correction of {_name(knob, i)} was in force, and may have begun with the corrected "
+                "rate: build it before the Ensemble, or inside `with ensemble.rescheduling():`"
+            )
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+_Way = Callable[[LRScheduler, list[dict[str, Any]]], None]
+
+
+class _StandIn:
+    """Copies of an optimizer's parameter groups, for a scheduler to write to; whatever else it asks for is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
+        self._optimizer, self.param_groups = optimizer, param_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def _twin(scheduler: LRScheduler, stand_in: _StandIn) -> LRScheduler:
+    """The same state on another optimizer. Not deep: a scheduler may hold a model."""
+    twin: LRScheduler = object.__new__(type(scheduler))
+    for name, value in vars(scheduler).items():
+        twin.__dict__[name] = _twin_of(value, stand_in)
+    twin.__dict__.update(optimizer=stand_in, _get_lr_called_within_step=True)
+    return twin
+
+
+def _twin_of(value: Any, stand_in: _StandIn) -> Any:
+    if isinstance(value, LRScheduler):
+        return _twin(value, stand_in)
+    if type(value) in (list, tuple):
+        return type(value)(_twin_of(item, stand_in) for item in value)
+    return copy.copy(value) if isinstance(value, (dict, set)) else value
+
+
+def _next(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+    """What its last step() wrote: it has counted already."""
+    if isinstance(twin, ChainedScheduler):
+        for part in twin._schedulers:
+            _next(part, groups)
+    elif isinstance(twin, SequentialLR):
+        _next(_acting(twin), groups)
+    else:
+        _write(groups, twin.get_lr())
+
+
+def _told(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+    """What its last step(epoch) wrote, and a SequentialLR's at a milestone."""
+    while isinstance(twin, SequentialLR):
+        twin = _acting(twin)
+    _write(groups, twin._get_closed_form_lr())  # type: ignore[attr-defined]
+
+
+def _acting(scheduler: SequentialLR) -> LRScheduler:
+    return scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
+
+
+def _write(groups: list[dict[str, Any]], rates: Sequence[Any]) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = put(group["lr"], rate)
+
+
+def _parts(values: Iterable[Any]) -> Iterator[LRScheduler]:
+    """Schedulers inside of another one."""
+    for value in values:
+        if isinstance(value, LRScheduler):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _parts(value)
+
+
+def _position(scheduler: LRScheduler) -> tuple[int, ...]:
+    """Changes with each step."""
+    own = (getattr(scheduler, "last_epoch", 0), getattr(scheduler, "_step_count", 0))
+    return sum((_position(part) for part in getattr(scheduler, "_schedulers", ())), own)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    """But for some ulps of the coarser format: the same arithmetic may run on another device's numbers."""
+    formats = [x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    rounding = max([torch.finfo(torch.float64).eps, *(torch.finfo(dtype).eps for dtype in formats)])
+    return abs(float(value) - float(expected)) <= 8 * rounding * abs(float(expected))
+
+
+def _name(knob: GroupKnob, i: int) -> str:
+    return f"{knob.name} of parameter group {knob.indices[i]}"
+
+
+def _names(schedulers: Iterable[LRScheduler]) -> str:
+    return " and ".join(sorted({type(scheduler).__name__ for scheduler in schedulers}))
