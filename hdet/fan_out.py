@@ -47,7 +47,7 @@ class FanOut:
         first_replica: int = 0,
         depart: Callable[[], object] = lambda: None,
         skippable: bool = False,
-        take_writes: Callable[[], object] = lambda: None,
+        take_writes: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
@@ -186,10 +186,10 @@ def _wrap(optimizer: Optimizer) -> None:
 
 def _unwrap(optimizer: Optimizer) -> None:
     """Take the wrapper off where it is on top."""
-    top = getattr(optimizer.__dict__.get("step"), "__func__", None)
-    if top is None or getattr(top, "_hdet_wrapper", None) is not top:
+    wrapper = getattr(optimizer.step, "_hdet_wrapper", None)
+    if wrapper is None or getattr(optimizer.step, "__func__", None) is not wrapper:
         return
-    inner = top.__wrapped__
+    inner = wrapper.__wrapped__
     del optimizer.step
     if inner != optimizer.step:  # it was the instance's own
         optimizer.step = inner  # type: ignore[method-assign]

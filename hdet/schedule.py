@@ -80,7 +80,13 @@ class Schedule:
             ValueError: it cannot be told which of these it is; nothing is changed then. Or this is inside `rescheduling`.
         """
         self.check_at_rest()
-        writes = [(knob, i, knob.cells[i].get()) for knob in self.knobs for i in knob.written()]
+        # Who has stepped may have written what stood there: half of a rate, where the correction is 2.
+        stepped = self._others is not None and self._others.moved()
+        writes = [
+            (knob, i, knob.cells[i].get())
+            for knob in self.knobs
+            for i in (range(len(knob.cells)) if stepped and isinstance(knob, GroupKnob) and not knob.in_use else knob.written())
+        ]
         if writes:
             self._take(writes, engine)
 
@@ -98,9 +104,8 @@ class Schedule:
         for k, knob in enumerate(self.knobs):
             if knob in factors and knob.base is not None:
                 knob.base = engine.bases[k] = knob.base * factors[knob]
-        for (knob, i, written), value in zip(
-            writes, own, strict=True
-        ):  # rates first: what a product's decay is corrected by follows from theirs
+        # Rates first: what a product's decay is corrected by follows from theirs.
+        for (knob, i, written), value in zip(writes, own, strict=True):
             if value is not None:
                 knob.scheduled[i] = value
             elif knob.base is None:
@@ -163,6 +168,7 @@ class Schedule:
                 knob.rewrite()
             if self._others is not None:
                 self._others.note()
+                self._others.begin()
 
     def forget(self) -> None:
         """A state has been loaded, and others are, before or after: schedulers that stand elsewhere now have not stepped."""

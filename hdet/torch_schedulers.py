@@ -7,7 +7,7 @@ import gc
 import itertools
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from .knobs import Bound, GroupKnob
-from .knobs.cells import GroupCell, content, put
+from .knobs.cells import content, put
 from .undisturbed import undisturbed
 
 __all__ = ["WAY_OUT", "TorchSchedulers"]
@@ -25,6 +25,7 @@ __all__ = ["WAY_OUT", "TorchSchedulers"]
 WAY_OUT = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
 Write = tuple[GroupKnob, int, Any]
 """(knob, number of its cell, what stands there)"""
+_Place = tuple[GroupKnob, int]
 
 
 class TorchSchedulers:
@@ -42,42 +43,52 @@ class TorchSchedulers:
         self._misses, self._patience = 0, 1
         self._look()
         self.note()
+        self.begin()
+
+    def begin(self) -> None:
+        """The groups hold the schedule's own values: torch's constructors take what stands there for the rates that a schedule begins with."""
+        self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
 
     def note(self) -> None:
         """Everything that stands in the groups is accounted for: who steps from now on may have written what comes."""
         for scheduler in self._known:
             self._noted[scheduler] = _position(scheduler)
-        self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
 
     def forget(self) -> None:
         """States are being loaded: anybody may have written."""
         self._noted.clear()
 
+    def moved(self) -> list[LRScheduler]:
+        """Those that have stepped since `note`, of the ones that are known."""
+        return [one for one in self._known if self._noted.get(one) != _position(one)]
+
     def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
-        """[write]: the schedule's own value, where a scheduler has written; None for what somebody else has.
+        """[write]: the schedule's own value, where a scheduler has written, or nobody; None for what somebody else has.
 
         Raises:
             ValueError: it cannot be told which of these it is; names the scheduler and the way out.
         """
-        self._cells = [cell for knob in knobs if isinstance(knob, GroupKnob) for cell in knob.cells]
-        self._left = [value for knob in knobs if isinstance(knob, GroupKnob) for value in knob.left]
-        self._scheduled = [value for knob in knobs if isinstance(knob, GroupKnob) for value in knob.scheduled]
+        places = [(knob, i) for knob in knobs if isinstance(knob, GroupKnob) for i in range(len(knob.cells))]
+        self._cells: dict[_Place, Any] = {(knob, i): knob.cells[i] for knob, i in places}
+        self._left, self._scheduled = {(knob, i): knob.left[i] for knob, i in places}, {(knob, i): knob.scheduled[i] for knob, i in places}
+        found: list[Any] = [None] * len(writes)
+        foreign = [not knob.is_ours(i, value) for knob, i, value in writes]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about who calls what when
-            found: list[Any] = [None] * len(writes)
-            self._explain(found, writes, ((one,) for one in self._moved()))
-            if None in found and self._look_again():
-                self._explain(found, writes, ((one,) for one in self._moved()))
-            if None in found:
-                self._explain(found, writes, itertools.permutations(self._moved(), 2))  # one after the other, by hand
-            for write, own in zip(writes, found, strict=True):
-                if own is None:
-                    self._check_not_from_scratch(*write)
+            self._explain(found, writes, [[one] for one in self.moved()])
+            if any(other and own is None for other, own in zip(foreign, found, strict=True)) and self._look_again():
+                self._explain(found, writes, [[one] for one in self.moved()])
+            self._explain(found, writes, list(itertools.permutations(self.moved(), 2)))  # one after the other, by hand
+            for n, (knob, i, value) in enumerate(writes):
+                if found[n] is None and foreign[n]:
+                    self._check_not_from_scratch(knob, i, value)
+                elif found[n] is None:
+                    found[n] = knob.scheduled[i]
         return found
 
     def claims(self, writes: Sequence[tuple[Bound, int, Any]]) -> bool:
         """Does a scheduler that has stepped say that these rates are its own, though not how it came to them?"""
-        stepped = [getattr(one, "_last_lr", []) for one in self._moved()]
+        stepped = [getattr(one, "_last_lr", []) for one in self.moved()]
         return all(
             isinstance(knob, GroupKnob)
             and knob.key == "lr"
@@ -110,50 +121,46 @@ class TorchSchedulers:
         optimizer = vars(scheduler).get("optimizer")
         return optimizer is self._optimizer or getattr(optimizer, "param_groups", None) is self._optimizer.param_groups
 
-    def _moved(self) -> list[LRScheduler]:
-        """Those that have stepped since `note`."""
-        return [one for one in self._known if self._noted.get(one) != _position(one)]
-
     # -- what they say ---------------------------------------------------------------------------------------------------
 
-    def _explain(self, found: list[Any], writes: Sequence[Write], chains: Iterable[Sequence[LRScheduler]]) -> None:
+    def _explain(self, found: list[Any], writes: Sequence[Write], chains: Sequence[Sequence[LRScheduler]]) -> None:
         """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other."""
-        missing = [n for n, own in enumerate(found) if own is None]
-        for chain, way in itertools.product(chains, (_next, _told)):
-            now, own = self._after(chain, way, self._left), self._after(chain, way, self._scheduled)
-            for n in missing if now and own else ():
-                knob, i, value = writes[n]
-                cell = knob.cells[i]
-                if not _equal(now(cell), value):
-                    continue
-                answer = own(cell)
-                if found[n] is not None and not _equal(answer, found[n]):
-                    raise ValueError(
-                        f"{_name(knob, i)} is {float(value):g}, and {_names(self._moved())} could all have written it, which would mean "
-                        f"different things while a correction is in force: {WAY_OUT}"
-                    )
-                self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=_equal(answer, now(cell)))
-                found[n] = answer
+        for way in (_next, _told):
+            missing = [n for n, own in enumerate(found) if own is None]
+            for chain in chains if missing else ():
+                now = self._after(chain, way, self._left) or {}
+                matching = [n for n in missing if now and _equal(now[writes[n][:2]], writes[n][2])]
+                own = (self._after(chain, way, self._scheduled) or {}) if matching else {}
+                for n in matching if own else ():
+                    knob, i, value = writes[n]
+                    answer = own[knob, i]
+                    if found[n] is not None and not _equal(answer, found[n]):
+                        raise ValueError(
+                            f"{_name(knob, i)} is {float(value):g}, and {_names(self.moved())} could all have written it, which would mean "
+                            f"different things while a correction is in force: {WAY_OUT}"
+                        )
+                    self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=_equal(answer, value))
+                    found[n] = answer
 
-    def _after(self, chain: Sequence[LRScheduler], way: _Way, start: Sequence[Any]) -> Callable[[Any], Any] | None:
-        """What copies of these schedulers make of ``start``, by cell; None where one cannot be asked."""
+    def _after(self, chain: Sequence[LRScheduler], way: _Way, start: Mapping[_Place, Any]) -> dict[_Place, Any] | None:
+        """What copies of these schedulers make of ``start``; None where one cannot be asked."""
         groups = [{key: content(value) for key, value in group.items()} for group in self._optimizer.param_groups]
-        stand_in = _StandIn(self._optimizer, groups)
-        for cell, value in zip(self._cells, start, strict=True):
-            replace(cell, optimizer=stand_in).set(value)
+        stand_in: Any = _StandIn(self._optimizer, groups)
+        copies: dict[_Place, Any] = {(knob, i): replace(cell, optimizer=stand_in) for (knob, i), cell in self._cells.items()}
+        for place, cell in copies.items():
+            cell.set(start[place])
         for scheduler in chain:
             try:
                 with undisturbed(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
                     way(_twin(scheduler, stand_in), groups)
-            except Exception:  # a user's class, which was never meant to be asked: it is refused where that matters
+            except Exception:  # noqa: BLE001 - a user's class, which was never meant to be asked: it is refused where that matters
                 return None
-        return lambda cell: replace(cell, optimizer=stand_in).get()
+        return {place: cell.get() for place, cell in copies.items()}
 
     def _check_not_from_scratch(self, knob: GroupKnob, i: int, value: Any) -> None:
         """What was written over a value from scratch may be relative to it, and so without the correction, or to what stood there before."""
-        cell: GroupCell = knob.cells[i]  # type: ignore[assignment]
-        other = [2.0 * abs(float(left)) + 1.0 for left in self._left]
-        for scheduler in self._moved():
+        other = {place: 2.0 * abs(float(left)) + 1.0 for place, left in self._left.items()}
+        for scheduler in self.moved():
             if isinstance(scheduler, ReduceLROnPlateau):  # it reduces what stands there
                 continue
             results = [self._after([scheduler], _next, start) for start in (self._left, self._scheduled, other)]
@@ -164,7 +171,7 @@ class TorchSchedulers:
                         f"a copy, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
                     )
                 continue
-            left, scheduled, third = (result(cell) for result in results if result is not None)
+            left, scheduled, third = (result[knob, i] for result in results if result is not None)
             if _equal(left, third) and _equal(scheduled, third):
                 raise ValueError(
                     f"{_name(knob, i)} is {float(value):g}, but {_names([scheduler])}, which computes from scratch and has stepped, gives "
@@ -219,20 +226,17 @@ def _next(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
         for part in twin._schedulers:
             _next(part, groups)
     elif isinstance(twin, SequentialLR):
-        _next(_acting(twin), groups)
+        number = bisect_right(twin._milestones, twin.last_epoch)
+        part = twin._schedulers[number]
+        begins = number > 0 and twin._milestones[number - 1] == twin.last_epoch
+        (_told if begins and hasattr(part, "_get_closed_form_lr") else _next)(part, groups)
     else:
         _write(groups, twin.get_lr())
 
 
 def _told(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
-    """What its last step(epoch) wrote, and a SequentialLR's at a milestone."""
-    while isinstance(twin, SequentialLR):
-        twin = _acting(twin)
+    """What its last step(epoch) wrote: from scratch."""
     _write(groups, twin._get_closed_form_lr())  # type: ignore[attr-defined]
-
-
-def _acting(scheduler: SequentialLR) -> LRScheduler:
-    return scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
 
 
 def _write(groups: list[dict[str, Any]], rates: Sequence[Any]) -> None:

@@ -152,7 +152,7 @@ class Bound:
 
     def written(self) -> list[int]:
         """The cells that hold what somebody else has written since `write`. None of them while a replica's values are in use."""
-        return [] if self.in_use else [i for i, cell in enumerate(self.cells) if not self._is_ours(i, cell.get())]
+        return [] if self.in_use else [i for i, cell in enumerate(self.cells) if not self.is_ours(i, cell.get())]
 
     def differs(self, i: int, written: Any) -> bool:
         """Has cell ``i`` another base value than the schedule's, before or after, so that it is a question which of them ``written`` is?"""
@@ -164,7 +164,7 @@ class Bound:
         """``value`` is the base value of cell ``i``: the schedule's is the one whose correction gives it. `rewrite` follows."""
         self.scheduled[i] = self.scale.uncorrected(content(value), self._correction_of(i))
 
-    def _is_ours(self, i: int, value: Any) -> bool:
+    def is_ours(self, i: int, value: Any) -> bool:
         """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device.
 
         A buffer of the model may have been averaged over the replicas, whose mean of equal values can be some ulps beside them.
