@@ -186,10 +186,10 @@ def _wrap(optimizer: Optimizer) -> None:
 
 def _unwrap(optimizer: Optimizer) -> None:
     """Take the wrapper off where it is on top."""
-    wrapper = getattr(optimizer.step, "_hdet_wrapper", None)
-    if wrapper is None or getattr(optimizer.step, "__func__", None) is not wrapper:
+    top: Any = optimizer.step
+    if not hasattr(top, "_hdet_wrapper") or getattr(top, "__func__", None) is not top._hdet_wrapper:
         return
-    inner = wrapper.__wrapped__
+    inner = top.__wrapped__
     del optimizer.step
     if inner != optimizer.step:  # it was the instance's own
         optimizer.step = inner  # type: ignore[method-assign]
