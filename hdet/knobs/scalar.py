@@ -22,8 +22,8 @@ class Scalar:
 
     Args:
         name: in records and states; unique in an Ensemble.
-        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` once a step, so it should not wait for a
-            device. Neither: the knob keeps the value itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
+        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` a few times a step, so it should not wait
+            for a device. Neither: the knob keeps the value itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
         spread: alpha in [0, 1).
         scale: "log" (value * rho, for values above 0) or "linear" (value + unit * (rho - 1); a correction c adds unit * ln c).
         unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed there.

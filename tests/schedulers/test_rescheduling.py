@@ -571,3 +571,152 @@ def test_decisions_are_of_what_was_scheduled(monkeypatch: pytest.MonkeyPatch) ->
             ensemble.step(toy.step())
         scheduler.step()
     assert seen == [(0.5, 0.5, 0.5), (0.25, 0.5, 0.5), (0.125, 0.25, 0.5), (0.0625, 0.125, 0.5)]
+
+
+# -- odd moments -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_inside_the_optimizers_step_is_refused() -> None:
+    """A scheduler in a hook would compute from this replica's rate, or write what is taken back at the step's end."""
+    toy = Toy(sgd)
+    scheduler = torchs.ExponentialLR(toy.optimizer, 0.9)
+    toy.optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    ensemble = ensemble_on(toy, [1.0])
+    ensemble.step(toy.step())  # a single replica explores nothing
+    assert rates(toy.optimizer) == [0.5 * 0.9] * 2
+    pretend_one_of_four(ensemble, 1.3)
+    with pytest.raises(ValueError, match=r"lr was changed to .* inside optimizer.step\(\)"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.5 * 0.9] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_a_write_that_comes_before_the_step_is_what_the_step_uses(kind: Any) -> None:
+    """A user's write of decay and rate together; the decay of a product follows the new rate's correction, not twice."""
+    net = torch.nn.Linear(3, 1)
+    optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.2)
+    run = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3), hdet.WeightDecay(0.3, product=True)], replicas=PairOnPaper())
+    run.engine.corrections = [2.0, 0.5]
+    run.schedule.write(run.engine)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.2, pytest.approx(0.05))
+    run._fan_out.assign([1.0, 1.0])
+    group["lr"], group["weight_decay"] = 0.4, 0.01
+    with pytest.warns(UserWarning, match="lr was set to 0.4"):
+        optimizer.step()
+    assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.4), pytest.approx(0.01))
+    assert run.schedule.values() == [pytest.approx(0.2), pytest.approx(0.04)]
+    run.engine.corrections = [4.0, 0.5]
+    run.schedule.write(run.engine)
+    assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.8), pytest.approx(0.005))
+
+
+def test_betas_are_written_like_rates() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    run = hdet.Ensemble(optimizer, knobs=[hdet.Betas(0.0, which=[0])])
+    run.engine.corrections = [2.0]
+    run.schedule.write(run.engine)
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.999)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    with pytest.warns(UserWarning, match=r"beta1 was set to 0\.9"):
+        run.step()
+    assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.9), 0.99) and run.schedule.values() == [pytest.approx(0.8)]
+
+
+def test_a_scheduler_that_moves_momentum_is_corrected_there_too() -> None:
+    plain, ours = Toy(sgd), Toy(sgd)
+    schedulers = [torchs.OneCycleLR(toy.optimizer, 0.1, 12) for toy in (plain, ours)]
+    run = hdet.Ensemble(ours.optimizer, knobs=[hdet.GroupValue("momentum", 0.0, honest=True)])
+    run.engine.corrections = [2.0]
+    run.schedule.write(run.engine)
+    for _ in range(10):
+        for scheduler in schedulers:
+            scheduler.step()
+        ours.step()
+        own = plain.optimizer.param_groups[0]["momentum"]
+        assert ours.optimizer.param_groups[0]["momentum"] == pytest.approx(1 - (1 - own) / 2)
+        assert rates(ours.optimizer) == rates(plain.optimizer)
+        run.step()
+
+
+def test_a_rate_that_the_log_writes_counts() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    ensemble.log = lambda record, step: toy.optimizer.param_groups[0].update(lr=0.125)
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    with pytest.warns(UserWarning, match="taken as the base value"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.125, 1.0]
+
+
+def test_an_earlier_state_of_the_optimizer_brings_its_rates() -> None:
+    toy = Toy(sgd)
+    before = copy.deepcopy(toy.optimizer.state_dict())
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    toy.optimizer.load_state_dict(before)
+    with pytest.warns(UserWarning, match="taken as the base value"):
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == [0.5, 0.5] and ensemble.schedule.values() == [0.25]
+
+
+def test_a_rate_in_place_of_one_that_is_a_tensor() -> None:
+    """In place, by a new tensor, by a number."""
+    toy = Toy(sgd_tensor_lr)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    first, second = toy.optimizer.param_groups
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="lr was set")
+        first["lr"].mul_(0.5)
+        second["lr"] = torch.tensor(0.25)
+        ensemble.step(toy.step())
+        assert rates(toy.optimizer) == [0.5, 0.25]
+        second["lr"] = 0.125
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == [0.5, 0.125] and isinstance(second["lr"], float)
+
+
+def test_the_drop_in_goes_on_with_its_schedule_after_a_write() -> None:
+    """As torch's OneCycleLR does: its next step overwrites what was written. Until then it is in force."""
+    toy, plain = Toy(sgd), Toy(sgd)
+    other = torchs.OneCycleLR(plain.optimizer, 0.1, 20)
+    with pytest.warns(UserWarning, match="one replica"):
+        scheduler = hdet.OneCycleAutoLR(
+            toy.optimizer, 0.1, 20, auto_lr_warmup_steps=0, model_sync_interval=2, controller=Forced([2.0, 2.0], 0)
+        )
+    seen = seen_in_step(toy.optimizer)
+    for step in range(10):
+        if step == 5:
+            toy.optimizer.param_groups[0]["lr"] = 0.3
+            with pytest.warns(UserWarning, match="taken as the base value"):
+                toy.step()
+        else:
+            toy.step()
+        own = (2.0 if step >= 2 else 1.0) * plain.optimizer.param_groups[0]["lr"]
+        assert seen[-1] == pytest.approx([0.3 if step == 5 else own, own])
+        scheduler.step(1.0)
+        plain.step()
+        other.step()
+    assert scheduler.get_last_lr() == rates(toy.optimizer) == pytest.approx([2 * rate for rate in rates(plain.optimizer)])
+
+
+def test_a_scheduler_of_another_optimizer_and_one_that_is_gone_say_nothing() -> None:
+    toy, stranger = Toy(sgd), Toy(sgd)
+    foreign = torchs.LambdaLR(stranger.optimizer, lambda t: 1 / (1 + t))
+    gone = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    foreign.step()
+    gone.step()
+    del gone
+    for group in toy.optimizer.param_groups:
+        group["lr"] = 0.25
+    with pytest.warns(UserWarning, match="taken as the base value"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.25, 0.25]
