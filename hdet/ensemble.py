@@ -618,10 +618,10 @@ class Ensemble:
                     stacklevel=2,
                 )
         self.schedule.write(self.engine)
-        self.schedule.forget()
+        self.schedule.note()
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
-        self._fan_out.unknown()
+        self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._listening.begin_anew()
         self._begin_cycle()

@@ -21,9 +21,10 @@ class FanOut:
     """Wraps ``optimizer.step`` of one instance.
 
     A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
-    stay behind. A post-hook tells only of steps that have gone past the wrapper, which are refused. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones), takes those of rates through it instead,
-    for all sets of parameters that it steps; other hyperparameters are set for the duration of the step there too.
-    Knobs that act in the forward pass are left alone: `Ensemble.explore` moves them.
+    stay behind. A post-hook only notices steps that have gone past the wrapper, which are refused. An optimizer with a ``multipliers``
+    list, [replica][group] (hdet's fused ones), takes those of rates through it instead, for all sets of parameters that it steps; other
+    hyperparameters are set for the duration of the step there too. Knobs that act in the forward pass are left alone: `Ensemble.explore`
+    moves them.
 
     ``moved`` tells whether a step has been done since the last average.
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
@@ -54,6 +55,7 @@ class FanOut:
         self._unchecked = True
         self._depart, self._departed, self._skippable, self._take_writes = depart, False, skippable, take_writes
         self._stepping = False
+        self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
         self.stepped = False
         self.moved = True  # since the last average; unknown at the beginning
         self.gradient_norm: torch.Tensor | None = None
@@ -82,6 +84,7 @@ class FanOut:
 
     def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._take_writes()
+        self._awaits_state()
         if self._unchecked:
             _check_dense_gradients(self.optimizer)
             self._unchecked = False
@@ -124,9 +127,12 @@ class FanOut:
         """Replicas have been averaged: they are equal until the next step."""
         self.moved = self._departed = False
 
-    def unknown(self) -> None:
-        """Parameters may have been loaded: nothing is known of them."""
+    def unknown(self, rewrite: Callable[[], None]) -> None:
+        """Parameters may have been loaded: nothing is known of them. The optimizer's state may be yet to come, with the values of the moment when
+        it was saved: ``rewrite`` puts back those of the run that goes on, which may have begun its sweep anew."""
         self.moved, self._departed = True, False
+        self._awaits_state()
+        self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
 
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
@@ -163,6 +169,7 @@ class FanOut:
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         for hook in self._hooks:
             hook.remove()
+        self._awaits_state()
         self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
         _unwrap(self.optimizer)

@@ -58,8 +58,7 @@ class Schedule:
             self.scheduler.step()
             for knob in moved:
                 knob.take_schedule()
-        if self._others is not None:
-            self._others.note()
+            self.note()
 
     def write(self, engine: Engine) -> None:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
@@ -114,8 +113,7 @@ class Schedule:
             if not knob.in_use:
                 knob.rewrite()
         self._tell(by_hand)
-        if self._others is not None:
-            self._others.note()
+        self.note()
 
     def _own_values(self, writes: Sequence[tuple[Bound, int, Any]]) -> list[Any]:
         """[write]: the value of the untouched schedule, where it is no base value."""
@@ -124,7 +122,7 @@ class Schedule:
         if asked:
             if self._others is None:
                 self._find_others()
-                self.forget()
+                self._others.forget()  # type: ignore
             for n, value in zip(asked, self._others.own_values([writes[n] for n in asked], self.knobs), strict=True):  # type: ignore
                 own[n] = value
         return own
@@ -132,7 +130,7 @@ class Schedule:
     def _find_others(self) -> None:
         for knob in self.knobs:
             if isinstance(knob, GroupKnob):  # torch's schedulers write nowhere else
-                self._others = TorchSchedulers(knob.optimizer)
+                self._others = TorchSchedulers(knob.optimizer, self.scheduler)
                 return
 
     def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:
@@ -170,10 +168,10 @@ class Schedule:
                 self._others.note()
                 self._others.begin()
 
-    def forget(self) -> None:
-        """A state has been loaded, and others are, before or after: schedulers that stand elsewhere now have not stepped."""
+    def note(self) -> None:
+        """Schedulers that stand elsewhere than before have written what is taken already; or their states were loaded."""
         if self._others is not None:
-            self._others.forget()
+            self._others.note()
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 

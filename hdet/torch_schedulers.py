@@ -29,15 +29,16 @@ _Place = tuple[GroupKnob, int]
 
 
 class TorchSchedulers:
-    """The torch schedulers of one optimizer that the user steps, built at any time.
+    """The torch schedulers of one optimizer that the user steps, built at any time: all but ``own``, the Ensemble's.
 
     A scheduler is judged by what it does, and not by its name: it is copied onto copies of the groups with what the Ensemble had left there.
     If the copy's step ends at what stands in the group now, the scheduler wrote it, and the same step from the schedule's own value gives
     the schedule's next one. This holds for schedulers that compute from what stands there as for those that compute from scratch.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, own: Any = None) -> None:
         self._optimizer = optimizer
+        self._not_asked = {id(one) for one in (own, *_parts(getattr(own, "__dict__", {}).values()))}  # lives as long as this
         self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
         self._misses, self._patience = 0, 1
@@ -55,7 +56,7 @@ class TorchSchedulers:
             self._noted[scheduler] = _position(scheduler)
 
     def forget(self) -> None:
-        """States are being loaded: anybody may have written."""
+        """Anybody may have written: nobody has looked before."""
         self._noted.clear()
 
     def moved(self) -> list[LRScheduler]:
@@ -101,9 +102,9 @@ class TorchSchedulers:
     def _look(self) -> bool:
         """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
         # type(), because isinstance() asks proxies for the class of what they stand for.
-        found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_ours(one)]
-        parts = {id(part) for one in found for part in _parts(vars(one).values())}
-        new = [one for one in found if id(one) not in parts and one not in self._known]
+        found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
+        inside = {id(part) for one in found for part in _parts(vars(one).values())}
+        new = [one for one in found if id(one) not in inside | self._not_asked and one not in self._known]
         for one in new:
             self._known[one] = None
         return bool(new)
@@ -117,7 +118,7 @@ class TorchSchedulers:
         self._misses, self._patience = 0, 1 if new else 2 * self._patience
         return new
 
-    def _is_ours(self, scheduler: LRScheduler) -> bool:
+    def _is_of_this_optimizer(self, scheduler: LRScheduler) -> bool:
         optimizer = vars(scheduler).get("optimizer")
         return optimizer is self._optimizer or getattr(optimizer, "param_groups", None) is self._optimizer.param_groups
 

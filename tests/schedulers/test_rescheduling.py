@@ -720,3 +720,38 @@ def test_a_scheduler_of_another_optimizer_and_one_that_is_gone_say_nothing() -> 
     with pytest.warns(UserWarning, match="taken as the base value"):
         toy.step()
     assert rates(toy.optimizer) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the ensemble steps it", "the user steps it"])
+@pytest.mark.parametrize("order", ["optimizer first", "ensemble first"])
+def test_a_rate_that_is_lowered_by_hand_after_a_resume_is_lowered(order: str, own: bool) -> None:
+    """What the optimizer's state brings is not a write, in any order; what is written after it is."""
+
+    def build() -> tuple[Toy, Any, hdet.Ensemble]:
+        toy = Toy(sgd)
+        scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+        with pytest.warns(UserWarning, match="one replica"):
+            ensemble = hdet.Ensemble(toy.optimizer, scheduler if own else None, sync_interval=STEPS, controller=Forced([2.0], 0))
+        return toy, scheduler, ensemble
+
+    toy, scheduler, ensemble = build()
+    for _ in range(2 * STEPS):
+        ensemble.step(toy.step())
+    state, saved = copy.deepcopy(ensemble.state_dict()), copy.deepcopy(toy.optimizer.state_dict())
+    saved["param_groups"][1]["lr"] = 77.0  # a state of another moment
+    fresh, others, resumed = build()
+    if not own:
+        others.load_state_dict(scheduler.state_dict())
+    loads = [lambda: fresh.optimizer.load_state_dict(saved), lambda: resumed.load_state_dict(state)]
+    for load in loads if order == "optimizer first" else reversed(loads):
+        load()
+    assert rates(fresh.optimizer) == rates(toy.optimizer)
+    before = rates(toy.optimizer)
+    for group in fresh.optimizer.param_groups:
+        group["lr"] *= 0.5
+    with pytest.warns(UserWarning, match="taken as the base value in force"):
+        fresh.step()
+    assert rates(fresh.optimizer) == [rate / 2 for rate in before]
+    fresh.optimizer.load_state_dict(saved)  # in the middle of the run it is a write like any other
+    resumed.step()
+    assert own or rates(fresh.optimizer)[1] == 77.0
