@@ -602,14 +602,12 @@ class Ensemble:
         that was under way begins anew, from what is loaded by its first step.
 
         Raises:
-            ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
+            ValueError: another version, missing or damaged values, other knobs, another controller or scheduler; nothing is changed then.
         """
         self._check_not_exploring("load_state_dict")
         self.schedule.check_at_rest()
-        self.engine.check_state(state)
-        self.schedule.check_state(state)
-        self.engine.load_state_dict(state)
-        self.schedule.load_state_dict(state)
+        with self.schedule.taken_over(state):
+            self.engine.load_state_dict(state)
         if self.sweeping:
             self.engine.reopen()
             if self.engine.step > 0:

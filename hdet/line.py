@@ -17,9 +17,10 @@ from .beginning import Beginning
 from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
-from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, see, spreads
+from .core.controllers.base import RuledController, check_run, check_state, is_idle, needs_replicas, regresses, see, spreads
+from .core.controllers.line import FEEL, SWEEP
 from .core.controllers.peak import LARGEST_T
-from .core.controllers.protocol import require_keys
+from .core.schema import Flag, Instance, read, unchanged_on_error
 from .knobs.bound import ProductKnob
 from .ranges import ranged
 from .replicas import Replicas
@@ -184,19 +185,25 @@ class LineController(RuledController):
         state = self.rule.state_dict()
         return state if self.then is None else {"sweep": state, "then": self.then.state_dict(), "handed_over": self.handed_over}
 
+    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+        if self.then is None:
+            return super().check_state(state, knobs)
+        parts = read(state, {"sweep": Instance(Mapping), "then": Instance(Mapping), "handed_over": Flag()}, "LineController's")
+        sweep = super().check_state(parts["sweep"])
+        check_state(self.then, parts["then"], knobs)
+        if parts["handed_over"] and (sweep or {}).get("phase") in (FEEL, SWEEP):
+            raise ValueError("the LineController's state has handed over in the middle of its sweep: it is damaged")
+        return parts
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.then is None:
             self.rule.load_state_dict(state)
             return
-        require_keys(state, ("sweep", "then", "handed_over"), "LineController's")
-        before = self.then.state_dict()
-        self.then.load_state_dict(state["then"])
-        try:
-            self.rule.load_state_dict(state["sweep"])
-        except ValueError:
-            self.then.load_state_dict(before)
-            raise
-        self.handed_over = bool(state["handed_over"])
+        parts = self.check_state(state)
+        with unchanged_on_error(self.then):
+            self.then.load_state_dict(parts["then"])
+            self.rule.load_state_dict(parts["sweep"])
+        self.handed_over = parts["handed_over"]
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from .core.controllers.protocol import require_keys
 from .core.engine import Engine
-from .forecast import highest_factors, means
+from .core.schema import COUNT, Anything, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
+from .forecast import RATE, highest_factors, means, rehearse
 from .knobs import Bound, GroupKnob
 from .knobs.cells import content
 from .torch_schedulers import WAY_OUT, TorchSchedulers
@@ -206,43 +207,57 @@ class Schedule:
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state of another run, or a damaged one."""
-        _scheduled(state, self.knobs, self.scheduler)
+    def check_state(self, state: Any) -> dict[str, Any]:
+        """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of a state that `check_state` has let pass."""
-        scheduled = _scheduled(state, self.knobs, self.scheduler)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        for knob in self.knobs:
-            knob.scheduled = scheduled[knob.name]
-
-
-def _scheduled(state: Mapping[str, Any], knobs: Sequence[Bound], scheduler: Any) -> dict[str, list[float]]:
-    """The schedule's own values by knob, out of an ensemble's state. Raises ValueError for a state of another run, or a damaged one."""
-    require_keys(state, ("scheduled", "scheduler"), "ensemble's")
-    if (state["scheduler"] is None) != (scheduler is None):
-        raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
-    if scheduler is not None and not isinstance(state["scheduler"], Mapping):
-        raise ValueError(
-            f"the ensemble's state has a {type(state['scheduler']).__name__} where the scheduler's state should be: it is damaged"
-        )
-    total = (state["scheduler"] or {}).get("total_steps")
-    if total is not None and total != getattr(scheduler, "total_steps", total):
-        raise ValueError(
-            f"the saved run has total_steps {total!r}, this one {getattr(scheduler, 'total_steps', None)!r}: build the scheduler as the saved run did"
-        )
-    try:
-        scheduled = {knob.name: [float(x) for x in state["scheduled"][knob.name]] for knob in knobs}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the ensemble's state has unusable scheduled values ({error}): it is damaged") from error
-    for knob in knobs:
-        if len(scheduled[knob.name]) != len(knob.cells):
+        Raises:
+            ValueError: a state of another run, or a damaged one.
+        """
+        given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
+        total = getattr(self.scheduler, "total_steps", None)
+        last = None if given is None else given.get("last_epoch")
+        least = -RATE.high if type(last) is int and last == total else RATE.low  # after its last step a linear OneCycleLR is below 0
+        scheduled: dict[str, Kind] = {knob.name: ListOf(_value_of(knob, least), len(knob.cells)) for knob in self.knobs}
+        values = read(state, {"scheduled": Fields(scheduled)}, "ensemble's")
+        if (given is None) != (self.scheduler is None):
+            raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+        if self.scheduler is None:
+            return values
+        if isinstance(given.get("total_steps"), int) and given["total_steps"] != total:
             raise ValueError(
-                f"the ensemble's state has {len(scheduled[knob.name])} scheduled values for {knob.name!r}, this run {len(knob.cells)} groups"
+                f"the saved run has total_steps {reprlib.repr(given['total_steps'])}, this one {total!r}: build the scheduler as the saved run did"
             )
-    return scheduled
+        own = plain(self.scheduler.state_dict())
+        torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
+        # Of somebody's own class what its lists hold is its own business, and keys may come in the course of a run.
+        kinds = {
+            key: like(value, least) if torchs else Anything() if isinstance(value, (Mapping, list, tuple)) else like(value)
+            for key, value in own.items()
+        }
+        if type(own.get("last_epoch")) is int:
+            kinds["last_epoch"] = Number(-1, COUNT.high if total is None else total, whole=True)
+        values["scheduler"] = {**({} if torchs else given), **read(given, kinds, "scheduler's")}
+        rehearse(self.scheduler, values["scheduler"], self.total_steps)
+        return values
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Loads a state, unless what is done inside raises. Raises as `check_state`, also where the scheduler itself refuses; nothing is changed
+        then."""
+        values = self.check_state(state)
+        with unchanged_on_error(self.scheduler):
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(values["scheduler"])
+            yield
+        for knob in self.knobs:
+            knob.scheduled = [float(x) for x in values["scheduled"][knob.name]]
+
+
+def _value_of(knob: Bound, least: float) -> Kind:
+    """A beta stays below 1, on a linear scale values pass 0, and on a log scale they are ``least`` or more."""
+    if knob.scale.kind == "horizon":
+        return Number(0, 1 - 2**-53)
+    return Number(least if knob.scale.kind == "log" else -RATE.high, RATE.high)
 
 
 def plain(value: Any) -> Any:
