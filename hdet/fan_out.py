@@ -106,8 +106,8 @@ class FanOut:
         self.moved = self._departed = False
 
     def unknown(self) -> None:
-        """Parameters may have been loaded: nothing is known of them."""
-        self.moved, self._departed = True, False
+        """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here."""
+        self.moved, self._departed, self.stepped = True, False, False
 
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
