@@ -7,11 +7,15 @@ Trials outlast pytest's limit: ``pytest --timeout 0 tests/adversary``.
 
 from __future__ import annotations
 
+import copy
+import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 LONGER = int(os.environ.get("HDET_ADVERSARY", "1"))
 SHRINKS = (Phase.shrink,) if "HDET_ADVERSARY" in os.environ else ()
@@ -45,3 +49,39 @@ def bits(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [bits(item) for item in value]
     return repr(value) if isinstance(value, float) else value
+
+
+JUNK: list[Any] = [None, True, -1, 0, 3, 10**30, 1.5, -0.0, math.nan, math.inf, -math.inf, "", "x", "1", [], [1], {}, {"x": 1}, b"x", ()]
+"""What may stand where something else belongs."""
+JSON_JUNK = [value for value in JUNK if not isinstance(value, (bytes, tuple))]
+
+
+@st.composite
+def mutated(draw: st.DrawFn, value: Any, junk: list[Any] = JUNK) -> Any:
+    """A copy of nested dicts and lists in which one to three things are replaced, left out, doubled or added."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, 3))):
+        places = [place for place in _places(value) if place]
+        if not places:
+            break
+        *path, key = draw(st.sampled_from(places))
+        owner = value
+        for part in path:
+            owner = owner[part]
+        kind = draw(st.sampled_from(["replace", "replace", "replace", "drop", "add"]))
+        if kind == "replace":
+            owner[key] = draw(st.sampled_from(junk))
+        elif kind == "drop":
+            del owner[key]
+        elif isinstance(owner, list):
+            owner.insert(key, copy.deepcopy(owner[key]))
+        else:
+            owner["unknown"] = draw(st.sampled_from(junk))
+    return value
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _places(item, (*path, key))

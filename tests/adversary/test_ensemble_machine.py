@@ -45,7 +45,11 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda optimizer: torchs.LambdaLR(optimizer, lambda t: 8 / (8 + t)),
     "onecycle": lambda optimizer: torchs.OneCycleLR(optimizer, RATE, TOTAL, cycle_momentum=False),
 }
-OWN = {"step": "recursive scheduler of the user", "cosine": "recursive scheduler of the user", "lambda": "closed-form scheduler of the user"}
+OWN = {
+    "step": "recursive scheduler of the user",
+    "cosine": "recursive scheduler of the user",
+    "lambda": "closed-form scheduler of the user",
+}
 """Schedulers that a user steps without the Ensemble, and the promise that each needs."""
 
 
