@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
 
-from ..checkpoint.helpers import Run, alone, plain_sgd, torch_adamw
+from ..checkpoint.helpers import alone, plain_sgd, torch_adamw
 from .common import bits, trial
 
 PENDING = {"foreign folders", "symbolic links", "hostile manifests", "hostile index", "export through a link"}

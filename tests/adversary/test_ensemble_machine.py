@@ -621,7 +621,7 @@ class EnsembleMachine(RuleBasedStateMachine):
             lambda: self.optimizer.load_state_dict(saved["optimizer"]),
             lambda: self.own and self.own.load_state_dict(saved["own"]),
         ]
-        ensemble = lambda: self.ensemble.load_state_dict(saved["ensemble"])  # noqa: E731
+        ensemble = lambda: self.ensemble.load_state_dict(saved["ensemble"])
         with quiet():
             for load in [ensemble, *loads] if ensemble_first else [*loads, ensemble]:
                 load()
