@@ -128,9 +128,10 @@ class FanOut:
         self.moved = self._departed = False
 
     def unknown(self, rewrite: Callable[[], None]) -> None:
-        """Parameters may have been loaded: nothing is known of them. The optimizer's state may be yet to come, with the values of the moment when
-        it was saved: ``rewrite`` puts back those of the run that goes on, which may have begun its sweep anew."""
-        self.moved, self._departed = True, False
+        """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here. The optimizer's
+        state may be yet to come, with the values of the moment when it was saved: ``rewrite`` puts back those of the run that goes on, which may
+        have begun its sweep anew."""
+        self.moved, self._departed, self.stepped = True, False, False
         self._awaits_state()
         self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
 
