@@ -27,7 +27,7 @@ def fed(slopes: list[float], cycles: int, *, noise: float = 0.0, shared: float =
         ones = [1.0] * len(slopes)
         decisions = decide(
             controller,
-            evidence(step=cycle, knobs=names, multipliers=rows, losses=losses, scheduled=ones, peak=ones, values=ones, corrections=ones)
+            evidence(step=cycle, knobs=names, multipliers=rows, losses=losses, scheduled=ones, peak=ones, values=ones, corrections=ones),
         )
     return decisions
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hdet.way import Way
 from torch import nn
 
 import hdet
@@ -19,7 +20,6 @@ from hdet.checks import _check_alike as check_alike
 from hdet.core.clock import Clock
 from hdet.core.controllers import Decision, Evidence, LineRule
 from hdet.core.controllers.line import FROM
-from hdet.way import Way
 from tests.ensemble.helpers import model
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------

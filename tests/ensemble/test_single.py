@@ -134,6 +134,19 @@ def test_a_phantom_step_and_repeated_scheduler_steps_count_once() -> None:
 # -- observe -----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
+    """A loop that goes back after an optimizer step, before it could count it."""
+    run = Run(0)
+    run.steps(3)
+    state = run.ensemble.state_dict()
+    run.optimizer.step()
+    run.ensemble.load_state_dict(state)
+    run.ensemble.step()  # of the schedule alone
+    assert run.ensemble.engine.step == 3
+    run.step()
+    assert run.ensemble.engine.step == 4
+
+
 def test_losses_are_averaged_with_their_weights() -> None:
     run = Run(0, interval=2, controller=None)
     run.ensemble.observe(torch.tensor(4.0), weight=3)

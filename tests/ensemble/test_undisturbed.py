@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hdet.undisturbed import undisturbed
 from torch import nn
 
 import hdet
-from hdet.undisturbed import undisturbed
 
 from .helpers import batch, loss_of, model
 from .test_line import Run

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hdet.way import CycleAverage, Way, _ByHand, check_room
 
 import hdet
-from hdet.way import CycleAverage, Way, _ByHand, check_room
 
 from ..distributed import run_ranks
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..plan import Decision, Learned, Moment, Plan, Question
-from .protocol import Evidence, Run, require_keys
+from ..schema import Flag, Kind, Or, Plain, read
+from .protocol import Evidence, Run
 
 __all__ = ["Controller", "Learning", "RuledController"]
 
@@ -45,8 +46,9 @@ class Controller:
     """Does it read `Evidence.mean`?"""
     opening = 1.0
     """The correction of learning rates with which a run begins."""
-    state_keys: Sequence[str] = ()
-    """Attributes that are the state: numbers, booleans, and lists of them. Hyperparameters are not state."""
+    state_keys: Mapping[str, Kind] | Sequence[str] = ()
+    """Attributes that are the state, and their kinds (hdet/core/schema.py), which a state is held to before it is loaded. Names alone: numbers,
+    booleans, and lists of them. Hyperparameters are not state."""
 
     def __init__(self, freeze_after: float | None = None) -> None:
         whole = isinstance(freeze_after, int) and not isinstance(freeze_after, bool) and freeze_after >= 1
@@ -123,13 +125,19 @@ class Controller:
         """Plain data."""
         return {"frozen": self.frozen, **{key: _plain(getattr(self, key)) for key in self.state_keys}}
 
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        """The values of `state_keys` in it; changes nothing. Further keys are those of older versions. ``knobs``: how many, where that is known.
+
+        Raises:
+            ValueError: a key is missing, or its value of another kind.
+        """
+        kinds = self.state_keys if isinstance(self.state_keys, Mapping) else dict.fromkeys(self.state_keys, Plain())
+        return read(state, {"frozen": Or(Flag(), False), **kinds}, f"{type(self).__name__}'s", knobs)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state without one of the keys; nothing is changed then. Further keys are those of older versions."""
-        require_keys(state, self.state_keys, f"{type(self).__name__}'s")
-        loaded = {key: _plain(state[key]) for key in self.state_keys}
-        self.frozen = bool(state.get("frozen", False))
-        for key, value in loaded.items():
-            setattr(self, key, value)
+        """Raises as `check_state`; nothing is changed then."""
+        for key, value in self.check_state(state).items():
+            setattr(self, key, _plain(value))
 
     def _limit(self, total_steps: int | None) -> float:
         """The last step at which a decision may move anything."""
@@ -175,6 +183,9 @@ class RuledController(Controller):
 
     def restart(self, now: Moment) -> None:
         self.rule.restart(now)
+
+    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+        return self.rule.check_state(state, knobs)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()

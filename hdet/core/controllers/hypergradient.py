@@ -41,7 +41,6 @@ class HypergradientRule(PeakController):
     name = "hypergradient"
     measures = (COSINES,)
     needs_replicas = False
-    state_keys = ("warm", "phase")
 
     def __init__(
         self,

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..plan import Compare, Decision, Learned, Level, Moment, Plan, Restore, SnapshotOf
+from ..schema import COUNT, Kind, ListOf, Number, Row
 from .base import Controller
 from .protocol import Evidence, Run
 from .reading import FARTHEST, Asking, Reading, edge, read_line
@@ -80,7 +81,11 @@ class LineRule(Controller):
     needs_replicas = False
     needs_schedule_mean = True
     opening = OPENING
-    state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled", "risen")
+    state_keys: Mapping[str, Kind] | Sequence[str] = {
+        "phase": Number(FEEL, DONE, whole=True), "began": COUNT, "ended": COUNT, "untrained": ListOf(Number()),
+        "octaves": ListOf(Row(Number(0), Number(high=math.inf), Number(0), Number())), "total": Number(-math.inf, math.inf), "cycles": COUNT,
+        "edge": Number(0), "late": Number(0, len(LATE), whole=True), "scheduled": Number(0), "risen": COUNT,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class LineRule(Controller):
 
     @property
     def idle(self) -> bool:
-        return self.phase == DONE or (self.frozen and not self.sweeping)
+        return self.phase == DONE or (not self.sweeping and (self.frozen or self.late >= len(LATE)))
 
     @property
     def finished(self) -> bool:
@@ -165,7 +170,13 @@ class LineRule(Controller):
             return Plan(spread=False)
         if self.sweeping:
             steps = min(self._interval, octave_steps(self._total, self._interval, self.octave))
-            return Plan(steps, spread=False, judged=False, measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}}, snapshots={BEGINNING: self.snapshot})
+            return Plan(
+                steps,
+                spread=False,
+                judged=False,
+                measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}},
+                snapshots={BEGINNING: self.snapshot},
+            )
         steps = self._interval - now.step % self._interval
         if not self.reads_late:
             return Plan(steps, spread=False)
@@ -191,10 +202,12 @@ class LineRule(Controller):
             return self._nothing(evidence)
         if self.phase == READ:
             return (yield from self._read(evidence))
+        # The next cycle is read in the place of one whose mini-batch is bad, and not the weights, or that ends where the schedule is at 0.
         level = (yield Level(LINE, 1.0))[0]
-        if level >= BROKEN and (yield Level(LINE, 0.0))[0] >= BROKEN:
-            # The mini-batch is bad, and not the weights: the next cycle is read in its place.
-            return self._end(evidence, None, "nothing finite so far") if self._used(evidence) >= LIMIT else self._nothing(evidence)
+        bad = level >= BROKEN and (yield Level(LINE, 0.0))[0] >= BROKEN
+        if bad or _value(evidence) <= 0:
+            why = "nothing finite so far" if bad else "the schedule is at 0"
+            return self._end(evidence, None, why) if self._used(evidence) >= LIMIT else self._nothing(evidence)
         loss = self._octaves_loss(evidence, level)
         self.ended = float(evidence.step)
         return (yield from (self._feel if self.phase == FEEL else self._sweep)(evidence, loss))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ..plan import Decision
+from ..schema import Flag, Kind, ListOf, Number
 from .base import Controller
 from .protocol import Evidence
 
@@ -21,6 +23,7 @@ class PeakController(Controller):
     schedule has fallen below ``end`` the rule is idle. The correction multiplies the schedule and stays within [1 / bound, bound].
     """
 
+    state_keys: Mapping[str, Kind] = {"warm": ListOf(Flag(), "seen"), "phase": ListOf(Number(), "seen")}
     warm: list[bool]
     """[knob]: has the schedule been near its peak?"""
     phase: list[float]

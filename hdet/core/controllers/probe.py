@@ -25,7 +25,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..plan import Decision
-from .peak import PeakController, gated, ratio
+from ..schema import Kind, ListOf, Number, Or, Row, read
+from .peak import LARGEST_T, PeakController, gated, ratio
 from .protocol import Evidence
 from .regression import mean_and_error, slopes, unexplained
 
@@ -61,7 +62,7 @@ class ProbeRule(PeakController):
     name = "probe"
     measures = (PROBE,)
     regresses = judges_held_out = True
-    state_keys = ("warm", "phase", "last")
+    state_keys: Mapping[str, Kind] = {**PeakController.state_keys, "last": ListOf(Number(-LARGEST_T, LARGEST_T), "seen")}
 
     def __init__(
         self,
@@ -114,9 +115,9 @@ class ProbeRule(PeakController):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "noise": list(self.noise)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.noise = [float(x) for x in state.get("noise", (0.0, 0.0))]  # older versions had none
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        older = Or(Row(Number(0), Number(0)), [0.0, 0.0])
+        return {**super().check_state(state, knobs), **read(state, {"noise": older}, "ProbeRule's")}
 
     def _move(self, t: float, before: float, scale: float) -> float:
         """Change of ln(correction) for this vote and the one before it: of two for a rise the weaker."""

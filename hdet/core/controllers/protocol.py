@@ -11,7 +11,7 @@ from typing import Any
 
 from ..clock import Clock
 
-__all__ = ["Evidence", "Run", "require_keys"]
+__all__ = ["Evidence", "Run"]
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,3 @@ class Evidence:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which ``Evidence(**data)`` makes it again, to the bit."""
         return asdict(self)
-
-
-def require_keys(state: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
-    """Refuse a state that lacks a key, before anything is changed.
-
-    Raises:
-        ValueError: names what is missing and what was expected.
-    """
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise ValueError(
-            f"the {what} state lacks {', '.join(map(repr, missing))}: it was saved by something else or cut short; keys expected: {', '.join(keys)}"
-        )

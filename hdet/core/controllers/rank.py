@@ -11,9 +11,10 @@ cycle knows of the variance. The larger of the two counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..plan import Decision
+from ..schema import Kind, ListOf, Number
 from .peak import gated, ratio
 from .pooled import PooledController
 from .protocol import Evidence
@@ -45,7 +46,9 @@ class RankController(PooledController):
 
     name = "rank"
     knob_per_group = True
-    state_keys = (*PooledController.state_keys, "gradients", "variances", "weight")
+    state_keys: Mapping[str, Kind] = {
+        **PooledController.state_keys, "gradients": ListOf(Number(), "seen"), "variances": ListOf(Number(0), "seen"), "weight": Number(0),
+    }  # fmt: skip
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)

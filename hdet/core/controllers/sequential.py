@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..plan import Learned, Moment, Plan
+from ..schema import Flag, Instance, read, unchanged_on_error
 from .base import Controller, Learning
-from .protocol import Evidence, Run, require_keys
+from .protocol import Evidence, Run
 
 __all__ = ["SequentialController"]
 
@@ -75,13 +76,18 @@ class SequentialController(Controller):
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first.state_dict(), "then": self.then.state_dict(), "handed_over": self.handed_over}
 
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        kinds = {"first": Instance(Mapping), "then": Instance(Mapping), "handed_over": Flag()}
+        values = read(state, kinds, f"{type(self).__name__}'s", knobs)
+        self.first.check_state(values["first"], knobs)
+        self.then.check_state(values["then"], knobs)
+        return values
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        require_keys(state, ("first", "then", "handed_over"), "SequentialController's")
-        before = self.then.state_dict()
-        self.then.load_state_dict(state["then"])
-        try:
-            self.first.load_state_dict(state["first"])
-        except ValueError:
-            self.then.load_state_dict(before)
-            raise
-        self.handed_over = bool(state["handed_over"])
+        values = self.check_state(state)
+        with unchanged_on_error(self.first), unchanged_on_error(self.then):
+            self.first.load_state_dict(values["first"])
+            self.then.load_state_dict(values["then"])
+            if values["handed_over"] and not self.first.finished:
+                raise ValueError(f"the state of {self.name!r} has handed over before the first was finished: it is damaged")
+        self.handed_over = values["handed_over"]

@@ -54,6 +54,9 @@ class Shadow(Controller):
     def restart(self, now: Moment) -> None:
         self.controller.restart(now)
 
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        return self.controller.check_state(state, knobs)
+
     def state_dict(self) -> dict[str, Any]:
         return self.controller.state_dict()
 

@@ -1,0 +1,87 @@
+"""How long the adversary tries, and the small things that all machines need.
+
+In CI the examples are few, always the same, and not shrunk. ``HDET_ADVERSARY=50`` tries 50 times as many, at random, and shrinks what
+fails; ``HDET_ADVERSARY=1`` shrinks what fails in CI. A failure prints the rules that led to it and a blob for ``@reproduce_failure``.
+Trials outlast pytest's limit: ``pytest --timeout 0 tests/adversary``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+LONGER = int(os.environ.get("HDET_ADVERSARY", "1"))
+SHRINKS = (Phase.shrink,) if "HDET_ADVERSARY" in os.environ else ()
+
+
+class Boom(Exception):
+    """What the user's own code raises."""
+
+
+def trial(examples: int, steps: int = 20) -> settings:
+    """``examples`` in CI, of at most ``steps`` rules each where the test is a state machine."""
+    return settings(
+        max_examples=examples * LONGER,
+        stateful_step_count=steps,
+        derandomize=LONGER == 1,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        phases=(Phase.explicit, Phase.generate, *SHRINKS),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def bits(value: Any) -> Any:
+    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself)."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(item) for item in value]
+    return repr(value) if isinstance(value, float) else value
+
+
+JUNK: list[Any] = [None, True, -1, 0, 3, 10**30, 1.5, -0.0, math.nan, math.inf, -math.inf, "", "x", "1", [], [1], {}, {"x": 1}, b"x", ()]
+"""What may stand where something else belongs."""
+JSON_JUNK = [value for value in JUNK if not isinstance(value, (bytes, tuple))]
+
+
+@st.composite
+def mutated(draw: st.DrawFn, value: Any, junk: list[Any] = JUNK) -> Any:
+    """A copy of nested dicts and lists in which one to three things are replaced, left out, doubled or added."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, 3))):
+        places = [place for place in _places(value) if place]
+        if not places:
+            break
+        *path, key = draw(st.sampled_from(places))
+        owner = value
+        for part in path:
+            owner = owner[part]
+        kind = draw(st.sampled_from(["replace", "replace", "replace", "drop", "add"]))
+        if kind == "replace":
+            owner[key] = draw(st.sampled_from(junk))
+        elif kind == "drop":
+            del owner[key]
+        elif isinstance(owner, list):
+            owner.insert(key, copy.deepcopy(owner[key]))
+        else:
+            owner["unknown"] = draw(st.sampled_from(junk))
+    return value
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _places(item, (*path, key))

@@ -1,0 +1,369 @@
+"""A folder of checkpoints that others write to as well, and saves that end at any system call.
+
+What is in the folder is known at all times: the states that were saved and may not have been removed yet, and foreign things, which
+stay as they are. `latest` is always one of the saved states, bit for bit.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from safetensors.torch import load_file
+
+from hdet import checkpoint
+from hdet.checkpoint import CheckpointError
+
+from ..checkpoint.helpers import alone, plain_sgd, torch_adamw
+from .common import bits, trial
+
+PENDING = {"foreign folders", "symbolic links", "hostile manifests", "hostile index", "export through a link", "empty partial folders"}
+"""Promises that this tree does not keep yet; their rules are left out. Empty it when they hold."""
+
+HARMLESS = ["notes.txt", "other/", ".x.partial", "stepping-00000001/"]
+FOREIGN = [
+    "step-00000002/",
+    "step-00000004",
+    "step-00000006/",
+    ".step-00000003.partial/",
+    ".step-00000005.partial",
+    ".step-00000001.replaced/",
+]
+LINKS = ["step-00000003", ".step-00000004.partial", ".step-00000002.replaced"]
+CALLS = ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink", "open", "scandir", "listdir", "link", "symlink")
+
+
+class Killed(BaseException):
+    """In the place of a SIGKILL: nothing that the process does after it reaches the disk."""
+
+
+class CheckpointMachine(RuleBasedStateMachine):
+    # -- the beginning -----------------------------------------------------------------------------------------------------
+
+    @initialize(adamw=st.booleans())
+    def begin(self, adamw: bool) -> None:
+        self.stack = ExitStack()
+        self.work = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.root, self.outside = self.work / "run", self.work / "outside"
+        self.outside.mkdir()
+        (self.outside / "weights").write_bytes(b"of somebody")
+        self.stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        self.make = torch_adamw if adamw else plain_sgd
+        self.run = alone(self.make)
+        self.saved: dict[int, Any] = {}
+        self.foreign: dict[str, Any] = {}
+        self.exported: Any = None
+
+    def teardown(self) -> None:
+        if hasattr(self, "stack"):
+            self.stack.close()
+
+    @invariant()
+    def foreign_things_are_untouched(self) -> None:
+        if hasattr(self, "foreign"):
+            assert {name: tree(self.root / name) for name in self.foreign} == self.foreign
+            assert tree(self.outside) == {"weights": b"of somebody"}
+
+    @invariant()
+    def the_latest_is_a_saved_state(self) -> None:
+        if not hasattr(self, "saved"):
+            return
+        latest = checkpoint.latest(self.root)
+        if latest is not None and latest.name in self.foreign:  # it may be meant for a checkpoint: said aloud, never passed over silently
+            self.refused(self.root)
+            return
+        if not self.saved:
+            assert latest is None
+            return
+        assert latest is not None
+        fresh = alone(self.make)
+        step = checkpoint.load(self.root, fresh.state)
+        assert step == max(self.saved) and bits(fresh.facts()) == self.saved[step]
+
+    # -- what a run does ---------------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 3))
+    def train(self, count: int) -> None:
+        if self.run.index + count < 40:
+            self.run.steps(count)
+
+    @rule(keep=st.integers(1, 3))
+    def save(self, keep: int) -> None:
+        step = self.run.index
+        before = tree(self.root)
+        try:
+            folder = checkpoint.save(self.root, self.run.state, step, keep=keep)
+        except CheckpointError:
+            assert self.taken(step) and tree(self.root) == before
+            return
+        assert f"step-{step:08d}" not in self.foreign and folder == self.root / f"step-{step:08d}"
+        self.saved[step] = bits(self.run.facts())
+        for old in sorted(s for s in self.saved if s <= step)[:-keep]:
+            del self.saved[old]
+        mine = {entry.name for entry in self.root.iterdir()} - set(self.foreign)
+        if "empty partial folders" in PENDING:
+            mine -= {name for name in mine if name.endswith(".partial") and not any((self.root / name).iterdir())}
+        assert mine == {f"step-{s:08d}" for s in self.saved}  # no rubbish, and nothing kept too long
+
+    def taken(self, step: int) -> bool:
+        """Does somebody else have one of the names that a save of this step needs? Then it may be refused."""
+        name = f"step-{step:08d}"
+        return not {name, f".{name}.partial", f".{name}.replaced"}.isdisjoint(self.foreign)
+
+    @rule(call=st.integers(0, 60), kill=st.booleans(), keep=st.integers(1, 2))
+    def save_that_ends_early(self, call: int, kill: bool, keep: int) -> None:
+        """At a system call: by an error (a full disk) or for good. Either the state is there or it is not."""
+        if not self.taken(self.run.index):
+            self.attempt(call, kill, keep)
+
+    def attempt(self, call: int, kill: bool, keep: int) -> bool:
+        """Was the save over before that call?"""
+        step = self.run.index
+        allowed = {s: [facts] for s, facts in self.saved.items()}
+        allowed.setdefault(step, []).append(bits(self.run.facts()))
+        try:
+            with failing(call, kill) as left:
+                checkpoint.save(self.root, self.run.state, step, keep=keep)
+            ended = True
+        except (CheckpointError, OSError, Killed):
+            ended = False
+        self.saved = self.found(allowed)
+        if ended:
+            assert step in self.saved and self.saved[step] == allowed[step][-1]
+        elif allowed.keys() - {step}:
+            assert self.saved  # what was there before is not lost
+        return left[0] >= 0
+
+    def found(self, allowed: dict[int, list[Any]]) -> dict[int, Any]:
+        """What can be loaded now; each must be one of the states that were saved for its step."""
+        states: dict[int, Any] = {}
+        names = {entry.name for entry in self.root.iterdir()} - set(self.foreign) if self.root.is_dir() else set()
+        for name in sorted(names):
+            final = name.removeprefix(".").removesuffix(".replaced")
+            if final.startswith("step-") and not final.endswith(".partial") and (name == final or final not in names):
+                number, fresh = int(final[5:]), alone(self.make)
+                assert checkpoint.load(self.root / name, fresh.state) == number
+                facts = bits(fresh.facts())
+                assert facts in allowed[number], name
+                states[number] = facts
+        return states
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        """To any of them, by name."""
+        step = data.draw(st.sampled_from(sorted(self.saved)))
+        if (self.root / f"step-{step:08d}").is_dir():
+            self.run = alone(self.make).resume(self.root / f"step-{step:08d}")
+            assert bits(self.run.facts()) == self.saved[step]
+
+    # -- what others do ----------------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(HARMLESS + FOREIGN + LINKS))
+    def somebody_writes(self, name: str) -> None:
+        """A file, a folder or a link of their own, perhaps under a name that looks like one of ours."""
+        if name in FOREIGN and "foreign folders" in PENDING or name in LINKS and "symbolic links" in PENDING:
+            return
+        path = self.root / name.rstrip("/")
+        if os.path.lexists(path):
+            return
+        self.root.mkdir(exist_ok=True)
+        if name in LINKS:
+            path.symlink_to(self.outside, target_is_directory=True)
+        elif name.endswith("/"):
+            path.mkdir()
+            (path / "weights.bin").write_bytes(b"of somebody else")
+        else:
+            path.write_bytes(b"of somebody else")
+        self.foreign[path.name] = tree(path)
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        """Refused in one line that names what is wrong; run and folder stay as they are. Then it is put right again."""
+        folder = self.root / f"step-{data.draw(st.sampled_from(sorted(self.saved))):08d}"
+        if not folder.is_dir():
+            return
+        files = sorted([*json.loads((folder / "manifest.json").read_bytes())["files"], "manifest.json"])
+        file = folder / data.draw(st.sampled_from(files))
+        content = file.read_bytes()
+        kind = data.draw(st.sampled_from(["truncated", "longer", "changed", "missing", "swapped", "a folder"]))
+        place = data.draw(st.integers(0, len(content) - 1))
+        other = folder / next(name for name in files if name != file.name)
+        theirs = other.read_bytes()
+        file.unlink()
+        if kind == "truncated":
+            file.write_bytes(content[:place])
+        elif kind == "longer":
+            file.write_bytes(content + b"x")
+        elif kind == "changed":
+            file.write_bytes(content[:place] + bytes([content[place] ^ data.draw(st.integers(1, 255))]) + content[place + 1 :])
+        elif kind == "swapped":
+            file.write_bytes(theirs)
+            other.write_bytes(content)
+        elif kind == "a folder":
+            file.mkdir()
+        self.refused(folder)
+        shutil.rmtree(file) if kind == "a folder" else file.unlink(missing_ok=True)
+        file.write_bytes(content)
+        other.write_bytes(theirs)
+
+    def refused(self, folder: Path) -> None:
+        before, run = tree(self.root), alone(self.make).steps(1)
+        facts = bits(run.facts())
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(folder, run.state)
+        assert "\n" not in str(caught.value)
+        assert bits(run.facts()) == facts and tree(self.root) == before
+
+    @precondition(lambda self: self.saved and "hostile manifests" not in PENDING)
+    @rule(name=st.sampled_from(["/dev/zero", "/etc/hostname", "../outside/weights", "a/../../x", "", ".", "..", "x\0y", "link"]))
+    def manifest_with_a_hostile_name(self, name: str) -> None:
+        """With a right digest, as whoever writes manifests can make: only regular files within the folder are read."""
+        folder = self.root / f"step-{max(self.saved):08d}"
+        if not folder.is_dir():
+            return
+        path = folder / "manifest.json"
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        if name == "link":
+            (folder / "link").symlink_to(self.outside / "weights")
+        manifest["files"][name] = {"bytes": 11, "sha256": hashlib.sha256(b"of somebody").hexdigest()}
+        path.write_bytes(sealed(manifest))
+        self.refused(folder)
+        path.write_bytes(content)
+        (folder / "link").unlink(missing_ok=True)
+
+    @precondition(lambda self: self.saved and "hostile index" not in PENDING)
+    @rule()
+    def index_that_runs_code(self) -> None:
+        """torch's reader unpickles .metadata; what is in it must not run."""
+        folder = self.root / f"step-{max(self.saved):08d}"
+        if not folder.is_dir():
+            return
+        index, manifest = folder / ".metadata", folder / "manifest.json"
+        contents = index.read_bytes(), manifest.read_bytes()
+        hostile = pickle.dumps(Touch(str(self.work / "ran")))
+        index.write_bytes(hostile)
+        facts = json.loads(contents[1])
+        facts["files"][".metadata"] = {"bytes": len(hostile), "sha256": hashlib.sha256(hostile).hexdigest()}
+        manifest.write_bytes(sealed(facts))
+        self.refused(folder)
+        assert not (self.work / "ran").exists()
+        index.write_bytes(contents[0])
+        manifest.write_bytes(contents[1])
+
+    # -- export ------------------------------------------------------------------------------------------------------------
+
+    @rule(call=st.integers(0, 12), kill=st.booleans(), whole=st.booleans(), link=st.booleans())
+    def export(self, call: int, kill: bool, whole: bool, link: bool) -> None:
+        """The file is the old one or the new one, and what links lead to is not written."""
+        path = self.work / "model.safetensors"
+        trap = self.work / ".model.safetensors.partial"
+        if link and "export through a link" not in PENDING and not os.path.lexists(trap):
+            trap.symlink_to(self.outside / "weights")
+        allowed = [self.exported, bits(self.run.net.state_dict())]
+        try:
+            with failing(10**9 if whole else call, kill):
+                assert checkpoint.export_safetensors(path, self.run.net, self.run.ensemble) == [path]
+            allowed = allowed[1:]
+        except (CheckpointError, OSError, Killed):
+            assert not whole
+        self.exported = bits(load_file(path)) if path.exists() else None
+        assert self.exported in allowed
+
+
+# -- small things ------------------------------------------------------------------------------------------------------------
+
+
+class Touch:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+def sealed(manifest: dict[str, Any]) -> bytes:
+    """With the digest that belongs to it."""
+    facts = {key: value for key, value in manifest.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**facts, "sha256": digest}).encode()
+
+
+def tree(path: Path) -> Any:
+    """All that is there: contents by name, of links where they lead."""
+    if path.is_symlink():
+        return ("link", os.readlink(path))
+    if path.is_dir():
+        return {entry.name: tree(entry) for entry in sorted(path.iterdir())}
+    return path.read_bytes() if path.exists() else None
+
+
+@contextmanager
+def failing(call: int, kill: bool) -> Iterator[list[int]]:
+    """The ``call``-th of the calls that look at the disk or change it raises; after a kill all further ones do, too."""
+    left = [call]
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1 and not kill:
+                raise OSError(28, "No space left on device")
+            if left[0] < 0 and kill:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(os, name, wrap(getattr(os, name))))
+        opened = wrap(open)
+        stack.enter_context(mock.patch.object(builtins, "open", opened))
+        stack.enter_context(mock.patch.object(io, "open", opened))
+        yield left
+
+
+TestCheckpointMachine = CheckpointMachine.TestCase
+TestCheckpointMachine.settings = trial(examples=20, steps=12)
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another step", "the same step"])
+@pytest.mark.parametrize("kill", [False, True], ids=["error", "kill"])
+def test_every_call_of_a_save(kill: bool, same: bool) -> None:
+    """One call after the other, beside a checkpoint or in its place: never is there none, and never half of one."""
+    machine = CheckpointMachine()
+    machine.begin(adamw=False)
+    try:
+        for call in range(200):
+            machine.run = alone(machine.make).steps(2)
+            machine.save(1)
+            machine.train(0 if same else 1)
+            if machine.attempt(call, kill, 1):
+                break
+            machine.the_latest_is_a_saved_state()
+            if not same and 3 in machine.saved:  # published, and then something failed: it is there
+                shutil.rmtree(machine.root)
+                machine.saved = {}
+        assert 15 < call < 199
+    finally:
+        machine.teardown()

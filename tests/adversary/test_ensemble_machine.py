@@ -1,0 +1,678 @@
+"""An Ensemble in one process under whatever order of calls, errors and foreign writes, beside a twin in plain torch.
+
+The twin has one model and one optimizer a replica, a scheduler of its own that nobody corrects, and three counters. After each rule
+it says what must be: the base value at rest (schedule times correction), the rate that the inner ``step`` has seen (times the
+replica's multiplier), counts, and every parameter, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+from torch.optim import lr_scheduler as torchs
+
+import hdet
+from hdet.core.controllers import Decision
+
+from .common import Boom, bits, trial
+
+PENDING: set[str] = set()
+"""Promises that this tree does not keep yet; their rules are left out. Empty it when they hold."""
+
+RATE, TOTAL = 0.0625, 400
+OPTIMIZERS: dict[str, Callable[..., type]] = {
+    "SGD": lambda: torch.optim.SGD,
+    "AdamW": lambda: torch.optim.AdamW,
+    "FusedSGD": lambda: hdet.FusedSGD,
+    "FusedAdamW": lambda: hdet.FusedAdamW,
+}
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda optimizer: None,
+    "step": lambda optimizer: torchs.StepLR(optimizer, 7, 0.5),
+    "cosine": lambda optimizer: torchs.CosineAnnealingLR(optimizer, 60),
+    "lambda": lambda optimizer: torchs.LambdaLR(optimizer, lambda t: 8 / (8 + t)),
+    "onecycle": lambda optimizer: torchs.OneCycleLR(optimizer, RATE, TOTAL, cycle_momentum=False),
+}
+OWN = {
+    "step": "recursive scheduler of the user",
+    "cosine": "recursive scheduler of the user",
+    "lambda": "closed-form scheduler of the user",
+}
+"""Schedulers that a user steps without the Ensemble, and the promise that each needs."""
+
+
+class Scripted:
+    """A controller with the published protocol that decides what the test has written down for a cycle."""
+
+    name, needs_probe = "scripted", False
+
+    def __init__(self, script: list[tuple[float, int]]) -> None:
+        self.script, self.asked, self.bomb = script, 0, False
+
+    def decision(self, cycle: int) -> tuple[float, int]:
+        return self.script[cycle % len(self.script)] if self.script else (1.0, 0)
+
+    def update(self, evidence: Any) -> list[Decision]:
+        if self.bomb:
+            raise Boom("controller")
+        assert all(loss is None or math.isfinite(loss) for loss in evidence.losses)
+        self.asked += 1
+        factor, over = self.decision(evidence.cycle)
+        return [Decision(factor=factor, over=over)] * len(evidence.knobs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.asked = int(state["asked"])
+
+
+def watched(kind: type) -> type:
+    """The optimizer class, with a ``step`` that notes the rates it is called at, and can be told to raise."""
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        bomb, seen = False, ()
+
+        def step(self, closure: Any = None) -> Any:
+            self.seen = [float(group["lr"]) for group in self.param_groups]
+            if self.bomb:
+                raise Boom("optimizer")
+            return super().step(closure)
+
+    return Watched
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+
+
+def loss_of(net: nn.Module, number: int) -> torch.Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def optimizer_of(net: nn.Module, setup: dict[str, Any], cls: Callable[[type], type] = lambda kind: kind) -> Any:
+    settings = {"momentum": 0.9} if setup["optimizer"].endswith("SGD") else {"weight_decay": 0.1}
+    body, head = list(net[0].parameters()), list(net[2].parameters())  # type: ignore[index]
+    if setup["frozen"]:
+        for p in head:
+            p.requires_grad_(False)
+    return cls(OPTIMIZERS[setup["optimizer"]]())([{"params": body}, {"params": head, "lr": RATE / 2}], lr=RATE, **settings)
+
+
+class Shadow:
+    """The schedule that nobody corrects, counters, and the correction: what the base value has to be."""
+
+    def __init__(self, setup: dict[str, Any], script: list[tuple[float, int]]) -> None:
+        self.setup, self.script = setup, script
+        groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": RATE / 2}]
+        self.optimizer = torch.optim.SGD(groups, lr=RATE)
+        self.scheduler = SCHEDULERS[setup["scheduler"]](self.optimizer)
+        self.own = SCHEDULERS[setup["own"]](self.optimizer)
+        self.step = self.position = self.cycle = 0
+        self.correction, self.eased, self.temperature = 1.0, (1.0, 0, 0), 2.0
+        self.corrected = [0, 1] if setup["knob"] == "all" else [0]
+
+    def state(self) -> dict[str, Any]:
+        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "eased", "temperature")}
+        schedulers = {key: s and copy.deepcopy(s.state_dict()) for key, s in (("scheduler", self.scheduler), ("own", self.own))}
+        return {"plain": plain, "lr": [group["lr"] for group in self.optimizer.param_groups], **schedulers}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for key, value in state["plain"].items():
+            setattr(self, key, value)
+        for key in ("scheduler", "own"):
+            if state[key] is not None:
+                getattr(self, key).load_state_dict(copy.deepcopy(state[key]))
+        for group, lr in zip(self.optimizer.param_groups, state["lr"], strict=True):
+            group["lr"] = lr
+
+    def advance(self, scheduler: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this optimizer never steps
+            scheduler.step()
+
+    def in_force(self) -> float:
+        before, since, over = self.eased
+        part = (self.step - since + 1) / over if over else 1.0
+        return self.correction if part >= 1 else before * (self.correction / before) ** part
+
+    def base(self) -> list[float]:
+        return [group["lr"] * (self.in_force() if g in self.corrected else 1.0) for g, group in enumerate(self.optimizer.param_groups)]
+
+    def written(self, group: int, value: float) -> None:
+        """Somebody else has written the base value that is in force now."""
+        self.optimizer.param_groups[group]["lr"] = value / (self.in_force() if group in self.corrected else 1.0)
+
+    def ends(self) -> bool:
+        return self.position >= self.setup["interval"]
+
+    def decide(self, decision: tuple[float, int]) -> None:
+        if self.step - self.setup["interval"] >= self.setup["warmup"]:
+            factor, over = decision
+            before, after = self.in_force(), min(max(self.correction * factor, 1e-6), 1e6)
+            done = self.step if self.scheduler is None else self.scheduler.last_epoch
+            self.correction = after
+            if factor != 1:
+                self.eased = (before, self.step, round(over * self.step / (done or self.step)) if after > before else 0)
+        self.cycle, self.position = self.cycle + 1, 0
+
+
+SETUP = st.fixed_dictionaries(
+    {
+        "replicas": st.sampled_from([1, 1, 2, 3]),
+        "optimizer": st.sampled_from(list(OPTIMIZERS)),
+        "scheduler": st.sampled_from(list(SCHEDULERS)),
+        "own": st.sampled_from(["none", *OWN]),
+        "knob": st.sampled_from(["all", "first"]),
+        "spread": st.sampled_from([0.0, 0.25]),
+        "interval": st.sampled_from([1, 2, 3]),
+        "warmup": st.sampled_from([0, 3]),
+        "frozen": st.booleans(),
+        "rho": st.sampled_from([1.0, 1.25]),
+        "temperature": st.booleans(),
+    }
+)
+SCRIPT = st.lists(st.sampled_from([(1.0, 0), (2.0, 0), (0.5, 0), (4.0, 0), (0.25, 0), (2.0, 3)]), max_size=4)
+
+
+class EnsembleMachine(RuleBasedStateMachine):
+    # -- the beginning -----------------------------------------------------------------------------------------------------
+
+    @initialize(setup=SETUP, script=SCRIPT)
+    def begin(self, setup: dict[str, Any], script: list[tuple[float, int]]) -> None:
+        if setup["replicas"] > 1 and not setup["optimizer"].startswith("Fused"):
+            setup = {**setup, "optimizer": f"Fused{setup['optimizer']}"}
+        if setup["scheduler"] != "none" or OWN.get(setup["own"]) in PENDING:
+            setup = {**setup, "own": "none"}
+        self.setup, self.script, self.count = setup, script, setup["replicas"]
+        self.number, self.gradient, self.saved = 0, False, None
+        self.shadow = Shadow(setup, script)
+        self.stepped = self.log_bomb = self.stale = False
+        self.broken_losses: set[int] = set()
+        self.notes: list[tuple[dict[str, Any], int]] = []
+        self.random = torch.get_rng_state()
+        self.temperature = 2.0
+        self.build()
+        self.twins = [network() for _ in range(self.count)]
+        self.steppers = [optimizer_of(net, setup) for net in self.twins]
+
+    def build(self) -> None:
+        """Model, optimizer and all that drives it, as a script makes them."""
+        self.net = network()
+        self.optimizer = optimizer_of(self.net, self.setup, watched)
+        self.scheduler = SCHEDULERS[self.setup["scheduler"]](self.optimizer)
+        self.own = SCHEDULERS[self.setup["own"]](self.optimizer)
+        self.replicas = hdet.CoresidentReplicas(self.net, self.count) if self.count > 1 else None
+        self.drive()
+
+    def drive(self) -> None:
+        self.controller = Scripted(self.script)
+        knobs: list[Any] = [hdet.LearningRate(self.setup["spread"], groups=None if self.setup["knob"] == "all" else [0])]
+        if self.setup["temperature"]:
+            settings = {"spread": 0.5 * self.setup["spread"], "honest": True, "direct": True}
+            knobs.append(hdet.Scalar("temperature", lambda: self.temperature, lambda x: setattr(self, "temperature", x), **settings))
+        with quiet():
+            self.ensemble = hdet.Ensemble(
+                self.optimizer,
+                self.scheduler,
+                knobs=knobs,
+                replicas=self.replicas,
+                sync_interval=self.setup["interval"],
+                warmup_steps=self.setup["warmup"],
+                controller=self.controller,
+                divergence=hdet.Divergence(peer_bound=None),
+                log=self.log,
+            )
+        self.knob = self.ensemble.knobs[0].name
+        if self.replicas is None:  # it plays a replica with this multiplier; no others are needed to see where it acts
+            assign, own = self.ensemble._fan_out.assign, [self.setup["rho"]] * len(knobs)
+            self.ensemble._fan_out.assign = lambda *rows: assign(own)  # type: ignore[method-assign]
+            assign(own)
+
+    def log(self, record: dict[str, Any], step: int) -> None:
+        self.notes.append((record, step))
+        if self.log_bomb:
+            raise Boom("log")
+
+    # -- what is looked at -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def replica(self, k: int) -> Iterator[None]:
+        if self.replicas is None:
+            yield
+        else:
+            with self.replicas.use(k):
+                yield
+
+    def weights(self, k: int) -> list[torch.Tensor]:
+        with self.replica(k):
+            return [p.detach().clone() for p in self.net.parameters()]
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def facts(self) -> Any:
+        """All that a refused call must leave as it was."""
+        with quiet():
+            state = self.ensemble.state_dict()
+        return bits(
+            {
+                "weights": [self.weights(k) for k in range(self.count)],
+                "optimizer": self.optimizer.state_dict(),
+                "own": self.own and {k: v for k, v in self.own.state_dict().items() if k != "lr_lambdas"},
+                "ensemble": state,
+                "multipliers": self.ensemble.multipliers,
+                "temperature": self.temperature,
+                "cycle": self.ensemble.cycle,
+                "random": torch.get_rng_state(),
+            }
+        )
+
+    def multipliers(self, knob: int = 0) -> list[float]:
+        return self.ensemble.engine.multipliers()[knob] if self.replicas else [self.setup["rho"]]
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.base_values_at_rest()
+        self.counts()
+        self.weights_are_the_twins()
+        self.converged_means_equal()
+        self.state_is_plain()
+        assert torch.equal(torch.get_rng_state(), self.random)
+
+    def base_values_at_rest(self) -> None:
+        if not self.stale:
+            assert self.rates() == pytest.approx(self.shadow.base(), rel=1e-12, abs=0), (self.rates(), self.shadow.base())
+            if self.shadow.in_force() == 1:  # torch's own values, to the bit
+                assert self.rates() == self.shadow.base()
+            assert self.ensemble.values()[self.knob] == self.rates()[0]
+            temperature = self.shadow.temperature * (self.shadow.in_force() if self.setup["temperature"] else 1.0)
+            assert self.temperature == pytest.approx(temperature, rel=1e-12)
+
+    def counts(self) -> None:
+        engine, shadow = self.ensemble.engine, self.shadow
+        assert (engine.step, engine.position, self.ensemble.cycle) == (shadow.step, shadow.position, shadow.cycle)
+        assert self.ensemble.corrections[self.knob] == pytest.approx(shadow.correction, rel=1e-12)
+
+    def weights_are_the_twins(self) -> None:
+        for k, twin in enumerate(self.twins):
+            assert bits(self.weights(k)) == bits(list(twin.parameters())), k
+
+    def converged_means_equal(self) -> None:
+        if self.ensemble.converged:
+            assert all(bits(self.weights(k)) == bits(self.weights(0)) for k in range(self.count))
+
+    def state_is_plain(self) -> None:
+        with quiet():
+            state = self.ensemble.state_dict()
+        assert json.loads(json.dumps(state, allow_nan=False)) == state
+
+    # -- the loop ----------------------------------------------------------------------------------------------------------
+
+    @rule()
+    def backward(self) -> None:
+        """Forward and backward of all replicas, and the losses that they see."""
+        for k in range(self.count):
+            with self.replica(k):
+                loss = loss_of(self.net, 10 * self.number + k)
+                self.ensemble.observe(loss)
+            (loss / self.count).backward()
+        shared = [None if p.grad is None else p.grad.clone() for p in self.twins[0].parameters()]
+        for k, twin in enumerate(self.twins):  # one after the other into one gradient
+            for p in twin.parameters():
+                p.grad = None
+            (loss_of(twin, 10 * self.number + k) / self.count).backward()
+            shared = [
+                p.grad if total is None or p.grad is None else total + p.grad for total, p in zip(shared, twin.parameters(), strict=True)
+            ]
+        for twin in self.twins:
+            for p, total in zip(twin.parameters(), shared, strict=True):
+                p.grad = None if total is None else total.clone()
+        self.number += 1
+        self.gradient = True
+
+    @precondition(lambda self: self.gradient)
+    @rule(closure=st.booleans())
+    def optimizer_step(self, closure: bool) -> None:
+        before = self.rates()
+        multipliers = self.multipliers()
+        self.optimizer.step(lambda: torch.tensor(1.0)) if closure and self.count == 1 else self.optimizer.step()
+        assert self.rates() == before  # the multiplier is not there any more
+        seen, stock = list(self.optimizer.seen), not self.setup["optimizer"].startswith("Fused")
+        if not self.stale:  # fused: multipliers are beside it
+            rho = multipliers[0] if stock else 1.0
+            expected = [rate * (rho if g in self.shadow.corrected else 1.0) for g, rate in enumerate(self.shadow.base())]
+            assert seen == pytest.approx(expected, rel=1e-12, abs=0)
+        self.twin_step(seen, [1.0] if stock else multipliers)
+        self.stepped = any(seen)
+
+    def twin_step(self, rates: list[float], multipliers: list[float]) -> None:
+        for rho, stepper in zip(multipliers, self.steppers, strict=True):
+            for g, group in enumerate(stepper.param_groups):
+                group["lr"] = rates[g] * rho if g in self.shadow.corrected else rates[g]
+            stepper.step()
+            stepper.zero_grad()
+        self.optimizer.zero_grad()
+        self.gradient = False
+
+    @precondition(lambda self: not self.gradient)
+    @rule()
+    def training_step(self) -> None:
+        """The usual order, so that runs get somewhere."""
+        self.backward()
+        self.optimizer_step(False)
+        self.ensemble_step(None)
+
+    @rule(bomb=st.sampled_from([None, None, None, "log", "controller", "scheduler"]))
+    def ensemble_step(self, bomb: str | None) -> None:
+        """Also without an optimizer step, or several for one; or with an error in the user's own code."""
+        self.log_bomb, self.controller.bomb = bomb == "log", bomb == "controller"
+        shadow, stepped, told = self.shadow, self.stepped, len(self.notes)
+        self.stepped = False
+        multipliers = self.multipliers()
+        try:
+            with quiet(), broken(self.scheduler if bomb == "scheduler" else None):
+                self.ensemble.step()
+            failed = None
+        except Boom as error:
+            failed = str(error)
+        finally:
+            self.log_bomb = self.controller.bomb = False
+        self.stale = False
+        if bomb == "scheduler" and self.scheduler is not None:
+            assert failed == "scheduler"
+            return
+        if shadow.scheduler is not None:
+            shadow.advance(shadow.scheduler)
+        if stepped:
+            shadow.step, shadow.position = shadow.step + 1, shadow.position + 1
+        if not stepped or not shadow.ends():
+            assert failed is None and len(self.notes) == told
+            return
+        self.average({k for k in range(self.count) if k not in self.broken_losses} or set(range(self.count)))
+        acts = shadow.step - self.setup["interval"] >= self.setup["warmup"]
+        if bomb == "controller" and acts:
+            assert failed == "controller"
+            return
+        shadow.decide(self.controller.decision(shadow.cycle))
+        self.broken_losses = set()
+        assert failed == ("log" if bomb == "log" else None)
+        record, step = self.notes[-1]
+        assert len(self.notes) == told + 1 and step == shadow.step and record["cycle"] == shadow.cycle - 1
+        assert self.replicas is None or record["multipliers"][self.knob] == multipliers
+        assert record["values"][self.knob] == pytest.approx(shadow.base()[0], rel=1e-12)
+
+    def average(self, healthy: set[int]) -> None:
+        """Replicas are equal now; where they were equal already they have not moved."""
+        ours = [self.weights(k) for k in range(self.count)]
+        assert all(bits(row) == bits(ours[0]) for row in ours)
+        params = [list(twin.parameters()) for twin in self.twins]
+        if all(bits(row) == bits(params[0]) for row in params):
+            return  # compared by the invariant
+        for i, mean in enumerate(ours[0]):
+            expected = torch.stack([params[k][i].detach() for k in sorted(healthy)]).mean(0)
+            torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-8)
+        with torch.no_grad():
+            for row in params:
+                for p, mean in zip(row, ours[0], strict=True):
+                    p.copy_(mean)
+
+    @rule()
+    def converge(self) -> None:
+        with quiet():
+            self.ensemble.converge()
+        self.average(set(range(self.count)))
+        assert self.ensemble.converged
+        self.broken_losses = set()
+
+    @rule()
+    def look(self) -> None:
+        """Evaluation, `explore`, values: nothing moves."""
+        before, rest = self.facts(), self.temperature
+        self.net.eval()
+        with torch.no_grad(), self.replica(self.count - 1), self.ensemble.explore():
+            loss_of(self.net, 1)
+            if self.setup["temperature"]:
+                assert self.temperature == rest * self.multipliers(1)[self.count - 1] == self.ensemble.value("temperature")
+            assert self.ensemble.value(self.knob) == self.rates()[0]
+            assert self.ensemble.multipliers[self.knob] == self.multipliers()[self.count - 1]
+        self.net.train()
+        assert self.facts() == before and self.temperature == rest
+
+    # -- errors ------------------------------------------------------------------------------------------------------------
+
+    @rule(where=st.sampled_from(["optimizer", "closure", "explore"]))
+    def error_of_the_users(self, where: str) -> None:
+        """Raised inside a step or an `explore`: values are back, and nothing has been counted."""
+
+        def explode() -> torch.Tensor:
+            raise Boom("closure")
+
+        before = self.facts()
+        with pytest.raises(Boom):
+            if where == "explore":
+                with self.replica(0), self.ensemble.explore():  # a forward pass out of memory
+                    raise Boom("explore")
+            elif where == "optimizer" or self.count > 1:
+                self.optimizer.bomb = True
+                self.optimizer.step()
+            else:
+                self.optimizer.step(explode)
+        self.optimizer.bomb = False
+        assert self.facts() == before
+
+    @rule(what=st.integers(0, 9))
+    def refused(self, what: int) -> None:
+        """What cannot be is refused, and nothing has changed."""
+        before = self.facts()
+        with quiet():
+            state = self.ensemble.state_dict()
+        with pytest.raises((ValueError, TypeError)), quiet():
+            if what == 0:
+                self.ensemble.observe(torch.zeros(3), replica=0)
+            elif what == 1:
+                self.ensemble.observe(1.0, weight=-1.0, replica=0)
+            elif what == 2:
+                self.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+            elif what == 3:
+                hdet.Ensemble(self.optimizer, replicas=self.replicas)
+            elif what == 4:
+                self.ensemble.load_state_dict({key: value for key, value in state.items() if key != "cycle"})
+            elif what == 5:
+                self.ensemble.load_state_dict({**state, "corrections": [float("nan")]})
+            elif what == 6:
+                self.ensemble.load_state_dict({**state, "controller": "another"})
+            elif what == 7:
+                with self.replica(0), self.ensemble.explore():
+                    self.ensemble.step()
+            elif what == 8:
+                with self.replica(0), self.ensemble.explore():
+                    self.ensemble.converge()
+            else:
+                self.ensemble.value("no such knob")
+        assert self.facts() == before
+
+    @rule(k=st.integers(0, 2))
+    def a_loss_is_not_finite(self, k: int) -> None:
+        """Its replica is left out of the cycle's average and of the evidence."""
+        self.ensemble.observe(float("nan"), replica=k % self.count)
+        self.broken_losses.add(k % self.count)
+
+    @precondition(lambda self: self.count > 1)
+    @rule(k=st.integers(0, 2))
+    def a_replica_is_lost(self, k: int) -> None:
+        """Its weights are not finite: it is left out of the average and takes it."""
+        with torch.no_grad(), self.replica(k % self.count):
+            next(self.net.parameters())[0].fill_(math.inf)
+            next(self.twins[k % self.count].parameters())[0].fill_(math.inf)
+        with pytest.warns(UserWarning, match=f"replica {k % self.count} left out of the average"):
+            self.ensemble.converge()
+        assert all(weight.isfinite().all() for weight in self.weights(k % self.count))
+        self.average(set(range(self.count)) - {k % self.count})
+        self.broken_losses = set()
+
+    @precondition(lambda self: not self.gradient and not self.stale)
+    @rule()
+    def a_gradient_is_not_finite(self) -> None:
+        """Shared: all replicas are lost. That is said at the end of the cycle, at base values; a checkpoint from before goes on."""
+        self.converge()
+        self.keep()
+        self.gradient = False
+        for p in self.net.parameters():
+            p.grad = torch.full_like(p, math.nan) if p.requires_grad else None
+        with pytest.raises(hdet.ReplicasDiverged), quiet():
+            for _ in range(self.setup["interval"] + 1):
+                self.optimizer.step()
+                self.ensemble.step()
+        assert all(math.isfinite(rate) for rate in self.rates()) and math.isfinite(self.temperature)
+        self.resume("anew", False)
+
+    @precondition(lambda self: self.setup["scheduler"] == "none" and not self.gradient)
+    @rule()
+    def a_step_at_rate_zero(self) -> None:
+        """As checkpoint libraries make them: nobody's step."""
+        rates, weights = self.rates(), [bits(self.weights(k)) for k in range(self.count)]
+        for p in self.net.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        for twin in self.twins:
+            for p in twin.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.optimizer.step()
+        assert weights == [bits(self.weights(k)) for k in range(self.count)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.twin_step([0.0, 0.0], [1.0] * self.count)
+
+    # -- foreign writes ----------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: "foreign write" not in PENDING and not self.stale)
+    @rule(group=st.integers(0, 1), value=st.sampled_from(["halved", 0.03125, 0.25]))
+    def written_by_hand(self, group: int, value: Any) -> None:
+        """It is the base value in force, until a schedule goes on from it."""
+        rate = self.rates()[group] * 0.5 if value == "halved" else value
+        self.optimizer.param_groups[group]["lr"] = rate
+        self.shadow.written(group, rate)
+
+    @precondition(lambda self: "foreign write" not in PENDING and self.setup["temperature"])
+    @rule(value=st.sampled_from([1.0, 4.0]))
+    def temperature_written_by_hand(self, value: float) -> None:
+        self.temperature = value
+        self.shadow.temperature = value / self.shadow.in_force()
+
+    @precondition(lambda self: self.own is not None and not self.stale)
+    @rule()
+    def epoch(self) -> None:
+        """The user steps a scheduler of theirs. One with a closed form writes the schedule's value, which the next step corrects."""
+        with quiet():
+            self.own.step()
+        self.shadow.advance(self.shadow.own)
+        self.stale = self.setup["own"] == "lambda" and self.shadow.in_force() != 1
+
+    # -- states ------------------------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        with quiet():
+            self.saved = copy.deepcopy(
+                {
+                    "ensemble": json.loads(json.dumps(self.ensemble.state_dict())),
+                    "optimizer": self.optimizer.state_dict(),
+                    "model": self.net.state_dict(),
+                    "own": self.own and self.own.state_dict(),
+                    "shadow": self.shadow.state(),
+                    "twins": [(net.state_dict(), stepper.state_dict()) for net, stepper in zip(self.twins, self.steppers, strict=True)],
+                    "number": self.number,
+                    "temperature": self.temperature,
+                }
+            )
+
+    @precondition(lambda self: not self.gradient and not self.stepped and not self.stale)
+    @rule()
+    def save(self) -> None:
+        self.converge()
+        self.keep()
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(where=st.sampled_from(["here", "anew"]), ensemble_first=st.booleans())
+    def resume(self, where: str, ensemble_first: bool) -> None:
+        """Into this Ensemble, or into another one of another model and optimizer; in any order."""
+        saved = copy.deepcopy(self.saved)
+        assert saved is not None
+        if where == "anew":
+            self.build()
+        loads = [
+            lambda: self.net.load_state_dict(saved["model"]),
+            lambda: self.optimizer.load_state_dict(saved["optimizer"]),
+            lambda: self.own and self.own.load_state_dict(saved["own"]),
+        ]
+        ensemble = lambda: self.ensemble.load_state_dict(saved["ensemble"])
+        with quiet():
+            for load in [ensemble, *loads] if ensemble_first else [*loads, ensemble]:
+                load()
+        self.optimizer.zero_grad()
+        self.shadow.load(saved["shadow"])
+        for net, stepper, (weights, moments) in zip(self.twins, self.steppers, saved["twins"], strict=True):
+            net.load_state_dict(weights)
+            stepper.load_state_dict(moments)
+            stepper.zero_grad()
+        self.number, self.gradient, self.stepped, self.stale, self.broken_losses = saved["number"], False, False, False, set()
+
+    @precondition(lambda self: not self.gradient and not self.stale)
+    @rule(go_on=st.booleans())
+    def another_ensemble(self, go_on: bool) -> None:
+        """close() and a new one over the same optimizer: with the state it goes on, without it begins at the values it finds."""
+        self.converge()
+        with quiet():
+            state = self.ensemble.state_dict()
+        base = self.rates()
+        self.ensemble.close()
+        assert self.rates() == base
+        self.drive()
+        if go_on:
+            with quiet():
+                self.ensemble.load_state_dict(state)
+        else:
+            shadow = self.shadow
+            shadow.step, shadow.position, shadow.cycle = getattr(self.scheduler, "last_epoch", 0), 0, 0
+            shadow.correction, shadow.eased, shadow.temperature = 1.0, (1.0, 0, 0), self.temperature
+            for group, rate in zip(shadow.optimizer.param_groups, base, strict=True):
+                group["lr"] = rate
+        self.stepped, self.broken_losses, self.saved = False, set(), self.saved if go_on else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings are not what this is about (one replica that nothing can be compared with; states from the middle of a cycle)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def broken(scheduler: Any) -> Iterator[None]:
+    """Its step raises."""
+    if scheduler is None:
+        yield
+        return
+    with mock.patch.object(type(scheduler), "step", side_effect=Boom("scheduler")):
+        yield
+
+
+TestEnsembleMachine = EnsembleMachine.TestCase
+TestEnsembleMachine.settings = trial(examples=40, steps=25)

@@ -1,0 +1,95 @@
+"""Two and three processes under random orders of steps, averages, saves and loads, with a replica that breaks and one that is slow.
+
+Replicas that have just been averaged are bitwise equal, and base values are equal at all times; a save is what is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdet
+from hdet import checkpoint
+
+from ..distributed import run_ranks
+from ..ensemble.helpers import Run
+from .common import LONGER, bits
+
+ACTIONS = ["step", "step", "step", "step", "converge", "save", "load", "broken loss", "broken weights", "slow", "state"]
+SEQUENCES = 6
+
+
+def equal(value: Any) -> bool:
+    """On all ranks?"""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, value)
+    return all(row == rows[0] for row in rows)
+
+
+def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str, int]], float, bool]]) -> None:
+    warnings.simplefilter("ignore")  # of replicas that are left out, and of states in the middle of a cycle
+    for number, (actions, spread, softmax) in enumerate(sequences):
+        folder = Path(root, str(number))
+        controller = hdet.SoftmaxController(decay=None) if softmax else hdet.SlopeController()
+        run = Run(rank, spread=spread, total=200, interval=3, controller=controller)
+        saved: Any = None
+        for place, (action, chosen) in enumerate(actions):
+            mine, what = chosen % world == rank, (number, place, action)
+            cycle = run.ensemble.cycle
+            if action == "step":
+                run.step()
+            elif action == "broken loss":
+                run.step(report=float("nan") if mine else None)
+            elif action == "slow":
+                time.sleep(0.05 * mine)
+                run.step()
+            elif action == "broken weights":  # after the step, or DDP's gradients would break all
+                if mine:
+                    with torch.no_grad():
+                        next(run.net.parameters())[0] = float("nan")
+                run.ensemble.converge()
+            elif action == "converge":
+                run.ensemble.converge()
+            elif action == "save":
+                saved = checkpoint.save(folder, checkpoint.RunState(run.net, run.ensemble), place), facts(run), run.index
+            elif action == "load" and saved is not None:
+                checkpoint.load(saved[0], checkpoint.RunState(run.net, run.ensemble))
+                assert facts(run) == saved[1], what
+                run.index = saved[2]
+            elif action == "state":
+                state = copy.deepcopy(run.ensemble.state_dict())
+                assert equal(state), what
+                run.ensemble.load_state_dict(state)
+            averaged = run.ensemble.cycle > cycle or action in ("converge", "save", "broken weights")
+            assert run.ensemble.converged or not averaged, what
+            if run.ensemble.converged:
+                assert equal(bits(run.weights())), what
+            assert torch.isfinite(run.weights()).all(), what
+            assert equal(([group["lr"] for group in run.optimizer.param_groups], run.ensemble.values(), run.ensemble.corrections)), what
+        run.ensemble.close()
+
+
+def facts(run: Run) -> Any:
+    state = run.optimizer.state_dict()
+    return bits([run.weights(), state["state"], [group["lr"] for group in state["param_groups"]], run.ensemble.state_dict()])
+
+
+def sequence(seed: int) -> tuple[list[tuple[str, int]], float, bool]:
+    """Actions, each with a rank that is meant; the spread; and which controller."""
+    random = Random(seed)
+    actions = [(random.choice(ACTIONS), random.randrange(6)) for _ in range(random.randint(8, 24))]
+    return actions, random.choice([0.0, 0.3, 0.3]), random.random() < 0.5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_sequences(world: int, tmp_path: Path) -> None:
+    """Hypothesis would play each of them again and again; processes are too slow for that. An error names sequence, place and action."""
+    run_ranks(play, world, str(tmp_path), [sequence(100 * world + i) for i in range(SEQUENCES * LONGER)], timeout=120 * LONGER)
