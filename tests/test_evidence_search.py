@@ -234,7 +234,6 @@ def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the command ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(600)  # two workers are started, which import everything
 def test_quick_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(played, "ORDERS", 2)
     path = tmp_path / "search.jsonl"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.record import RunFolderError, atomic_file, read_history
+from hdet.owned_folder import atomic_file
+from hdet.record import RunFolderError, read_history
 
 from .curves import Record
 from .hero import hero_tables

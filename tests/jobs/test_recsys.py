@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from hdet.jobs.recsys import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
 
+from ..limits import HANG_S
+
 ROOT = Path(__file__).parents[2]
 LOG = InteractionLog()
 
@@ -142,7 +144,7 @@ def test_example_runs(options: list[str]) -> None:
     command = [sys.executable, "-W", "ignore", "examples/recsys.py", "--steps", "20", "--sync-interval", "5", *options]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, check=False
+        command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, check=False
     )
     assert done.returncode == 0, done.stderr
     assert 0.5 < float(done.stdout.split("held-out loss")[1].split()[0]) < 0.8  # ln 2 is 0.693
