@@ -20,9 +20,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
 from hdet.checkpoint.folder import read_manifest
+from hdet.checkpoint.reader import read_index
 
 from ..distributed import run_ranks
-from .helpers import alone, ddp
+from .helpers import alone, ddp, hsdp
 from .test_folder import first_data, refusal, saved
 
 
@@ -60,6 +61,20 @@ def index_of(folder: Path) -> metadata.Metadata:
 def folder(tmp_path: Path) -> Path:
     saved(tmp_path, 3)
     return tmp_path / "step-00000003"
+
+
+def sharded(rank: int, world: int, root: str) -> None:
+    checkpoint.save(root, hsdp(rank, world).steps(2).state, 2)
+
+
+def test_a_good_index_is_read_as_torch_reads_it(folder: Path, tmp_path: Path) -> None:
+    """Of plain tensors, and of DTensors in several chunks."""
+    run_ranks(sharded, 4, str(tmp_path / "sharded"))
+    for place in (folder, tmp_path / "sharded" / "step-00000002"):
+        ours, theirs = read_index(place), index_of(place)
+        for part in ("state_dict_metadata", "planner_data", "storage_data", "version"):
+            assert getattr(ours, part) == getattr(theirs, part)
+    assert any(len(getattr(entry, "chunks", [])) == 2 for entry in ours.state_dict_metadata.values())
 
 
 @pytest.mark.parametrize("where", ["alone", "inside", "a class's attribute", "another class", "the end is missing"])

@@ -20,6 +20,8 @@ from ..distributed import run_ranks
 from .helpers import alone, ddp, mlp
 from .test_folder import saved
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*holds a later checkpoint")
+
 
 def everything(root: Path) -> dict[str, Any]:
     """What is below a folder, links as links: path -> where a link leads, or a file's contents."""
@@ -126,6 +128,18 @@ def test_a_damaged_checkpoint_can_be_saved_again(tmp_path: Path) -> None:
     run = alone().resume(tmp_path / "step-00000003").steps(3)
     checkpoint.save(tmp_path, run.state, 6)
     assert alone().resume(tmp_path).facts() == run.facts()
+
+
+def test_an_export_does_not_write_through_links(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "theirs").write_text("theirs")
+    for name in ("model.safetensors", ".model.safetensors.partial"):
+        (tmp_path / name).symlink_to(tmp_path / "theirs")
+    run = alone().steps(2)
+    run.ensemble.converge()
+    assert checkpoint.export_safetensors(tmp_path / "model.safetensors", run.net, run.ensemble) == [tmp_path / "model.safetensors"]
+    assert (tmp_path / "theirs").read_text() == "theirs" and not (tmp_path / "model.safetensors").is_symlink()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"theirs", "model.safetensors", ".model.safetensors.partial"}
 
 
 # -- two writers -----------------------------------------------------------------------------------------------------------
