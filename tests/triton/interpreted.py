@@ -31,7 +31,7 @@ from .twin import Twin
 def cut(case: Case) -> Case:
     """Seven tensors, the first and the last; 5 replicas, one more than a batch, for 8 or 16; one step if nothing changes between steps."""
     sizes = case.sizes if len(case.sizes) <= 7 else case.sizes[:4] + case.sizes[-3:]
-    changes = case.changing or case.spoiled or case.found_inf or len(case.average_weights) > 1
+    changes = case.changing or case.spoiled or case.special or case.found_inf or len(case.average_weights) > 1
     case = replace(case, sizes=sizes, steps=min(case.steps, 2) if changes else 1)
     if case.replicas <= 5 or case.name.startswith("6:"):
         return case
@@ -237,6 +237,11 @@ def test_a_line_has_the_bits_of_the_cpu(rule: str) -> None:
         for part in (line.base, line.displacement, *line.outputs, line.first, line.second):
             part.assert_guards()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("rule", test_rank_one.RULES)
+def test_infinities_and_nan_on_a_line(rule: str) -> None:
+    test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
