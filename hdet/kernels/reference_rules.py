@@ -88,7 +88,7 @@ def _adamw(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
 
 def _sgd(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
     m = add_weighted(g * row.lerp1, row.beta1, m)
-    return where(row.nesterov != 0, add_weighted(g, row.beta1, m), m), m, v
+    return where(row.nesterov != 0, g + m * row.beta1, m), m, v
 
 
 def _lion(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:

@@ -67,7 +67,7 @@ def adamw(row, gradient, exp_avg, exp_avg_sq):
 def sgd(row, gradient, momentum_buffer):
     """lerp1 is 1 - dampening, and 1 in the first step."""
     momentum_buffer = add_weighted(row.lerp1 * gradient, row.beta1, momentum_buffer)
-    return tl.where(row.nesterov != 0, add_weighted(gradient, row.beta1, momentum_buffer), momentum_buffer), momentum_buffer
+    return tl.where(row.nesterov != 0, gradient + row.beta1 * momentum_buffer, momentum_buffer), momentum_buffer
 
 
 @triton.jit
