@@ -7,8 +7,9 @@ Under capture a copy would be replayed with what the host had at the time, so th
 the device already, from a step before it (the warm-up that capturing needs anyway). `upload` then changes rates between replays.
 
 A captured graph holds the addresses of tables. A plan may be replaced while its graph lives on (new parameters, load_state_dict), so
-the tables of a plan that was captured stay in memory until the process ends: a few KB for each. The tensors they point to are the
-caller's to keep, as with any other captured operation.
+the tables of a plan that was captured stay in memory until the process ends. They take 40 bytes for each chunk of 16 384 elements, 0.3 MB
+for GPT-2 (124M) and 17 MB for 7 billion parameters, and 8 for each address of a tensor. The tensors they point to are the caller's to
+keep, as with any other captured operation.
 """
 
 from __future__ import annotations
