@@ -307,6 +307,29 @@ def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.Mon
             new()
 
 
+def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be compiled and loaded under capture: the norm's, and another end of a step."""
+    p, g, capturing = torch.zeros(3), torch.ones(3), [False]
+    monkeypatch.setattr(triton_launch, "_capturing", lambda device: capturing[0])
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
+    plan.step([g], [StepSettings(0.5)])
+    for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):
+        plan.upload([StepSettings(0.5)], options)
+        capturing[0] = True
+        with pytest.raises(
+            RuntimeError, match=r"as no step before it did \(max_grad_norm, zero_gradients.*before the capture run one step"
+        ):
+            plan.step([g], [StepSettings(0.5)], options)
+        capturing[0] = False
+        plan.step([g], [StepSettings(0.5)], options)
+        g.fill_(1)
+        capturing[0] = True
+        plan.step([g], [StepSettings(0.5)], options)
+        g.fill_(1)
+        capturing[0] = False
+    assert p.tolist() == [-2.5] * 3
+
+
 def test_tensors_that_the_interpreter_cannot_read_are_refused() -> None:
     with pytest.raises(ValueError, match="interpreter here, which cannot read tensors on cuda:0: unset TRITON_INTERPRET"):
         Memory(torch.device("cuda", 0))
