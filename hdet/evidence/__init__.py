@@ -19,6 +19,7 @@ from .paper import paper_tables
 from .scalars import scalars_figure, scalars_tables
 from .search import search_figure, search_tables
 from .signal import signal_figure, signal_tables
+from .small_batches import small_batches_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,6 +59,9 @@ SECTIONS: dict[str, Section] = {
         horizon_tables, horizon_figure, RUN | {"exponent": int, "rate": NUMBER, "untrained": NUMBER, "interval": NUMBER, "correction": NUMBER, "votes": list}
     ),
     "scalars": Section(scalars_tables, scalars_figure, RUN | {"corner": str, "start": dict, "values": dict, "samples": NUMBER}),
+    "small-batches": Section(
+        small_batches_tables, None, RUN | {"batch": int, "power": int, "rate": NUMBER, "untrained": NUMBER}
+    ),
 }  # fmt: skip
 """benchmark -> its part of the page, in this order"""
 
