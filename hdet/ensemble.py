@@ -56,7 +56,8 @@ class Ensemble:
     Args:
         optimizer: any torch optimizer; its parameters are what is averaged. Gradients must be all-reduced over the replicas (DDP).
             Co-resident replicas need one of hdet's fused optimizers. Groups are added before, or after close().
-        scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values.
+        scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values, or a
+            schedule of your own, which you step: torch's at any time, any other inside `rescheduling`.
         knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]`` (docs/knobs.md).
         design: how multipliers are assigned to replicas: ``"permutation"``, each knob's grid by itself, as published; or ``"orthogonal"``,
             two levels for all knobs together, so that their effects can be told apart best. Default: orthogonal for several knobs, as
@@ -86,7 +87,8 @@ class Ensemble:
             that the optimizer has (Megatron's float32 masters) copies them there. FSDP2 modules given as ``buffers`` or to a
             `ProbeController` are resharded without it.
 
-    Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle communicates (one
+    Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. What somebody else writes there is
+    noticed before it is used, in optimizer.step(), explore() and step(): see `rescheduling`. Only the end of a cycle communicates (one
     collective of a few numbers per replica, then the average) and waits for the device; other ways of averaging also between. Replicas that cannot differ
     (spread 0) and are found bitwise equal are not touched: spread 0 is data-parallel training bit for bit.
     A collective that fails raises `ReplicaLost` on every rank that is left; after it this object refuses to go on.
@@ -185,7 +187,9 @@ class Ensemble:
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
-        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local")
+        self._fan_out = FanOut(
+            optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local", take_writes=self._take_writes
+        )
         self.replicas.attach(optimizer)
         if self.engine.corrections != [1.0] * len(self.knobs):  # the controller's opening counts from the first step on
             self.schedule.write(self.engine)
@@ -216,29 +220,34 @@ class Ensemble:
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no anchor to go back to.
             ReplicaLost: a collective failed or timed out.
+            ValueError: see `rescheduling`.
         """
         self._check_outside_use("step", "call it once per optimizer step, after all of them")
         self._check_whole()
+        self._take_writes()
         if loss is not None:
             self.observe(loss)
         self._agree()
         stepped = self._fan_out.take_stepped()
         if stepped and not self._compared:
             self._compare_gradients()
+        ends = False
         try:
             self._listening.check_closure(closure)
             self.schedule.advance()
-            ends = False
             if stepped:
                 ends = self.engine.tick()
                 self._listening.sample()
-            if ends or (self.schedule.is_over and self.engine.position > 0):
+            ends = ends or (self.schedule.is_over and self.engine.position > 0)
+            if ends:
                 self._end_cycle(closure)
             elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
-        finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
+        finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
             self.schedule.write(self.engine)
+        if ends and self.log is not None and self.history is not None:
+            self.log(self.history, self.engine.step)  # may write values, too
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew.
@@ -247,6 +256,7 @@ class Ensemble:
         back. A replica that is left out because its parameters are not finite is noted in the next record and warned of.
         """
         self._check_outside_use("converge", "it is of all replicas, call it after")
+        self.schedule.check_at_rest()
         self._check_whole()
         self._agree()
         if self.replicas.count == 1:
@@ -287,6 +297,7 @@ class Ensemble:
         """
         if len(self.replicas.local) > 1 and not self.replicas.in_use:
             raise ValueError("which replica explores? Call explore() inside `with replicas.use(k):`")
+        self._take_writes()
         with self._replicas_values(self.replicas.place(None), lambda knob: True):
             self._explored = True
             yield
@@ -311,12 +322,33 @@ class Ensemble:
         finally:
             self._exploring = None
 
+    @contextmanager
+    def rescheduling(self) -> Iterator[None]:
+        """Around whatever writes a schedule and is no scheduler of torch's (timm's, or a formula in the loop): inside, param_groups and what
+        else a knob moves hold the schedule's own values, without corrections, and what stands there at the end is taken for the next ones.
+
+        Outside of it, a write between steps is told apart. A torch scheduler's (stepped by you, when you like) is the schedule's next value, as if
+        the Ensemble had stepped it: what it would have been without the correction is found out on a copy. **Any other is the base value in
+        force**: the correction is counted in it already, nothing is undone or corrected twice, and further corrections are relative to it (the
+        first such write is warned of). Where that cannot be told, a ValueError names the scheduler.
+
+        Raises:
+            ValueError: inside itself or `explore`.
+        """
+        self._check_not_exploring("rescheduling")
+        with self.schedule.rescheduling(self.engine):
+            yield
+
+    def _take_writes(self) -> None:
+        self.schedule.take_writes(self.engine)
+
     def value(self, name: str) -> float:
         """The value of the knob ``name`` now: a replica's inside `explore`, else the base value.
 
         Raises:
             ValueError: there is no such knob.
         """
+        self._take_writes()
         for knob in self.knobs:
             if knob.name == name:
                 return knob.value()
@@ -352,6 +384,7 @@ class Ensemble:
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
+        self._take_writes()
         return {knob.name: value for knob, value in zip(self.knobs, self.schedule.base_values(), strict=True)}
 
     def mean(self) -> list[torch.Tensor] | None:
@@ -465,8 +498,6 @@ class Ensemble:
         )  # fmt: skip
         self._notes = []
         self._begin_cycle()
-        if self.log is not None:
-            self.log(self.history, self.engine.step)
 
     def _check_explored(self) -> None:
         if self._forward and not self._explored and self.engine.explores:
@@ -551,6 +582,7 @@ class Ensemble:
         """
         self._check_whole()
         self._check_not_exploring("state_dict")
+        self._take_writes()
         if not self.converged and self._replicas_part and (self.engine.position or self._fan_out.stepped):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
@@ -572,6 +604,7 @@ class Ensemble:
             ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
         """
         self._check_not_exploring("load_state_dict")
+        self.schedule.check_at_rest()
         self.engine.check_state(state)
         self.schedule.check_state(state)
         self.engine.load_state_dict(state)
@@ -585,9 +618,10 @@ class Ensemble:
                     stacklevel=2,
                 )
         self.schedule.write(self.engine)
+        self.schedule.note()
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
-        self._fan_out.unknown()
+        self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._listening.begin_anew()
         self._begin_cycle()
