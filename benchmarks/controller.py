@@ -18,12 +18,12 @@ import tracemalloc
 from typing import Any, cast
 
 import torch
+from hdet.probe import ProbeController
 
 from hdet.core.clock import Clock
 from hdet.core.controllers import Controller, ProbeRule, SoftmaxController
 from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
-from hdet.probe import ProbeController
 from hdet.slots import parse
 
 from .harness import emit

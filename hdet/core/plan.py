@@ -147,7 +147,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Level(Question):
-    """Of a weight line: mean loss of the current batch at ``rho``, and its standard error."""
+    """Of a weight line: mean loss of the current batch at ``rho``, its standard error, and how many losses there are over all ranks."""
 
     rho: float
 

@@ -23,7 +23,8 @@ from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import Batch, Corpus, load_corpus, sample_batch
 from hdet.jobs.model import GPT, GPTConfig, cross_entropy, window_losses
 from hdet.jobs.place import Place
-from hdet.record import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, atomic_file, truncate_history
+from hdet.owned_folder import atomic_file
+from hdet.record import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, truncate_history
 
 __all__ = ["RunSpec", "check_run", "train_all"]
 

@@ -118,7 +118,7 @@ class LineLosses(Measurement):
 
     @contextmanager
     def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
-        """(mean, error) of a `Level`, (mean, t) of a `Compare`."""
+        """(mean, error, losses) of a `Level`, (mean, t) of a `Compare`."""
         assert self._line is not None and closure is not None, "on_cycle_start and a closure come first"
         replicas, whole = self._watched.replicas, self._settings["since"] is None
         self._warn_of_other_optimizers()
@@ -137,7 +137,7 @@ class LineLosses(Measurement):
             @ranged("hdet.line")
             def answer(question: Question) -> Any:
                 if isinstance(question, Level):
-                    return scores.mean(question.rho)
+                    return (*scores.mean(question.rho), scores.examples)
                 if isinstance(question, Compare):
                     return scores.difference(question.a, question.b, question.knob)
                 raise ValueError(f"a weight line answers Level and Compare, got {question!r}")
@@ -185,6 +185,7 @@ class _Scores:
         self._put, self._evaluate, self._replicas, self._knobs = put, evaluate, replicas, knobs
         self._losses: dict[tuple[float, ...], torch.Tensor | None] = {}
         self._compared: dict[tuple[tuple[float, ...], tuple[float, ...]], tuple[float, float]] = {}
+        self.examples = 0.0
 
     def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
         pair = (self._point(a, knob), self._point(b, knob))
@@ -225,7 +226,7 @@ class _Scores:
                 f"the closure gave {n:g} losses over all ranks, but the error of a difference comes from the scatter over examples: return one loss for "
                 "each example, e.g. cross_entropy(..., reduction='none').mean(-1)"
             )
-        mean = total / n
+        self.examples, mean = n, total / n
         return mean, math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))
 
     @property

@@ -1,12 +1,16 @@
-"""The machinery of benchmarks.layouts, converge and controller: what is averaged and counted, the fit, and whether the cost model
-counts what the code does. No figure is judged here."""
+"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and counted, the fit, whether the cost model
+counts what the code does, and what is kept where a run is cut off. No figure is judged here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
+import re
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hdet
-from benchmarks import controller, converge, harness, layouts
+from benchmarks import controller, converge, gpu, harness, layouts
 from hdet.jobs import cost
 from hdet.jobs.cost import Job, Link, Traffic
 from tests.distributed import run_ranks
@@ -172,3 +176,70 @@ def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [(line["controller"], line["knobs"]) for line in lines] == [("probe", 1), ("probe", 4), ("softmax", 1), ("softmax", 4)]
     assert [line["slots_bytes"] for line in lines] == [16 * 12 * 8] * 2 + [16 * 2 * 8] * 2
+
+
+# -- what make gpu leaves behind where the machine or a test does not last ---------------------------------------------------
+
+
+def test_a_figure_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> None:
+    path, seen = tmp_path / "records.jsonl", []
+
+    class Benchmark:
+        __name__ = "benchmark"
+
+        @staticmethod
+        def run(options: Any) -> None:
+            for number in range(3):
+                print(json.dumps({"number": number}), flush=True)
+                seen.append([json.loads(line)["number"] for line in path.read_text().splitlines()])
+            raise ValueError("too late for the others")
+
+    records = gpu.Records(path)
+    reason = gpu._run(Benchmark, gpu.compare.Options("cpu", "auto", True, False), 60.0, records)
+    assert reason == "ValueError: too late for the others"
+    assert seen == [[0], [0, 1], [0, 1, 2]] and [record["number"] for record in records.records] == [0, 1, 2]
+
+
+WORKERS = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.parametrize("killable", [True, False], ids=["killed", "in the driver"])
+def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
+    killable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, kill, groups = tmp_path / "tests.log", os.killpg, []
+
+    def killpg(group: int, number: int) -> None:
+        groups.append(group)
+        if killable:
+            kill(group, number)
+
+    monkeypatch.setattr(gpu.os, "killpg", killpg)
+    monkeypatch.setattr(gpu, "GRACE", 10.0 if killable else 0.1)
+    with log.open("ab") as file:
+        assert gpu.run_bounded([sys.executable, "-c", WORKERS], file, 5.0) == 1
+    text = log.read_text()
+    assert "stopped: no time was left" in text and ("was left behind" in text) != killable
+    if not killable:
+        kill(groups[0], signal.SIGKILL)
+    (worker,) = map(int, re.findall(r"^\d+", text))
+    for _ in range(1000):  # an orphan is somebody else's to reap
+        state = Path(f"/proc/{worker}/stat")
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the worker lives on")
+
+
+def test_what_counts_time_runs_after_the_others_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(gpu, "_pytest", lambda arguments, budget, log: (runs.append(arguments), (0, "3 passed"))[1])
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
+    assert gpu.run_tests("cuda", gpu.Budget(1), tmp_path / "tests.log")["counts"] == {"passed": 6}
+    assert [arguments[0] for arguments in runs] == ["gpu and not alone", "gpu and alone"]
+    assert ["-n" in arguments for arguments in runs] == [True, False]

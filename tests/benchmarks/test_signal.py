@@ -275,7 +275,6 @@ def test_pages_and_figures_are_made_of_lines(tmp_path: Path, small: Any, monkeyp
     assert all(path.stat().st_size > 1000 for path in written)
 
 
-@pytest.mark.timeout(600)
 def test_scalars_in_processes_and_what_is_done_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

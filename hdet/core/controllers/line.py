@@ -27,7 +27,7 @@ from ..schema import COUNT, Kind, ListOf, Number, Row
 from .base import Controller
 from .protocol import Evidence, Run
 from .reading import FARTHEST, Asking, Reading, edge, read_line
-from .sweep import Octave, Outcome, outcome
+from .sweep import Octave, Outcome, clear_rise, outcome
 
 __all__ = ["LINE", "LineRule"]
 
@@ -49,6 +49,9 @@ RISE, FROM = 0.08, 16.0
 """After the sweep: of the run, and the factor by which the rate rises in it."""
 BAND = (0.7, 2.5)
 """The user's rate stays if the estimate, as a multiple of it, lies within."""
+ENOUGH, UNSURE = 64.0, 10.0
+"""Losses in an octave, examples times steps: the least with which the rule was found. With fewer an estimate scatters by factors, and the band is so
+many times wider either way: a rate that is off by orders of magnitude is still seen, one that is not cannot be judged."""
 LATE = (0.26, 0.4)
 """of the run: where the late readings fall"""
 FAR = 4.0
@@ -132,6 +135,7 @@ class LineRule(Controller):
         self._total, self._interval = 0, 1
         self._felt: float | None = None  # the training loss that the last octave showed, if any
         self._compared = False
+        self._examples = 0.0  # losses over all ranks, in the last answer
 
     @property
     def idle(self) -> bool:
@@ -203,7 +207,7 @@ class LineRule(Controller):
         if self.phase == READ:
             return (yield from self._read(evidence))
         # The next cycle is read in the place of one whose mini-batch is bad, and not the weights, or that ends where the schedule is at 0.
-        level = (yield Level(LINE, 1.0))[0]
+        level, _, self._examples = yield Level(LINE, 1.0)
         bad = level >= BROKEN and (yield Level(LINE, 0.0))[0] >= BROKEN
         if bad or _value(evidence) <= 0:
             why = "nothing finite so far" if bad else "the schedule is at 0"
@@ -250,7 +254,8 @@ class LineRule(Controller):
             if late:
                 return self._end(evidence, None, "nothing finite so far")
             return self._from(evidence, now / BELOW, "nothing finite at the first steps' rate: begun again, lower")
-        along = yield from edge(compared)
+        level, error, _ = yield Level(LINE, 0.0)
+        along = yield from edge(compared, clear_rise(level, error))
         if along >= FARTHEST / 2 and (yield compared(FARTHEST, 0.0))[0] == 0:
             if late:
                 return self._end(evidence, None, "the weights do not move")
@@ -258,7 +263,6 @@ class LineRule(Controller):
             note = "the weights do not move: higher"
             return Learned([Decision(factor=factor, ramp=self._octave(evidence), note=note) for _ in evidence.knobs])
         self.edge = now * along
-        level, error = yield Level(LINE, 0.0)
         self.untrained = [0.0, level, error / math.sqrt(self.batches)]
         yield from self._compare_losses(level)
         self.phase, self.scheduled = float(SWEEP), 0.0
@@ -271,7 +275,7 @@ class LineRule(Controller):
             return
         self._compared = True
         # What the octave began with and what it ended with: a rate that is far too high may have moved the loss meanwhile.
-        read, error = yield Level(LINE, 1.0)
+        read, error, _ = yield Level(LINE, 1.0)
         beyond = max(told - max(read, begun), min(read, begun) - told)
         if beyond > max(abs(told), abs(read)) / 3 and beyond > 3 * error:
             warnings.warn(
@@ -299,9 +303,10 @@ class LineRule(Controller):
         return self._towards(evidence, 2 * now, "")
 
     def _so_far(self) -> Outcome:
-        return (
-            outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves]) if self.octaves else Outcome(False, None, False, False)
-        )
+        if not self.octaves:
+            return Outcome(False, None, False, False)
+        untrained = Octave(*self.untrained)
+        return outcome(untrained, [Octave(*row) for row in self.octaves], clear_rise(untrained.loss, untrained.error))
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> Learned:
         """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""
@@ -319,9 +324,15 @@ class LineRule(Controller):
     def _end(self, evidence: Evidence, best: float | None, note: str) -> Learned:
         """Back to the beginning, and from there to the estimate, or to the user's own values."""
         self.phase = float(READ)
-        stays = best is None or BAND[0] <= best <= BAND[1]
+        losses = self._octave(evidence) * self._examples
+        width = 1.0 if losses >= ENOUGH else UNSURE
+        stays = best is None or BAND[0] / width <= best <= BAND[1] * width
         if best is not None:
             note += f", the best peak is about {best:.3g} times the schedule's" + (", which stays" if stays else "")
+            if width > 1:
+                note += (
+                    f" (from {losses:g} losses to a doubling of the rate: only what is off by a factor of {BAND[1] * width:g} can be told)"
+                )
         goal = 1.0 if best is None or stays else best
         over = round(RISE * (evidence.total_steps or 0))
         self.risen = float(evidence.step + over)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..plan import Question
 
@@ -13,7 +13,7 @@ __all__ = ["FARTHEST", "Asking", "Difference", "Reading", "edge", "minimum", "re
 Difference = Callable[[float, float], Question]
 """(a, b) -> the question for the mean over the examples of L(theta(a)) - L(theta(b)), and its t"""
 T = TypeVar("T")
-Asking = Generator[Question, tuple[float, float], T]
+Asking = Generator[Question, Any, T]
 
 FARTHEST = 4.0**16
 """multiplier beyond which no edge is looked for"""
@@ -58,15 +58,15 @@ def minimum(difference: Difference, rho: float) -> Asking[float]:
     return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))
 
 
-def edge(difference: Difference, significant: float = 2.5, farthest: float = FARTHEST) -> Asking[float]:
+def edge(difference: Difference, rise: float = math.inf, significant: float = 2.5, farthest: float = FARTHEST) -> Asking[float]:
     """The first rho, within a factor of 2, at which the loss along a line is clearly above that of its beginning.
 
-    A line says roughly how far is too far, whatever the rate it was found at.
+    A line says roughly how far is too far, whatever the rate it was found at. ``rise``: of the mean loss, which is clear whatever its t is: see `sweep.clear_rise`.
     """
 
     def beyond(rho: float) -> Asking[bool]:
         mean, t = yield difference(rho, 0.0)
-        return mean > 0 and t > significant
+        return mean > rise or (mean > 0 and t > significant)
 
     rho = 1.0
     if (yield from beyond(rho)):
