@@ -208,7 +208,7 @@ def test_with_few_losses_to_an_octave_only_a_rate_that_is_far_off_is_changed(bes
         feel(rule, corrections=(broken,))
         swept(rule, LEARNS, corrections=(broken,))
         step = int(rule.next_end(TOTAL, CYCLE))
-        (decision,) = rule.update(evidence(step, Made(FELT.losses[0], level=1e30, examples=examples), None, corrections=(broken,)))
+        (decision,) = decide(rule, evidence(step, Made(FELT.losses[0], level=1e30, examples=examples), None, corrections=(broken,)))
         few = examples < 7
         assert broken * decision.factor == pytest.approx(1.0 if stays and few else best) and decision.restart
         assert ("which stays" in decision.note) is (stays and few)
