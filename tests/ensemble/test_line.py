@@ -7,7 +7,6 @@ import gc
 import math
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.checks import _check_alike as check_alike
-from hdet.core.clock import Clock
-from hdet.core.controllers import Decision, Evidence, LineRule
-from hdet.core.controllers.line import FROM
-from hdet.way import Way
+from hdet.core.controllers.line import BEGINNING, FROM, LINE
+from hdet.core.controllers.reading import Asking
+from hdet.core.plan import Compare, Level
 from tests.ensemble.helpers import model
+from tests.ensemble.test_single import TwoReplicas
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
 
@@ -78,14 +76,14 @@ class Run:
             return losses_of(self.net, data(10_000, 512)).mean().item()
 
 
-class Fixed(LineRule):
-    """Scores at 0, 1 and 2 and says this at the first end, after four cycles, and nothing later."""
+class Fixed(hdet.LineRule):
+    """Scores at 0, 1 and 2 and says this at the first end, after four cycles, and nothing later; and goes ``back`` to the beginning."""
 
     state_keys = ("said",)
 
-    def __init__(self, **decision: Any) -> None:
+    def __init__(self, back: bool = False, **decision: Any) -> None:
         super().__init__()
-        self.decision, self.said = Decision(**({"factor": 16.0} | decision)), False
+        self.decision, self.end, self.said = hdet.Decision(**decision), hdet.Restore(BEGINNING) if back else None, False
 
     @property
     def sweeping(self) -> bool:
@@ -95,21 +93,15 @@ class Fixed(LineRule):
     def idle(self) -> bool:
         return self.said
 
-    def next_end(self, total_steps: int, sync_interval: int) -> float:
-        return math.inf if self.said else 4.0 * sync_interval
-
-    def anew(self, step: int) -> None:
-        pass
-
-    def decide(self, evidence: Evidence) -> list[Decision]:
+    def decide(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
         self.shape = evidence.mean[0] / evidence.peak[0]
-        if evidence.line is None or self.said:
-            return [Decision()] * len(evidence.knobs)
+        if self.said or evidence.step < 4 * evidence.sync_interval:
+            return hdet.Learned([hdet.Decision()] * len(evidence.knobs))
         self.said = True
-        evidence.line.difference(2.0, 1.0)
-        evidence.line.difference(1.0, 0.0)
-        evidence.line.mean(1.0)
-        return [self.decision] * len(evidence.knobs)
+        yield Compare(LINE, 2.0, 1.0)
+        yield Compare(LINE, 1.0, 0.0)
+        yield Level(LINE, 1.0)
+        return hdet.Learned([self.decision] * len(evidence.knobs), self.end)
 
 
 @pytest.mark.parametrize("off", [1 / 256, 1 / 30, 1.0, 30.0])
@@ -141,27 +133,9 @@ def test_what_no_knob_moves_is_taken_back_too() -> None:
         loss.backward()
         optimizer.step()
         ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if not line.sweeping:
+        if not ensemble.sweeping:
             break
-    assert not line.sweeping and all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True))
-
-
-@pytest.mark.parametrize("masters", ["fp32", "split"])
-def test_masters_are_taken_back_to_the_last_bit(masters: str) -> None:
-    net = model().bfloat16()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, master_weights=masters)
-    for p in net.parameters():
-        p.grad = torch.full_like(p, 0.1)
-    optimizer.step()  # masters are beside their weights now
-    parameters = list(net.parameters())
-    way = Way(parameters, lambda: optimizer.masters(parameters))
-    way.begin()
-    begin = [(p.detach().clone(), m.clone()) for p, m in zip(parameters, optimizer.masters(parameters), strict=True)]
-    for _ in range(3):
-        optimizer.step()
-    way.take_back()
-    for p, m, (value, master) in zip(parameters, optimizer.masters(parameters), begin, strict=True):
-        assert torch.equal(p, value) and torch.equal(m, master)
+    assert not ensemble.sweeping and all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True))
 
 
 def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
@@ -174,7 +148,7 @@ def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
     line = hdet.LineController(first.net)
     ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=400, sync_interval=1, controller=line)
     start = ensemble.engine.step
-    assert start >= 200 and line.rule.began == start
+    assert start >= 200 and line.rule.began == start  # type: ignore[attr-defined]
     for step in range(100):
         batch = data(1000 + step)
         optimizer.zero_grad()
@@ -182,11 +156,11 @@ def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
         loss.backward()
         optimizer.step()
         ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(first.net, batch))
-        if line.sweeping:
+        if ensemble.sweeping:
             octaves = len(line.rule.octaves)
         else:
             assert line.rule.next_end(400, 1) >= line.rule.risen
-    assert not line.sweeping and octaves >= 3
+    assert not ensemble.sweeping and octaves >= 3
 
 
 def test_the_rule_is_told_the_schedule_s_mean() -> None:
@@ -270,9 +244,9 @@ def until_begun_again(run: Run, limit: int) -> Run:
     """Up to the end of the sweep."""
     while not any("begun again" in note for note in run.notes()):
         assert run.index < limit, run.notes()
-        assert run.line.sweeping
+        assert run.ensemble.sweeping
         run.steps(1)
-    assert not run.line.sweeping
+    assert not run.ensemble.sweeping
     return run
 
 
@@ -297,14 +271,14 @@ def test_weights_that_are_nan_in_the_sweep_are_taken_back(net: Callable[[], nn.M
     run = Run(0.03, net=net(), total=400, optimizer=functools.partial(torch.optim.SGD, momentum=0.9))
     begin = run.weights()
     run.steps(20)
-    assert run.line.sweeping
+    assert run.ensemble.sweeping
     with torch.no_grad():
         next(run.net.parameters()).fill_(math.nan)
     while not torch.isfinite(run.weights()).all():
         run.steps(1)
     assert torch.equal(run.weights(), begin) and not any(record["rolled_back"] for record in run.records)
     run.steps(400 - run.index)
-    assert not run.line.sweeping and all(value.isfinite().all() for value in run.net.state_dict().values())
+    assert not run.ensemble.sweeping and all(value.isfinite().all() for value in run.net.state_dict().values())
 
 
 def values(run: Run) -> torch.Tensor:
@@ -331,7 +305,7 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
     run = Run(
         0.3,
         net=net,
-        line=hdet.LineController(net, rule=Fixed(factor=1.6, over=8, restart=True, rise_from=1 / 256)),
+        line=hdet.LineController(net, rule=Fixed(back=True, factor=1.6, ramp=8, ramp_from=1 / 256)),
         total=400,
         sync_interval=1,
         **settings,
@@ -406,11 +380,15 @@ def test_losses_that_a_rate_has_moved_are_not_warned_of(lr: float) -> None:
     Run(lr, total=400).steps(40)
 
 
+def keeps_weights(run: Run) -> bool:
+    return bool(run.ensemble._snapshots._kept) or run.line.losses._line is not None
+
+
 def test_closed_it_gives_the_memory_back() -> None:
     run = Run(total=400).steps(5)
-    assert run.line._way is not None
+    assert keeps_weights(run)
     run.ensemble.close()
-    assert run.line._way is None and run.line._beginning is None
+    assert not keeps_weights(run)
 
 
 def test_the_model_of_another_optimizer_is_refused() -> None:
@@ -437,7 +415,7 @@ def test_a_schedule_that_goes_on_by_several_for_each_step_of_the_optimizer(every
     assert run.ensemble.corrections["lr"] == pytest.approx(plain.ensemble.corrections["lr"], rel=1.0)
     for one in (plain, run):
         one.steps(400 - one.index)
-    assert run.line.idle and run.line._way is None and run.validation() < 1.5 * plain.validation()
+    assert run.line.idle and not keeps_weights(run) and run.validation() < 1.5 * plain.validation()
 
 
 @pytest.mark.parametrize(("total", "interval", "every", "later"), [(400, 4, 5, 8), (1600, 2, 10, 0)])
@@ -491,18 +469,24 @@ def test_losses_that_are_not_passed_are_asked_for() -> None:
         run.steps(20)
 
 
+def origin(run: Run) -> torch.Tensor:
+    """Where the line begins that is under way."""
+    (name,) = run.ensemble.engine.plan.snapshots
+    return torch.cat([kept.flatten() for kept in run.ensemble._snapshots.parameters(name)])
+
+
 def test_a_cycle_that_is_taken_back_after_the_sweep_begins_the_interval_anew() -> None:
     run = until_begun_again(Run(total=400, divergence=hdet.Divergence(rollback="device"), sync_interval=5), 61)
-    run.steps(5)
-    found, begun = run.ensemble.corrections["lr"], run.line._begun
+    run.steps(6)
+    found, begun = run.ensemble.corrections["lr"], origin(run)
     with torch.no_grad():
         next(run.net.parameters()).fill_(math.nan)
-    run.steps(5)
-    assert run.records[-1]["rolled_back"] and begun is not None and run.line._begun is None
-    assert run.ensemble.corrections["lr"] < found and not run.line.sweeping
-    step = run.index
+    run.steps(4)
+    assert run.records[-1]["rolled_back"]
+    assert run.ensemble.corrections["lr"] < found and not run.ensemble.sweeping
+    back = run.weights()
     run.steps(1)
-    assert run.line._begun == step
+    assert torch.equal(origin(run), back) and not torch.equal(back, begun) and run.line.rule.since == run.index - 1
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------
@@ -516,11 +500,6 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
             settings["replicas"] = hdet.CoresidentReplicas(net, 2)
         return hdet.Ensemble(optimizer, controller=hdet.LineController(net), **({"total_steps": 100, "sync_interval": 1} | settings))
 
-    optimizer = torch.optim.AdamW(model().parameters())
-    (knob,) = hdet.LearningRate().bind(optimizer)
-    knob.key, knob.name = "betas", "beta2"
-    with pytest.raises(ValueError, match="'beta2' is no learning rate"):
-        hdet.LineController().follow_run(optimizer, lambda tensors: lambda: [None] * len(tensors), [knob], Clock(1, total_steps=100))
     with pytest.raises(ValueError, match=r"warmup_steps .* is 5, .*pass 0"):
         build(warmup_steps=5)
     build(sync_interval=100, total_steps=1000)
@@ -535,16 +514,15 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         build(together=True)
     with pytest.raises(ValueError, match=r"converge is ExactLocal\("):
         build(converge=hdet.converge.ExactLocal())
-    two: Any = SimpleNamespace(count=2, local=[0])
     with pytest.raises(ValueError, match="gradients is 'local'"):
-        check_alike(two, "local", hdet.converge.Plain(), alone=True)
+        build(gradients="local", moments="keep", replicas=TwoReplicas())
     build(gradients="local", moments="keep")  # one replica: the same as shared
 
 
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"model": 1}, TypeError), ({"rule": object()}, TypeError), ({"rule": LineRule(), "freeze_after": 0.5}, ValueError),
+        ({"model": 1}, TypeError), ({"rule": object()}, TypeError), ({"rule": hdet.LineRule(), "freeze_after": 0.5}, ValueError),
         ({"place": "disk"}, ValueError), ({"dtype": torch.int32}, ValueError),
     ],
 )  # fmt: skip
@@ -578,7 +556,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_the_sweep_begins_it_anew(steps: 
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(second.scheduler.get_last_lr()[0] / 16)
     begin = second.weights()
     second.steps(1)
-    assert second.line._begun == steps
+    assert torch.equal(origin(second), begin)
     until_begun_again(second, steps + 80)
     assert torch.equal(second.weights(), begin)
     second.steps(400 - second.index)
@@ -595,10 +573,10 @@ def test_a_state_from_before_the_first_step_is_nothing_to_warn_of() -> None:
 def test_a_run_that_is_resumed_after_the_sweep_keeps_what_was_found() -> None:
     first = until_begun_again(Run(1e-3, total=400), 61).steps(9)
     second = resumed(first, lr=1e-3, total=400)
-    assert second.line.rule.state_dict() == first.line.rule.state_dict() and not second.line.sweeping
+    assert second.line.rule.state_dict() == first.line.rule.state_dict() and not second.ensemble.sweeping
     assert second.ensemble.values() == first.ensemble.values() and second.ensemble.corrections["lr"] > 1
     second.steps(1)
-    assert second.line._begun == first.index
+    assert torch.equal(origin(second), first.weights())
     second.steps(400 - second.index)
     assert second.line.idle and second.ensemble.corrections["lr"] >= first.ensemble.corrections["lr"]
 
