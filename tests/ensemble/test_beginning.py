@@ -27,7 +27,7 @@ STOCK = ["AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "R
 
 def fixed(net: nn.Module) -> hdet.LineController:
     """Goes back after four steps."""
-    return hdet.LineController(net, rule=Fixed(factor=1.0, restart=True))
+    return hdet.LineController(net, rule=Fixed(back=True))
 
 
 def short(net: nn.Module, **settings: Any) -> Run:
@@ -75,7 +75,7 @@ def test_a_model_that_is_loaded_before_the_first_step_is_gone_back_to() -> None:
         net.load_state_dict(trained.state_dict())
         begin = state_of(net)
         run.steps(4)
-        assert not run.line.sweeping and same(state_of(net), begin)
+        assert not run.ensemble.sweeping and same(state_of(net), begin)
         run.steps(1)
         assert int(net[1].num_batches_tracked) == 21  # type: ignore[index,arg-type]
 
@@ -293,7 +293,7 @@ def test_a_whole_sweep_goes_back_to_what_was_loaded() -> None:
     run = Run(0.3, net=net, total=400)
     run.optimizer.load_state_dict({**trained.state_dict(), "param_groups": run.optimizer.state_dict()["param_groups"]})
     begin, moments = state_of(net), contents(run.optimizer)
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         run.steps(1)
     assert same(state_of(net), begin) and same(contents(run.optimizer), moments)
 
@@ -388,7 +388,7 @@ def test_a_second_optimizer_that_waits_for_the_end_of_the_sweep_is_welcome() -> 
     net = model()
     run, other = two_optimizers(net)
     begin = state_of(net)
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         train(net, run, None, 1)
     assert same(state_of(net), begin)
     train(net, run, other, 5)
@@ -406,7 +406,7 @@ def test_parameters_that_nobody_trains_are_not_refused(frozen: bool) -> None:
     run, _ = two_optimizers(net)
     with torch.no_grad():
         net[2].bias.fill_(1.0)  # type: ignore[index,union-attr,operator]
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         train(net, run, None, 1)
     assert run.ensemble.corrections["lr"] != 1 / 16
 
@@ -460,9 +460,9 @@ def test_an_optimizer_with_copies_of_the_parameters_is_no_second_one() -> None:
         optimizer.step()
         refresh()
         ensemble.step(loss.detach(), closure=lambda step=step: losses_of(net, data(step)))
-        if not line.sweeping:
+        if not ensemble.sweeping:
             break
-    assert not line.sweeping and same(state_of(net), begin)
+    assert not ensemble.sweeping and same(state_of(net), begin)
 
 
 def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimizer_has() -> None:
@@ -470,7 +470,8 @@ def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimize
     optimizer = hdet.FusedAdamW(net[0].parameters(), lr=1e-2)
     other = torch.optim.AdamW(net[2].parameters(), lr=1e-2)
     replicas = hdet.CoresidentReplicas(net, 2)
-    line = hdet.LineController(net, then=hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [data(i) for i in range(8)], model=net))
+    probe = hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [data(i) for i in range(8)], model=net)
+    line = hdet.SequentialController(hdet.LineController(net, late=False), probe)
     ensemble = hdet.Ensemble(optimizer, total_steps=400, sync_interval=2, controller=line, replicas=replicas)
     begin = state_of(net)
 
@@ -555,7 +556,7 @@ def sharded(rank: int, world: int) -> Any:
                     if name == moves:
                         p.to_local().detach().add_(1.0)  # type: ignore[attr-defined]
                 ensemble.step(loss.detach(), closure=lambda step=step, net=net: losses_of(net, data(step)))
-                if not line.sweeping:
+                if not ensemble.sweeping:
                     break
         except ValueError as error:
             message = str(error)

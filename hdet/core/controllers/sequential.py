@@ -26,6 +26,11 @@ class SequentialController(Controller):
         both = sorted(first.measurements.keys() & then.measurements.keys())
         if both:
             raise ValueError(f"both controllers have a measurement {both[0]!r}: give one of them another name")
+        if then.leaves_schedule:
+            raise ValueError(
+                f"the controller {then.name!r} decays from where it takes over, in the place of a schedule whose peak may be still to come: pass "
+                "decay=None"
+            )
         super().__init__()
         self.first, self.then = first, then
         self.name = f"{first.name}, then {then.name}"
