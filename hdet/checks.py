@@ -112,6 +112,7 @@ def check_arguments(
     if refresh is not None and not callable(refresh):
         raise TypeError(f"refresh must be callable as refresh(), got {type(refresh).__name__}")
 
+
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
 
@@ -205,6 +206,7 @@ def check_knobs(
         _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
     if isinstance(converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
+
 
 def _judges_held_out(controller: Controller | None) -> bool:
     """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""

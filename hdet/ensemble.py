@@ -139,7 +139,8 @@ class Ensemble:
         )
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
         specs = [
-            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr", product=isinstance(knob, ProductKnob)) for knob in self.knobs
+            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr", product=isinstance(knob, ProductKnob))
+            for knob in self.knobs
         ]
         clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
@@ -592,7 +593,9 @@ class Ensemble:
         """Raises ValueError, after everything was taken back, if another optimizer moves parameters of a model in a trial. On all ranks alike: a
         shard may have moved on one of them only."""
         name = self._snapshots.moved()
-        if not self.replicas.sum_rows(*[torch.full((1,), float(name is not None), dtype=torch.float64, device=self.weights.device)] * len(self.replicas.local)).any():
+        if not self.replicas.sum_rows(
+            *[torch.full((1,), float(name is not None), dtype=torch.float64, device=self.weights.device)] * len(self.replicas.local)
+        ).any():
             return
         for snapshot, wanted in self.engine.plan.snapshots.items():
             if wanted.state:

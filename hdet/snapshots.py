@@ -72,7 +72,9 @@ class Snapshots:
     def _of(self, name: str) -> _Snapshot:
         found = self._kept.get(name)
         if found is None or not found.weights:
-            raise ValueError(f"there is no snapshot {name!r}, only {sorted(self._kept)}: name it in Plan.snapshots of the cycle before its first step")
+            raise ValueError(
+                f"there is no snapshot {name!r}, only {sorted(self._kept)}: name it in Plan.snapshots of the cycle before its first step"
+            )
         return found
 
 

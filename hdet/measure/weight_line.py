@@ -12,7 +12,6 @@ from ..converge import BucketedAverage, Masters
 from ..kernels import PairPlan
 from ..kernels.checks import FLOATS
 from ..kernels.reference_rules import value_of
-from ..kernels.rounding import split
 from ..optim.finish import values_to
 from ..replicas import Replicas
 from ..shards import local_parts

@@ -165,7 +165,13 @@ class LineRule(Controller):
             return Plan(spread=False)
         if self.sweeping:
             steps = min(self._interval, octave_steps(self._total, self._interval, self.octave))
-            return Plan(steps, spread=False, judged=False, measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}}, snapshots={BEGINNING: self.snapshot})
+            return Plan(
+                steps,
+                spread=False,
+                judged=False,
+                measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}},
+                snapshots={BEGINNING: self.snapshot},
+            )
         steps = self._interval - now.step % self._interval
         if not self.reads_late:
             return Plan(steps, spread=False)
