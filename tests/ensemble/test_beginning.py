@@ -142,12 +142,8 @@ def test_of_a_model_whose_parts_are_called_by_themselves_the_first_call_counts()
             x = part(x)
         return ((x - batch[1]) ** 2).mean(1)
 
-    for index in range(4):
-        run.optimizer.zero_grad()
-        loss = losses(data(index)).mean()
-        loss.backward()
-        run.optimizer.step()
-        run.ensemble.step(loss.detach(), closure=functools.partial(losses, data(index)))
+    run.losses = losses
+    run.steps(4)
     assert same(state_of(net), begin)
 
 
@@ -197,14 +193,10 @@ def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: s
     compiled = torch.compile(net, backend=counting, fullgraph=True) if way == "torch.compile(model)" else net
     if compiled is net:
         net.compile(backend=counting, fullgraph=True)
-    for index in range(8):
-        run.optimizer.zero_grad()
-        loss = losses_of(compiled, data(index)).mean()
-        loss.backward()
-        run.optimizer.step()
-        run.ensemble.step(loss.detach(), closure=functools.partial(losses_of, compiled, data(index)))
-        if index == 3:
-            assert same(state_of(net), begin)
+    run.losses = functools.partial(losses_of, compiled)
+    run.steps(4)
+    assert same(state_of(net), begin)
+    run.steps(4)
     assert len(graphs) == 2, "in training mode, and in eval mode without gradients"
     torch._dynamo.reset()
 

@@ -38,27 +38,30 @@ def losses_of(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 
 class Run:
-    """One process, one replica."""
+    """One process, one replica: of ``batch_of(index)`` the mean of ``losses(batch)`` is trained on, and the ``closure`` gives them."""
 
     def __init__(self, lr: float = 3e-4, *, total: int = 200, net: nn.Module | None = None, line: Any = "line", **settings: Any) -> None:
         self.net = model() if net is None else net
         make: Callable[..., Any] = settings.pop("optimizer", torch.optim.AdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=0.0)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total, cycle_momentum=False)
+        one_cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=lr, total_steps=total, cycle_momentum=False)
+        self.scheduler = settings.pop("scheduler", one_cycle)(self.optimizer)
         self.line = hdet.LineController(self.net) if line == "line" else line
         self.records: list[dict[str, Any]] = []
         self.ensemble = hdet.Ensemble(
             self.optimizer, self.scheduler, controller=self.line, log=lambda record, step: self.records.append(record),
             **({"sync_interval": max(1, total // 100)} | settings),
         )  # fmt: skip
-        self.closure: Callable[[tuple[torch.Tensor, torch.Tensor]], Any] | None = lambda batch: losses_of(self.net, batch)
+        self.batch_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = data
+        self.losses: Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor] = lambda batch: losses_of(self.net, batch)
+        self.closure: Callable[[tuple[torch.Tensor, torch.Tensor]], Any] | None = lambda batch: self.losses(batch)
         self.index = 0
 
     def steps(self, count: int) -> Run:
         for _ in range(count):
-            batch = data(self.index)
+            batch = self.batch_of(self.index)
             self.optimizer.zero_grad()
-            loss = losses_of(self.net, batch).mean()
+            loss = self.losses(batch).mean()
             loss.backward()
             self.optimizer.step()
             self.ensemble.step(loss.detach(), closure=None if self.closure is None else functools.partial(self.closure, batch))
@@ -115,52 +118,41 @@ def test_wherever_it_starts_it_ends_near_the_right_rate(off: float) -> None:
         assert run.validation() < 0.5 * Run(0.03 * off, total=400, line=None).steps(400).validation()
 
 
-def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_what_no_knob_moves_is_taken_back_too() -> None:
     net = model()
     groups = [{"params": [p], "name": name, "lr": 1e-2} for p, name in zip(list(net.parameters())[:2], "ab", strict=False)]
-    return net, torch.optim.SGD(groups, lr=1e-2)
-
-
-def test_what_no_knob_moves_is_taken_back_too() -> None:
-    net, optimizer = two_groups()
-    begin = [p.detach().clone() for p in net.parameters()]
-    line = hdet.LineController(net)
-    ensemble = hdet.Ensemble(optimizer, total_steps=200, knobs=[hdet.LearningRate(groups=["a"])], sync_interval=2, controller=line)
-    for step in range(40):
-        batch = data(step)
-        optimizer.zero_grad()
-        loss = losses_of(net, batch).mean() * (math.inf if step == 8 else 1.0)  # NaN in both
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if not ensemble.sweeping:
-            break
-    assert not ensemble.sweeping and all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True))
+    optimizer = torch.optim.SGD(groups, lr=1e-2)
+    knobs = [hdet.LearningRate(groups=["a"])]
+    run = Run(net=net, optimizer=lambda *_, **__: optimizer, scheduler=lambda _: None, total_steps=200, knobs=knobs, sync_interval=2)
+    begin = run.weights()
+    run.steps(8)
+    with torch.no_grad():
+        for group in groups:
+            group["params"][0].fill_(math.nan)  # type: ignore[index]
+    until_begun_again(run, 40)
+    assert torch.equal(run.weights(), begin)
 
 
 def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
     """Of 400 steps 200 are done: from then on a whole sweep, and no late reading while the rate rises."""
     first = Run(1e-3, total=400, line=None).steps(200)
-    optimizer = torch.optim.AdamW(first.net.parameters(), lr=1e-3, weight_decay=0.0)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = 1e-3
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400, last_epoch=200)
-    line = hdet.LineController(first.net)
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=400, sync_interval=1, controller=line)
-    start = ensemble.engine.step
-    assert start >= 200 and line.rule.began == start  # type: ignore[attr-defined]
-    for step in range(100):
-        batch = data(1000 + step)
-        optimizer.zero_grad()
-        loss = losses_of(first.net, batch).mean()
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(first.net, batch))
-        if ensemble.sweeping:
-            octaves = len(line.rule.octaves)
-        else:
-            assert line.rule.next_end(400, 1) >= line.rule.risen
-    assert not ensemble.sweeping and octaves >= 3
+
+    def continued(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, **settings)
+        optimizer.param_groups[0]["initial_lr"] = settings["lr"]
+        return optimizer
+
+    cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=400, last_epoch=200)
+    run = Run(1e-3, net=first.net, optimizer=continued, scheduler=cosine, total_steps=400, sync_interval=1)
+    start, rule = run.ensemble.engine.step, run.line.rule
+    assert start >= 200 and rule.began == start
+    while run.ensemble.sweeping:
+        octaves = len(rule.octaves)
+        run.steps(1)
+    assert octaves >= 3
+    while run.index < 100:
+        assert rule.next_end(400, 1) >= rule.risen
+        run.steps(1)
 
 
 def test_the_rule_is_told_the_schedule_s_mean() -> None:

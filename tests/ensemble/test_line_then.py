@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -195,20 +196,12 @@ def test_resumed_it_goes_on_where_it_was(when: str) -> None:
 def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
     """By the time of the hand-over a cosine is at 0.9: a probe that had not seen its peak would wait for it, and probe, to the end."""
     net = model()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=FOUND, weight_decay=0.0)
     probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(20_000 + i) for i in range(4)], chunks=4, model=net)
-    line = followed(net, probe)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
+    cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TOTAL)
     with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=TOTAL, sync_interval=4, controller=line)
-    for step in range(TOTAL // 2):
-        batch = data(step)
-        optimizer.zero_grad()
-        loss = losses_of(net, batch).mean()
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-    assert line.handed_over and probe.rule.warm == [True] and line.idle
+        run = Run(FOUND, total=TOTAL, net=net, line=followed(net, probe), optimizer=hdet.FusedAdamW, scheduler=cosine, total_steps=TOTAL)
+    run.steps(TOTAL // 2)
+    assert run.line.handed_over and probe.rule.warm == [True] and run.line.idle  # type: ignore[attr-defined]
 
 
 def test_a_damaged_state_changes_nothing() -> None:
@@ -301,37 +294,17 @@ def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
 
 def local_gradients(rank: int, world: int) -> Any:
     """Whether each rank is back at the beginning when it begins again, who decided on what, and the corrections in the end."""
-    net = model()
-    begin = [p.detach().clone() for p in net.parameters()]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, TOTAL, cycle_momentum=False)
-    then = Listener()
-    line = followed(net, then)
-    ensemble = hdet.Ensemble(
-        optimizer,
-        scheduler,
-        knobs=[hdet.Eps(), hdet.LearningRate(0.3)],
-        sync_interval=4,
-        controller=line,
-        gradients="local",
-        moments="keep",
-    )
-    swept, back = [], False
-    for step in range(TOTAL // 2):
-        batch = data(2 * step + rank)
-        loss = losses_of(net, batch).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sweeping = ensemble.sweeping
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if sweeping:
-            swept.append(ensemble.corrections)
-        if sweeping and not ensemble.sweeping:
-            back = all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True)) and not any(
-                bool(state["exp_avg"].any()) for state in optimizer.state.values()
-            )
-    return back, swept, then.steps, ensemble.corrections, list(ensemble.corrections)
+    then, knobs = Listener(), [hdet.Eps(), hdet.LearningRate(0.3)]
+    run = chained(then, 1e-4, knobs=knobs, sync_interval=4, gradients="local", moments="keep")
+    run.batch_of = lambda index: data(2 * index + rank)
+    begin = run.weights()
+    swept = []
+    while run.ensemble.sweeping:
+        run.steps(1)
+        swept.append(run.ensemble.corrections)
+    back = torch.equal(run.weights(), begin) and not any(bool(state["exp_avg"].any()) for state in run.optimizer.state.values())
+    run.steps(TOTAL // 2 - run.index)
+    return back, swept, then.steps, run.ensemble.corrections, list(run.ensemble.corrections)
 
 
 def test_replicas_with_gradients_of_their_own_sweep_the_rate_alone_and_the_other_decides_on_all() -> None:

@@ -16,7 +16,8 @@ class SequentialController(Controller):
     """``first`` decides until it is `finished`; from the next cycle on ``then`` does. Meanwhile the second `observe`s.
 
     Args:
-        first, then: controllers; their measurements must have different names. A checkpoint holds the state of both.
+        first, then: controllers; their measurements must have different names, and ``then`` must follow the schedule
+            (`Controller.leaves_schedule`). A checkpoint holds the state of both.
     """
 
     def __init__(self, first: Controller, then: Controller) -> None:
