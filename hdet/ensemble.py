@@ -607,7 +607,7 @@ class Ensemble:
             self._panel.restart()
             self._snapshots.forget()
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
-            return self.engine.roll_back(self.divergence.lower)
+            return self.engine.roll_back(self.divergence.lower, self.schedule.step)
         self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
         voting: dict[str, Any] = {
             name: [row if slot.votes else None for row, slot in zip(rows, slots, strict=True)] for name, rows in measured.items()
@@ -687,6 +687,8 @@ class Ensemble:
         self.schedule.check_at_rest()
         with self.schedule.taken_over(state):
             self.engine.load_state_dict(state)
+        self.engine.schedule_step = self._schedule_step()
+        self.engine.restart()  # the plan in force is that of the state, from here on
         if self.sweeping:
             self.engine.reopen()
             if self.engine.step > 0:
@@ -703,8 +705,6 @@ class Ensemble:
         self.weights.loaded()
         self._snapshots.forget()
         self._panel.restart()
-        self.engine.schedule_step = self._schedule_step()
-        self.engine.restart()
         self._begin_cycle()
 
     def close(self) -> None:

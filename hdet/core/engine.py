@@ -279,8 +279,9 @@ class Engine:
             self.controller.restart(self.moment)
         self._plan = None
 
-    def roll_back(self, factor: float) -> CycleOutcome:
-        """End a cycle that is taken back: nothing was learned in it but that the rates were too high."""
+    def roll_back(self, factor: float, schedule_step: int | None = None) -> CycleOutcome:
+        """End a cycle that is taken back: nothing was learned in it but that the rates were too high. ``schedule_step`` as for `close`."""
+        self.schedule_step = schedule_step
         table = self.multipliers()
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
             self.corrections[k] = max(self.in_force(k) * factor, 1 / LARGEST_CORRECTION)
@@ -396,6 +397,7 @@ class Engine:
         self.corrections = [float(x) for x in values["corrections"]]
         self.held = [None if x is None else float(x) for x in values["bases"]]
         self.ramps = [(float(before), since, over) for before, since, over in values["eased"]]
+        self._plan = None
 
 
 def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None) -> tuple[Learned, list[Any]]:

@@ -39,6 +39,7 @@ class Panel:
 
     def watch(self, watched: Watched) -> None:
         """Once, before the first step. Raises ValueError for a run in which something cannot be measured."""
+        self._check_plan()
         for measurement in self._all.values():
             measurement.watch(watched)
 
@@ -50,7 +51,8 @@ class Panel:
     # -- a cycle, in this order --------------------------------------------------------------------------------------------
 
     def begin_cycle(self) -> None:
-        """What is not named any more gives its memory back."""
+        """What is not named any more gives its memory back. Raises ValueError for a name that no measurement has."""
+        self._check_plan()
         for name, measurement in self._all.items():
             if name not in self._engine.plan.measure:
                 measurement.release()
@@ -134,6 +136,14 @@ class Panel:
         """The Ensemble is given up: let go of the optimizer, and of the memory."""
         for measurement in self._all.values():
             measurement.release()
+
+    def _check_plan(self) -> None:
+        missing = sorted(self._engine.plan.measure.keys() - self._all.keys())
+        if missing:
+            raise ValueError(
+                f"the controller {self._name!r} measures {missing[0]!r}, and has no measurement of that name: put one into its `measurements`; a rule "
+                "is given to the controller that brings what it needs, as in ProbeController(rule=...)"
+            )
 
     # -- where the run is --------------------------------------------------------------------------------------------------
 

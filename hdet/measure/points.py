@@ -59,9 +59,6 @@ class CyclePoints:
         finally:
             average.exchange()
 
-    def release(self) -> None:
-        """Nothing will be scored any more."""
-
 
 class LinePoints:
     """All replicas on one line, each at the multiplier of the cycle that ends: anchor + rho_r (average - anchor), by knob.
@@ -135,7 +132,7 @@ class LinePoints:
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
         """As `CyclePoints.at`. The first call communicates."""
-        assert self._line is not None, "depart comes first"
+        assert self._line is not None, "on_cycle_start comes first"
         if not self._shared:
             self._line.share(self._run.replicas)
             self._shared = True
@@ -143,8 +140,3 @@ class LinePoints:
         with self._line.scored(self._replicas[place]) as put:
             put([1.0 if k is None else rho[k] for k in self._owners])
             yield
-
-    def release(self) -> None:
-        """Nothing will be scored any more: the memory is free again."""
-        self._line = None
-        self.restart()

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet.core.clock import Clock
+from hdet.measure.base import Watched
 
 
 def model() -> nn.Module:
@@ -28,6 +30,16 @@ def loss_of(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 def probe(net: nn.Module, **settings: Any) -> hdet.ProbeController:
     return hdet.ProbeController(loss_of, lambda cycle: [batch(10_000 + 8 * cycle + i) for i in range(8)], model=net, **settings)
+
+
+def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Watched:
+    """A run of one replica, as a measurement sees it that is driven by hand."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else optimizer
+    own = list(net.parameters())
+    return Watched(
+        optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(), "shared",
+        lambda: [[1.0]], False, lambda name: [],
+    )  # fmt: skip
 
 
 class Run:

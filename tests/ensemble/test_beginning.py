@@ -27,7 +27,7 @@ STOCK = ["AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "R
 
 def fixed(net: nn.Module) -> hdet.LineController:
     """Goes back after four steps."""
-    return hdet.LineController(net, rule=Fixed(factor=1.0, restart=True))
+    return hdet.LineController(net, rule=Fixed(back=True))
 
 
 def short(net: nn.Module, **settings: Any) -> Run:
@@ -75,7 +75,7 @@ def test_a_model_that_is_loaded_before_the_first_step_is_gone_back_to() -> None:
         net.load_state_dict(trained.state_dict())
         begin = state_of(net)
         run.steps(4)
-        assert not run.line.sweeping and same(state_of(net), begin)
+        assert not run.ensemble.sweeping and same(state_of(net), begin)
         run.steps(1)
         assert int(net[1].num_batches_tracked) == 21  # type: ignore[index,arg-type]
 
@@ -142,12 +142,8 @@ def test_of_a_model_whose_parts_are_called_by_themselves_the_first_call_counts()
             x = part(x)
         return ((x - batch[1]) ** 2).mean(1)
 
-    for index in range(4):
-        run.optimizer.zero_grad()
-        loss = losses(data(index)).mean()
-        loss.backward()
-        run.optimizer.step()
-        run.ensemble.step(loss.detach(), closure=functools.partial(losses, data(index)))
+    run.losses = losses
+    run.steps(4)
     assert same(state_of(net), begin)
 
 
@@ -197,14 +193,10 @@ def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: s
     compiled = torch.compile(net, backend=counting, fullgraph=True) if way == "torch.compile(model)" else net
     if compiled is net:
         net.compile(backend=counting, fullgraph=True)
-    for index in range(8):
-        run.optimizer.zero_grad()
-        loss = losses_of(compiled, data(index)).mean()
-        loss.backward()
-        run.optimizer.step()
-        run.ensemble.step(loss.detach(), closure=functools.partial(losses_of, compiled, data(index)))
-        if index == 3:
-            assert same(state_of(net), begin)
+    run.losses = functools.partial(losses_of, compiled)
+    run.steps(4)
+    assert same(state_of(net), begin)
+    run.steps(4)
     assert len(graphs) == 2, "in training mode, and in eval mode without gradients"
     torch._dynamo.reset()
 
@@ -293,7 +285,7 @@ def test_a_whole_sweep_goes_back_to_what_was_loaded() -> None:
     run = Run(0.3, net=net, total=400)
     run.optimizer.load_state_dict({**trained.state_dict(), "param_groups": run.optimizer.state_dict()["param_groups"]})
     begin, moments = state_of(net), contents(run.optimizer)
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         run.steps(1)
     assert same(state_of(net), begin) and same(contents(run.optimizer), moments)
 
@@ -388,7 +380,7 @@ def test_a_second_optimizer_that_waits_for_the_end_of_the_sweep_is_welcome() -> 
     net = model()
     run, other = two_optimizers(net)
     begin = state_of(net)
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         train(net, run, None, 1)
     assert same(state_of(net), begin)
     train(net, run, other, 5)
@@ -406,7 +398,7 @@ def test_parameters_that_nobody_trains_are_not_refused(frozen: bool) -> None:
     run, _ = two_optimizers(net)
     with torch.no_grad():
         net[2].bias.fill_(1.0)  # type: ignore[index,union-attr,operator]
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         train(net, run, None, 1)
     assert run.ensemble.corrections["lr"] != 1 / 16
 
@@ -460,9 +452,9 @@ def test_an_optimizer_with_copies_of_the_parameters_is_no_second_one() -> None:
         optimizer.step()
         refresh()
         ensemble.step(loss.detach(), closure=lambda step=step: losses_of(net, data(step)))
-        if not line.sweeping:
+        if not ensemble.sweeping:
             break
-    assert not line.sweeping and same(state_of(net), begin)
+    assert not ensemble.sweeping and same(state_of(net), begin)
 
 
 def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimizer_has() -> None:
@@ -470,7 +462,8 @@ def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimize
     optimizer = hdet.FusedAdamW(net[0].parameters(), lr=1e-2)
     other = torch.optim.AdamW(net[2].parameters(), lr=1e-2)
     replicas = hdet.CoresidentReplicas(net, 2)
-    line = hdet.LineController(net, then=hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [data(i) for i in range(8)], model=net))
+    probe = hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [data(i) for i in range(8)], model=net)
+    line = hdet.SequentialController(hdet.LineController(net, late=False), probe)
     ensemble = hdet.Ensemble(optimizer, total_steps=400, sync_interval=2, controller=line, replicas=replicas)
     begin = state_of(net)
 
@@ -555,7 +548,7 @@ def sharded(rank: int, world: int) -> Any:
                     if name == moves:
                         p.to_local().detach().add_(1.0)  # type: ignore[attr-defined]
                 ensemble.step(loss.detach(), closure=lambda step=step, net=net: losses_of(net, data(step)))
-                if not line.sweeping:
+                if not ensemble.sweeping:
                     break
         except ValueError as error:
             message = str(error)

@@ -248,10 +248,10 @@ def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
 def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> None:
     run = CoresidentRun(3, controller="probe").steps(4)
     before = run.weights()
-    rows = []
+    rows, losses = [], run.ensemble.engine.controller.measurements["probe"]  # type: ignore[union-attr]
     for place in range(3):
         with run.ensemble._as_replica(place):
-            rows.append(run.ensemble._listening.sensor.measure(0, place))
+            rows.append(losses.measure(0, place))
     assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
     assert not torch.equal(rows[0], rows[1]) and run.replicas.index == 0
 
@@ -262,9 +262,9 @@ TINY = {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_we
 def test_the_probe_averages_masters() -> None:
     """At a tiny rate the parameters stand still."""
     run = CoresidentRun(2, **TINY, controller="probe").steps(3)
-    assert run.ensemble._listening.sensor is not None
-    run.ensemble._listening.sensor.forget()
-    for k, average in enumerate(run.ensemble._listening.sensor._points.averages):
+    losses = run.ensemble.engine.controller.measurements["probe"]  # type: ignore[union-attr]
+    losses.reset()
+    for k, average in enumerate(losses._points.averages):
         average.add()
         state = run.optimizer.state[run.net[0].weight]
         master = [state["master_param"], *state["replica_masters"]][k]

@@ -7,20 +7,18 @@ import gc
 import math
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hdet.way import Way
 from torch import nn
 
 import hdet
-from hdet.checks import _check_alike as check_alike
-from hdet.core.clock import Clock
-from hdet.core.controllers import Decision, Evidence, LineRule
-from hdet.core.controllers.line import FROM
+from hdet.core.controllers.line import BEGINNING, FROM, LINE
+from hdet.core.controllers.reading import Asking
+from hdet.core.plan import Compare, Level
 from tests.ensemble.helpers import model
+from tests.ensemble.test_single import TwoReplicas
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
 
@@ -40,27 +38,30 @@ def losses_of(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 
 class Run:
-    """One process, one replica."""
+    """One process, one replica: of ``batch_of(index)`` the mean of ``losses(batch)`` is trained on, and the ``closure`` gives them."""
 
     def __init__(self, lr: float = 3e-4, *, total: int = 200, net: nn.Module | None = None, line: Any = "line", **settings: Any) -> None:
         self.net = model() if net is None else net
         make: Callable[..., Any] = settings.pop("optimizer", torch.optim.AdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=0.0)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total, cycle_momentum=False)
+        one_cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=lr, total_steps=total, cycle_momentum=False)
+        self.scheduler = settings.pop("scheduler", one_cycle)(self.optimizer)
         self.line = hdet.LineController(self.net) if line == "line" else line
         self.records: list[dict[str, Any]] = []
         self.ensemble = hdet.Ensemble(
             self.optimizer, self.scheduler, controller=self.line, log=lambda record, step: self.records.append(record),
             **({"sync_interval": max(1, total // 100)} | settings),
         )  # fmt: skip
-        self.closure: Callable[[tuple[torch.Tensor, torch.Tensor]], Any] | None = lambda batch: losses_of(self.net, batch)
+        self.batch_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = data
+        self.losses: Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor] = lambda batch: losses_of(self.net, batch)
+        self.closure: Callable[[tuple[torch.Tensor, torch.Tensor]], Any] | None = lambda batch: self.losses(batch)
         self.index = 0
 
     def steps(self, count: int) -> Run:
         for _ in range(count):
-            batch = data(self.index)
+            batch = self.batch_of(self.index)
             self.optimizer.zero_grad()
-            loss = losses_of(self.net, batch).mean()
+            loss = self.losses(batch).mean()
             loss.backward()
             self.optimizer.step()
             self.ensemble.step(loss.detach(), closure=None if self.closure is None else functools.partial(self.closure, batch))
@@ -78,14 +79,14 @@ class Run:
             return losses_of(self.net, data(10_000, 512)).mean().item()
 
 
-class Fixed(LineRule):
-    """Scores at 0, 1 and 2 and says this at the first end, after four cycles, and nothing later."""
+class Fixed(hdet.LineRule):
+    """Scores at 0, 1 and 2 and says this at the first end, after four cycles, and nothing later; and goes ``back`` to the beginning."""
 
     state_keys = ("said",)
 
-    def __init__(self, **decision: Any) -> None:
+    def __init__(self, back: bool = False, **decision: Any) -> None:
         super().__init__()
-        self.decision, self.said = Decision(**({"factor": 16.0} | decision)), False
+        self.decision, self.end, self.said = hdet.Decision(**decision), hdet.Restore(BEGINNING) if back else None, False
 
     @property
     def sweeping(self) -> bool:
@@ -95,21 +96,15 @@ class Fixed(LineRule):
     def idle(self) -> bool:
         return self.said
 
-    def next_end(self, total_steps: int, sync_interval: int) -> float:
-        return math.inf if self.said else 4.0 * sync_interval
-
-    def anew(self, step: int) -> None:
-        pass
-
-    def decide(self, evidence: Evidence) -> list[Decision]:
+    def decide(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
         self.shape = evidence.mean[0] / evidence.peak[0]
-        if evidence.line is None or self.said:
-            return [Decision()] * len(evidence.knobs)
+        if self.said or evidence.step < 4 * evidence.sync_interval:
+            return hdet.Learned([hdet.Decision()] * len(evidence.knobs))
         self.said = True
-        evidence.line.difference(2.0, 1.0)
-        evidence.line.difference(1.0, 0.0)
-        evidence.line.mean(1.0)
-        return [self.decision] * len(evidence.knobs)
+        yield Compare(LINE, 2.0, 1.0)
+        yield Compare(LINE, 1.0, 0.0)
+        yield Level(LINE, 1.0)
+        return hdet.Learned([self.decision] * len(evidence.knobs), self.end)
 
 
 @pytest.mark.parametrize("off", [1 / 256, 1 / 30, 1.0, 30.0])
@@ -123,70 +118,41 @@ def test_wherever_it_starts_it_ends_near_the_right_rate(off: float) -> None:
         assert run.validation() < 0.5 * Run(0.03 * off, total=400, line=None).steps(400).validation()
 
 
-def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_what_no_knob_moves_is_taken_back_too() -> None:
     net = model()
     groups = [{"params": [p], "name": name, "lr": 1e-2} for p, name in zip(list(net.parameters())[:2], "ab", strict=False)]
-    return net, torch.optim.SGD(groups, lr=1e-2)
-
-
-def test_what_no_knob_moves_is_taken_back_too() -> None:
-    net, optimizer = two_groups()
-    begin = [p.detach().clone() for p in net.parameters()]
-    line = hdet.LineController(net)
-    ensemble = hdet.Ensemble(optimizer, total_steps=200, knobs=[hdet.LearningRate(groups=["a"])], sync_interval=2, controller=line)
-    for step in range(40):
-        batch = data(step)
-        optimizer.zero_grad()
-        loss = losses_of(net, batch).mean() * (math.inf if step == 8 else 1.0)  # NaN in both
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if not line.sweeping:
-            break
-    assert not line.sweeping and all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True))
-
-
-@pytest.mark.parametrize("masters", ["fp32", "split"])
-def test_masters_are_taken_back_to_the_last_bit(masters: str) -> None:
-    net = model().bfloat16()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, master_weights=masters)
-    for p in net.parameters():
-        p.grad = torch.full_like(p, 0.1)
-    optimizer.step()  # masters are beside their weights now
-    parameters = list(net.parameters())
-    way = Way(parameters, lambda: optimizer.masters(parameters))
-    way.begin()
-    begin = [(p.detach().clone(), m.clone()) for p, m in zip(parameters, optimizer.masters(parameters), strict=True)]
-    for _ in range(3):
-        optimizer.step()
-    way.take_back()
-    for p, m, (value, master) in zip(parameters, optimizer.masters(parameters), begin, strict=True):
-        assert torch.equal(p, value) and torch.equal(m, master)
+    optimizer = torch.optim.SGD(groups, lr=1e-2)
+    knobs = [hdet.LearningRate(groups=["a"])]
+    run = Run(net=net, optimizer=lambda *_, **__: optimizer, scheduler=lambda _: None, total_steps=200, knobs=knobs, sync_interval=2)
+    begin = run.weights()
+    run.steps(8)
+    with torch.no_grad():
+        for group in groups:
+            group["params"][0].fill_(math.nan)  # type: ignore[index]
+    until_begun_again(run, 40)
+    assert torch.equal(run.weights(), begin)
 
 
 def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
     """Of 400 steps 200 are done: from then on a whole sweep, and no late reading while the rate rises."""
     first = Run(1e-3, total=400, line=None).steps(200)
-    optimizer = torch.optim.AdamW(first.net.parameters(), lr=1e-3, weight_decay=0.0)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = 1e-3
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400, last_epoch=200)
-    line = hdet.LineController(first.net)
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=400, sync_interval=1, controller=line)
-    start = ensemble.engine.step
-    assert start >= 200 and line.rule.began == start
-    for step in range(100):
-        batch = data(1000 + step)
-        optimizer.zero_grad()
-        loss = losses_of(first.net, batch).mean()
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(first.net, batch))
-        if line.sweeping:
-            octaves = len(line.rule.octaves)
-        else:
-            assert line.rule.next_end(400, 1) >= line.rule.risen
-    assert not line.sweeping and octaves >= 3
+
+    def continued(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, **settings)
+        optimizer.param_groups[0]["initial_lr"] = settings["lr"]
+        return optimizer
+
+    cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=400, last_epoch=200)
+    run = Run(1e-3, net=first.net, optimizer=continued, scheduler=cosine, total_steps=400, sync_interval=1)
+    start, rule = run.ensemble.engine.step, run.line.rule
+    assert start >= 200 and rule.began == start
+    while run.ensemble.sweeping:
+        octaves = len(rule.octaves)
+        run.steps(1)
+    assert octaves >= 3
+    while run.index < 100:
+        assert rule.next_end(400, 1) >= rule.risen
+        run.steps(1)
 
 
 def test_the_rule_is_told_the_schedule_s_mean() -> None:
@@ -270,9 +236,9 @@ def until_begun_again(run: Run, limit: int) -> Run:
     """Up to the end of the sweep."""
     while not any("begun again" in note for note in run.notes()):
         assert run.index < limit, run.notes()
-        assert run.line.sweeping
+        assert run.ensemble.sweeping
         run.steps(1)
-    assert not run.line.sweeping
+    assert not run.ensemble.sweeping
     return run
 
 
@@ -297,14 +263,14 @@ def test_weights_that_are_nan_in_the_sweep_are_taken_back(net: Callable[[], nn.M
     run = Run(0.03, net=net(), total=400, optimizer=functools.partial(torch.optim.SGD, momentum=0.9))
     begin = run.weights()
     run.steps(20)
-    assert run.line.sweeping
+    assert run.ensemble.sweeping
     with torch.no_grad():
         next(run.net.parameters()).fill_(math.nan)
     while not torch.isfinite(run.weights()).all():
         run.steps(1)
     assert torch.equal(run.weights(), begin) and not any(record["rolled_back"] for record in run.records)
     run.steps(400 - run.index)
-    assert not run.line.sweeping and all(value.isfinite().all() for value in run.net.state_dict().values())
+    assert not run.ensemble.sweeping and all(value.isfinite().all() for value in run.net.state_dict().values())
 
 
 def values(run: Run) -> torch.Tensor:
@@ -331,7 +297,7 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
     run = Run(
         0.3,
         net=net,
-        line=hdet.LineController(net, rule=Fixed(factor=1.6, over=8, restart=True, rise_from=1 / 256)),
+        line=hdet.LineController(net, rule=Fixed(back=True, factor=1.6, ramp=8, ramp_from=1 / 256)),
         total=400,
         sync_interval=1,
         **settings,
@@ -406,11 +372,15 @@ def test_losses_that_a_rate_has_moved_are_not_warned_of(lr: float) -> None:
     Run(lr, total=400).steps(40)
 
 
+def keeps_weights(run: Run) -> bool:
+    return bool(run.ensemble._snapshots._kept) or run.line.losses._line is not None
+
+
 def test_closed_it_gives_the_memory_back() -> None:
     run = Run(total=400).steps(5)
-    assert run.line._way is not None
+    assert keeps_weights(run)
     run.ensemble.close()
-    assert run.line._way is None and run.line._beginning is None
+    assert not keeps_weights(run)
 
 
 def test_the_model_of_another_optimizer_is_refused() -> None:
@@ -437,7 +407,7 @@ def test_a_schedule_that_goes_on_by_several_for_each_step_of_the_optimizer(every
     assert run.ensemble.corrections["lr"] == pytest.approx(plain.ensemble.corrections["lr"], rel=1.0)
     for one in (plain, run):
         one.steps(400 - one.index)
-    assert run.line.idle and run.line._way is None and run.validation() < 1.5 * plain.validation()
+    assert run.line.idle and not keeps_weights(run) and run.validation() < 1.5 * plain.validation()
 
 
 @pytest.mark.parametrize(("total", "interval", "every", "later"), [(400, 4, 5, 8), (1600, 2, 10, 0)])
@@ -491,18 +461,24 @@ def test_losses_that_are_not_passed_are_asked_for() -> None:
         run.steps(20)
 
 
+def origin(run: Run) -> torch.Tensor:
+    """Where the line begins that is under way."""
+    (name,) = run.ensemble.engine.plan.snapshots
+    return torch.cat([kept.flatten() for kept in run.ensemble._snapshots.parameters(name)])
+
+
 def test_a_cycle_that_is_taken_back_after_the_sweep_begins_the_interval_anew() -> None:
     run = until_begun_again(Run(total=400, divergence=hdet.Divergence(rollback="device"), sync_interval=5), 61)
-    run.steps(5)
-    found, begun = run.ensemble.corrections["lr"], run.line._begun
+    run.steps(6)
+    found, begun = run.ensemble.corrections["lr"], origin(run)
     with torch.no_grad():
         next(run.net.parameters()).fill_(math.nan)
-    run.steps(5)
-    assert run.records[-1]["rolled_back"] and begun is not None and run.line._begun is None
-    assert run.ensemble.corrections["lr"] < found and not run.line.sweeping
-    step = run.index
+    run.steps(4)
+    assert run.records[-1]["rolled_back"]
+    assert run.ensemble.corrections["lr"] < found and not run.ensemble.sweeping
+    back = run.weights()
     run.steps(1)
-    assert run.line._begun == step
+    assert torch.equal(origin(run), back) and not torch.equal(back, begun) and run.line.rule.since == run.index - 1
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------
@@ -516,11 +492,6 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
             settings["replicas"] = hdet.CoresidentReplicas(net, 2)
         return hdet.Ensemble(optimizer, controller=hdet.LineController(net), **({"total_steps": 100, "sync_interval": 1} | settings))
 
-    optimizer = torch.optim.AdamW(model().parameters())
-    (knob,) = hdet.LearningRate().bind(optimizer)
-    knob.key, knob.name = "betas", "beta2"
-    with pytest.raises(ValueError, match="'beta2' is no learning rate"):
-        hdet.LineController().follow_run(optimizer, lambda tensors: lambda: [None] * len(tensors), [knob], Clock(1, total_steps=100))
     with pytest.raises(ValueError, match=r"warmup_steps .* is 5, .*pass 0"):
         build(warmup_steps=5)
     build(sync_interval=100, total_steps=1000)
@@ -535,16 +506,15 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         build(together=True)
     with pytest.raises(ValueError, match=r"converge is ExactLocal\("):
         build(converge=hdet.converge.ExactLocal())
-    two: Any = SimpleNamespace(count=2, local=[0])
     with pytest.raises(ValueError, match="gradients is 'local'"):
-        check_alike(two, "local", hdet.converge.Plain(), alone=True)
+        build(gradients="local", moments="keep", replicas=TwoReplicas())
     build(gradients="local", moments="keep")  # one replica: the same as shared
 
 
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"model": 1}, TypeError), ({"rule": object()}, TypeError), ({"rule": LineRule(), "freeze_after": 0.5}, ValueError),
+        ({"model": 1}, TypeError), ({"rule": object()}, TypeError), ({"rule": hdet.LineRule(), "freeze_after": 0.5}, ValueError),
         ({"place": "disk"}, ValueError), ({"dtype": torch.int32}, ValueError),
     ],
 )  # fmt: skip
@@ -578,7 +548,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_the_sweep_begins_it_anew(steps: 
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(second.scheduler.get_last_lr()[0] / 16)
     begin = second.weights()
     second.steps(1)
-    assert second.line._begun == steps
+    assert torch.equal(origin(second), begin)
     until_begun_again(second, steps + 80)
     assert torch.equal(second.weights(), begin)
     second.steps(400 - second.index)
@@ -595,10 +565,10 @@ def test_a_state_from_before_the_first_step_is_nothing_to_warn_of() -> None:
 def test_a_run_that_is_resumed_after_the_sweep_keeps_what_was_found() -> None:
     first = until_begun_again(Run(1e-3, total=400), 61).steps(9)
     second = resumed(first, lr=1e-3, total=400)
-    assert second.line.rule.state_dict() == first.line.rule.state_dict() and not second.line.sweeping
+    assert second.line.rule.state_dict() == first.line.rule.state_dict() and not second.ensemble.sweeping
     assert second.ensemble.values() == first.ensemble.values() and second.ensemble.corrections["lr"] > 1
     second.steps(1)
-    assert second.line._begun == first.index
+    assert torch.equal(origin(second), first.weights())
     second.steps(400 - second.index)
     assert second.line.idle and second.ensemble.corrections["lr"] >= first.ensemble.corrections["lr"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -17,8 +18,6 @@ from torch import nn
 import hdet
 from hdet import checkpoint
 from hdet.core.clock import Clock
-from hdet.core.controllers import Decision, Evidence
-from hdet.core.controllers.base import BaseController
 from hdet.core.engine import Engine, KnobSpec
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import model
@@ -28,7 +27,7 @@ TOTAL, FOUND = 400, 0.03
 """The best peaks are 0.01 to 0.1 (test_line)."""
 
 
-class Listener(BaseController):
+class Listener(hdet.Controller):
     """Writes down when it was asked, and doubles the rate once, at its third cycle."""
 
     name = "listener"
@@ -39,21 +38,24 @@ class Listener(BaseController):
         super().__init__()
         self.steps: list[float] = []
 
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        assert evidence.line is None
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.steps.append(float(evidence.step))
-        return [Decision(factor=2.0 if len(self.steps) == 3 else 1.0) for _ in evidence.knobs]
+        return [hdet.Decision(factor=2.0 if len(self.steps) == 3 else 1.0) for _ in evidence.knobs]
+
+
+def followed(net: nn.Module, then: Any) -> hdet.SequentialController:
+    return hdet.SequentialController(hdet.LineController(net, late=False), then)
 
 
 def chained(then: Any, lr: float = 1e-3, **settings: Any) -> Run:
     net = model()
-    return Run(lr, total=TOTAL, net=net, line=hdet.LineController(net, then=then), **settings)
+    return Run(lr, total=TOTAL, net=net, line=followed(net, then), **settings)
 
 
 def sweep(run: Run) -> int:
     """Until the run has begun again; at which step."""
     limit = run.index + 0.17 * TOTAL
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         run.steps(1)
         assert run.index < limit
     return run.index
@@ -64,10 +66,11 @@ def test_the_other_decides_when_the_rate_has_risen_and_the_line_is_read_no_more(
     run = chained(then)
     back = sweep(run)
     found = run.ensemble.corrections["lr"]
-    assert then.steps == [] and not run.line.handed_over and run.line._way is None  # its memory is free
+    assert then.steps == [] and not run.line.handed_over
     run.closure = None  # nobody asks for it any more
+    assert not run.ensemble._snapshots._kept and run.line.first.losses._line is None, "its memory is free"
     run.steps(TOTAL - back)
-    risen = run.line.rule.risen
+    risen = run.line.first.rule.risen
     assert back < risen <= back + 0.08 * TOTAL + 1
     assert then.steps == [float(step) for step in range(4, TOTAL + 1, 4) if step > risen]
     assert run.ensemble.corrections["lr"] == pytest.approx(2 * found)
@@ -92,7 +95,7 @@ class Together:
         self.asked = 0
         batches = [data(20_000 + i) for i in range(8)]
         self.probe = hdet.ProbeController(self._loss, batches, chunks=4, model=self.net, interval=5, **probe)
-        self.line = hdet.LineController(self.net, then=self.probe)
+        self.line = followed(self.net, self.probe)
         self.ensemble = hdet.Ensemble(
             self.optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=self.replicas, sync_interval=4, controller=self.line
         )
@@ -127,7 +130,7 @@ class Together:
 def test_co_resident_replicas_train_alike_until_the_probe_acts_and_all_are_taken_back() -> None:
     run = Together(30 * FOUND)  # breaks training at once
     begin = [p.detach().clone() for p in run.net.parameters()]
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         run.steps(1)
         assert run.equal()
     assert all(torch.equal(p, b) for p, b in zip(run.net.parameters(), begin, strict=True))
@@ -148,7 +151,7 @@ def test_a_replica_that_is_nan_in_the_sweep_is_taken_back_too() -> None:
     run = Together(FOUND).steps(6)
     with torch.no_grad():
         run.sets()[2][0].fill_(math.nan)
-    while run.line.sweeping:
+    while run.ensemble.sweeping:
         run.steps(1)
     assert run.equal() and all(bool(p.isfinite().all()) for p in run.net.parameters())
 
@@ -193,60 +196,60 @@ def test_resumed_it_goes_on_where_it_was(when: str) -> None:
 def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
     """By the time of the hand-over a cosine is at 0.9: a probe that had not seen its peak would wait for it, and probe, to the end."""
     net = model()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=FOUND, weight_decay=0.0)
     probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(20_000 + i) for i in range(4)], chunks=4, model=net)
-    line = hdet.LineController(net, then=probe)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
+    cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TOTAL)
     with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=TOTAL, sync_interval=4, controller=line)
-    for step in range(TOTAL // 2):
-        batch = data(step)
-        optimizer.zero_grad()
-        loss = losses_of(net, batch).mean()
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-    assert line.handed_over and probe.rule.warm == [True] and line.idle
+        run = Run(FOUND, total=TOTAL, net=net, line=followed(net, probe), optimizer=hdet.FusedAdamW, scheduler=cosine, total_steps=TOTAL)
+    run.steps(TOTAL // 2)
+    assert run.line.handed_over and probe.rule.warm == [True] and run.line.idle  # type: ignore[attr-defined]
 
 
 def test_a_damaged_state_changes_nothing() -> None:
     run = chained(Listener())
     state = run.ensemble.state_dict()
-    broken = {"sweep": {}, "then": {"steps": [1.0], "frozen": True}, "handed_over": True}
+    broken = {"first": {}, "then": {"steps": [1.0], "frozen": True}, "handed_over": True}
     with pytest.raises(ValueError, match="LineRule's state lacks"):
         run.ensemble.load_state_dict({**state, "controller_state": broken})
-    with pytest.raises(ValueError, match="LineController's state lacks"):
-        run.ensemble.load_state_dict({**state, "controller_state": {"sweep": {}}})
+    with pytest.raises(ValueError, match="SequentialController's state lacks"):
+        run.ensemble.load_state_dict({**state, "controller_state": {"first": {}}})
     assert run.line.then.steps == [] and not run.line.then.frozen and not run.line.handed_over
 
 
-@pytest.mark.parametrize("then", [Listener, 3, hdet.LineController()])
-def test_what_is_no_other_controller_is_refused(then: Any) -> None:
-    with pytest.raises(TypeError, match="then must be another controller"):
-        hdet.LineController(then=then)
+def test_what_is_no_other_controller_is_refused() -> None:
+    line = hdet.LineController(late=False)
+    for other in (Listener, 3, None):
+        with pytest.raises(TypeError, match="then must be a controller"):
+            hdet.SequentialController(line, other)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="first must be a controller"):
+            hdet.SequentialController(other, line)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="both controllers have a measurement 'line'"):
+        hdet.SequentialController(line, hdet.LineController())
+    with pytest.raises(ValueError, match="pass decay=None"):
+        hdet.SequentialController(line, hdet.SoftmaxController(decay="floor"))
 
 
 def test_what_follows_asks_for_what_it_needs() -> None:
-    """As if it were alone: a run that suits it; a sensor for its probes; replicas, of which one explores nothing."""
+    """As if it were alone: a run that suits it; what it measures with; replicas, of which one explores nothing."""
 
     class Fussy(Listener):
-        def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
-            raise ValueError(f"{total_steps} steps are too few")
+        def start(self, run: hdet.Run) -> None:
+            raise ValueError(f"{run.total_steps} steps are too few")
 
     with pytest.raises(ValueError, match=f"{TOTAL} steps are too few"):
         chained(Fussy())
-
-    class Lame(Listener):
-        needs_probe = True
-
-    with pytest.raises(TypeError, match="Lame needs a probe but lacks"):
-        chained(Lame())
     with pytest.warns(UserWarning, match="one replica explores nothing"):
         chained(hdet.SoftmaxController(decay=None))
-    with pytest.raises(ValueError, match="pass decay=None"):
-        hdet.LineController(then=hdet.SoftmaxController(decay="floor"))
-    line = hdet.LineController(then=hdet.SoftmaxController(decay=None))
-    assert line.name == "line, then softmax" and line.needs_replicas and not line.spreads and not line.idle
+    line = hdet.SequentialController(hdet.LineController(late=False), hdet.SoftmaxController(decay=None))
+    assert line.name == "line, then softmax" and line.needs_replicas and not line.idle
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+def test_a_rule_without_what_it_measures_is_refused_before_anything_is_touched() -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    for controller in (hdet.ProbeRule(), hdet.HypergradientRule()):
+        with pytest.raises(ValueError, match=r"measures '(probe|cosines)', and has no measurement of that name.*ProbeController\(rule="):
+            hdet.Ensemble(optimizer, controller=controller, total_steps=100)
+        assert getattr(optimizer, "_hdet_fan_out", None) is None
 
 
 # -- replicas in processes of their own ------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ def two_processes(rank: int, world: int) -> Any:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=30 * FOUND, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 30 * FOUND, TOTAL, cycle_momentum=False)
-    line = hdet.LineController(net, then=hdet.SoftmaxController(decay=None))
+    line = followed(net, hdet.SoftmaxController(decay=None))
     ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], sync_interval=4, controller=line)
     seen = []
     for step in range(100):
@@ -291,37 +294,17 @@ def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
 
 def local_gradients(rank: int, world: int) -> Any:
     """Whether each rank is back at the beginning when it begins again, who decided on what, and the corrections in the end."""
-    net = model()
-    begin = [p.detach().clone() for p in net.parameters()]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, TOTAL, cycle_momentum=False)
-    then = Listener()
-    line = hdet.LineController(net, then=then)
-    ensemble = hdet.Ensemble(
-        optimizer,
-        scheduler,
-        knobs=[hdet.Eps(), hdet.LearningRate(0.3)],
-        sync_interval=4,
-        controller=line,
-        gradients="local",
-        moments="keep",
-    )
-    swept, back = [], False
-    for step in range(TOTAL // 2):
-        batch = data(2 * step + rank)
-        loss = losses_of(net, batch).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sweeping = line.sweeping
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if sweeping:
-            swept.append(ensemble.corrections)
-        if sweeping and not line.sweeping:
-            back = all(torch.equal(p, b) for p, b in zip(net.parameters(), begin, strict=True)) and not any(
-                bool(state["exp_avg"].any()) for state in optimizer.state.values()
-            )
-    return back, swept, then.steps, ensemble.corrections, list(ensemble.corrections)
+    then, knobs = Listener(), [hdet.Eps(), hdet.LearningRate(0.3)]
+    run = chained(then, 1e-4, knobs=knobs, sync_interval=4, gradients="local", moments="keep")
+    run.batch_of = lambda index: data(2 * index + rank)
+    begin = run.weights()
+    swept = []
+    while run.ensemble.sweeping:
+        run.steps(1)
+        swept.append(run.ensemble.corrections)
+    back = torch.equal(run.weights(), begin) and not any(bool(state["exp_avg"].any()) for state in run.optimizer.state.values())
+    run.steps(TOTAL // 2 - run.index)
+    return back, swept, then.steps, run.ensemble.corrections, list(run.ensemble.corrections)
 
 
 def test_replicas_with_gradients_of_their_own_sweep_the_rate_alone_and_the_other_decides_on_all() -> None:
@@ -342,15 +325,15 @@ def test_knobs_that_are_no_rates_need_another_controller_and_a_rate_beside_them(
         probe = hdet.ProbeController(
             lambda net, batch: losses_of(net, batch).mean(), batches, model=net, held_out=settings.pop("held_out", True)
         )
-        line = hdet.LineController(net, then=probe if settings.pop("then", True) else None)
+        line = followed(net, probe) if settings.pop("then", True) else hdet.LineController(net)
         return hdet.Ensemble(
             optimizer, knobs=[hdet.Dropout(net) if knob == "dropout" else knob for knob in knobs], controller=line, total_steps=100,
             sync_interval=1, gradients="local", moments="keep",
         )  # fmt: skip
 
-    with pytest.raises(ValueError, match=r"'eps' is no learning rate.*then=ProbeController"):
+    with pytest.raises(ValueError, match=r"'eps' is no learning rate.*SequentialController\(LineController"):
         build([hdet.LearningRate(), hdet.Eps()], then=False)
-    with pytest.raises(ValueError, match=r"none of the knobs \['eps'\] is a learning rate"), pytest.warns(UserWarning, match="one replica"):
+    with pytest.raises(ValueError, match=r"none of the knobs \['eps'\] is a learning rate"):
         build([hdet.Eps()])
     with pytest.raises(ValueError, match="'dropout'.*held_out=True"):
         build([hdet.LearningRate(), "dropout"], held_out=False)
@@ -372,7 +355,7 @@ def one_breaks(rank: int, world: int) -> Any:
             p.add_(0.01 * (rank + 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, TOTAL, cycle_momentum=False)
-    line = hdet.LineController(net, then=Listener())
+    line = followed(net, Listener())
     ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=4, controller=line, gradients="local", moments="keep")
     equal = []
     for step in range(80):
@@ -384,14 +367,15 @@ def one_breaks(rank: int, world: int) -> Any:
         if not (rank == 1 and step == 0):  # as a scaler leaves it out
             optimizer.step()
         optimizer.zero_grad()
-        phase, octaves = line.rule.phase, len(line.rule.octaves)
+        rule: Any = line.first.rule  # type: ignore[attr-defined]
+        phase, octaves = rule.phase, len(rule.octaves)
         ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if (line.rule.phase, len(line.rule.octaves)) != (phase, octaves) and not line.rule.octaves:
+        if (rule.phase, len(rule.octaves)) != (phase, octaves) and not rule.octaves:
             weights = torch.cat([p.detach().flatten() for p in net.parameters()])
             everyones = [torch.empty_like(weights) for _ in range(world)]
             dist.all_gather(everyones, weights)
             equal.append(bool(weights.isfinite().all()) and torch.equal(*everyones))
-    return equal, 3e-3 * ensemble.corrections["lr"], line.sweeping
+    return equal, 3e-3 * ensemble.corrections["lr"], ensemble.sweeping
 
 
 def test_one_replica_that_breaks_breaks_the_sweep_and_all_begin_again_from_the_same_weights() -> None:
@@ -408,7 +392,7 @@ def test_a_product_of_rate_and_decay_and_a_bound_beside_other_rates_are_refused(
         first, *others = net.parameters()
         optimizer = torch.optim.AdamW([{"params": [first], "name": "a"}, {"params": others, "name": "b"}], lr=1e-3)
         probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(9)] * 8, model=net, held_out=True)
-        return hdet.Ensemble(optimizer, knobs=knobs, controller=hdet.LineController(net, then=probe), total_steps=100, sync_interval=1)
+        return hdet.Ensemble(optimizer, knobs=knobs, controller=followed(net, probe), total_steps=100, sync_interval=1)
 
     with pytest.warns(UserWarning, match="one replica"):
         build(hdet.LearningRate(bounds=(1e-4, 1e-2)), hdet.WeightDecay())
@@ -424,7 +408,7 @@ def test_a_product_of_rate_and_decay_and_a_bound_beside_other_rates_are_refused(
 def test_buffers_that_are_loaded_after_the_state_are_what_a_sweep_goes_back_to(tmp_path: Path) -> None:
     def build() -> Run:
         net = nn.Sequential(nn.BatchNorm1d(6), model())
-        return Run(1e-3, total=TOTAL, net=net, line=hdet.LineController(net, then=Listener()))
+        return Run(1e-3, total=TOTAL, net=net, line=followed(net, Listener()))
 
     first, second = build(), build()
     first.steps(8)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 import hdet
 from hdet.converge import BucketedAverage
+from hdet.measure.batch_losses import BatchLosses
 
 from ..distributed import run_ranks
-from .helpers import Run, batch, loss_of, model, probe
+from .helpers import Run, batch, loss_of, model, probe, watched
 from .test_single import TwoReplicas, sgd
 
 # -- the base value is at rest whatever happened -----------------------------------------------------------------------------
@@ -194,10 +195,10 @@ class Buffered(torch.nn.Module):
 
 def test_the_probe_puts_back_buffers_that_a_module_replaces() -> None:
     net = Buffered()
-    controller = hdet.ProbeController(loss_of, [batch(i) for i in range(8)], model=net)
-    controller.watch(list(net.parameters()))
+    losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
+    losses.watch(watched(net))
     buffer = net.calls
-    controller.measure(0)
+    losses.measure(0)
     assert net.calls is buffer and float(buffer) == 0
 
 
@@ -306,19 +307,19 @@ def test_a_scheduler_of_another_optimizer_and_a_probe_of_another_model_are_refus
 @pytest.mark.parametrize("result", [1.0, torch.ones(2)])
 def test_a_loss_function_that_returns_no_scalar_is_named(result: Any) -> None:
     net = model()
-    controller = hdet.ProbeController(lambda m, b: result, [0] * 8, model=net)
-    controller.watch(list(net.parameters()))
+    losses = BatchLosses(lambda m, b: result, [0] * 8, 8, net)
+    losses.watch(watched(net))
     with pytest.raises(ValueError, match="loss_fn must return one number"):
-        controller.measure(0)
+        losses.measure(0)
 
 
 def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
     """One rank may return None (a pipeline stage before the last), all ranks of a replica may not."""
     net = model()
-    controller = hdet.ProbeController(lambda m, b: None, [0] * 8, model=net)
-    controller.watch(list(net.parameters()))
-    silent = controller.measure(0)
-    assert silent[:9].tolist() == [0.0] * 9
+    losses = BatchLosses(lambda m, b: None, [0] * 8, 8, net)  # type: ignore[arg-type,return-value]
+    losses.watch(watched(net))
+    silent = losses.measure(0)
+    assert silent is not None and silent[:9].tolist() == [0.0] * 9
     with pytest.raises(ValueError, match="returned None on every rank of replica 1"):
-        controller.split([[2.0, *[8.0] * 8, 0.0], silent.tolist()])
-    assert controller.split([[2.0, *[8.0] * 8, 0.0]]) == [[4.0] * 8]
+        losses.split([[2.0, *[8.0] * 8, 0.0], silent.tolist()])
+    assert losses.split([[2.0, *[8.0] * 8, 0.0]]) == [[4.0] * 8]

@@ -10,15 +10,14 @@ import torch
 
 import hdet
 from hdet.core.clock import Clock
-from hdet.core.controllers import Decision, Evidence
 from hdet.core.engine import Engine, KnobSpec
 
 
-class _Doubles(hdet.BaseController):
+class _Doubles(hdet.Controller):
     name = "doubles"
 
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        return [Decision(factor=8.0, over=8)]
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        return [hdet.Decision(factor=8.0, ramp=8)]
 
 
 def test_a_lambda_schedule_s_peak_is_its_highest_factor_s() -> None:

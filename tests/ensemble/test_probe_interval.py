@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import hdet
-from hdet.core.controllers import Decision, Evidence
+from hdet.core.clock import Clock
+from hdet.core.engine import KnobSpec
 
 from ..distributed import run_ranks
 from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
@@ -130,11 +131,11 @@ class Waits(hdet.ProbeRule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[Evidence] = []
+        self.asked: list[hdet.Evidence] = []
 
-    def update(self, evidence: Evidence) -> list[Decision]:
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.asked.append(evidence)
-        return [Decision(factor=1.0)] * len(evidence.knobs)
+        return [hdet.Decision()] * len(evidence.knobs)
 
 
 def processes(rank: int, world: int) -> Any:
@@ -172,7 +173,7 @@ def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycl
     run.steps(44)
     asked = run.controller.rule.asked
     assert [evidence.step for evidence in asked] == [12, 24, 36]
-    assert all(evidence.probes is not None and evidence.sync_interval == 12 for evidence in asked)
+    assert all("probe" in evidence.measured and evidence.sync_interval == 12 for evidence in asked)
     assert asked[0].multipliers[0] == pytest.approx([float(rho[0]) for rho in run.rhos[11]])
 
 
@@ -180,12 +181,13 @@ def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycl
 def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
     """A twentieth of the run up to it, and down from there: votes count afterwards, and at 90 % of it on the way down all rests."""
     controller = probe(model(), interval=cycles)
-    controller.cycles, idle_from = cycles, None
+    controller.start(hdet.Run(Clock(1, total_steps=100), [KnobSpec("lr", 0.3)], 4, [0.0]))
+    idle_from = None
     for cycle in range(1, 101):
         phase = min(cycle / 5, (100 - cycle) / 95)
-        rows = [[1.0] * 8] * 4 if cycle % cycles == 0 and not controller.idle else None
-        controller.update(
-            Evidence(
+        measured = {"probe": [[1.0] * 8] * 4} if cycle % cycles == 0 and not controller.idle else {}
+        controller.learn(
+            hdet.Evidence(
                 cycle=cycle,
                 step=cycle,
                 total_steps=100,
@@ -194,7 +196,7 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
                 knobs=["lr"],
                 multipliers=[[0.7, 0.9, 1.1, 1.3]],
                 losses=[1.0] * 4,
-                probes=rows,
+                measured=measured,
                 scheduled=[phase],
                 peak=[1.0],
                 mean=[0.5],
@@ -217,7 +219,7 @@ def test_a_rise_takes_two_intervals() -> None:
 def test_it_rests_before_an_interval_would_end_too_late_and_its_memory_is_free() -> None:
     run = Grouped(4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]).steps(26)
     assert run.controller.idle and len(run.controller.seen) == 16 and run.ensemble.multipliers == {"lr": 1.0}
-    assert run.controller._points._way is None
+    assert run.controller.losses._points is None
     run.steps(14)
 
 

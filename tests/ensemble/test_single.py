@@ -12,8 +12,9 @@ import torch
 
 import hdet
 from hdet.ensemble import Ensemble
+from hdet.measure.batch_losses import BatchLosses
 
-from .helpers import Run, batch, loss_of, model
+from .helpers import Run, batch, loss_of, model, watched
 
 
 class TwoReplicas(hdet.Replicas):
@@ -217,13 +218,14 @@ def test_the_probe_changes_nothing() -> None:
         random.random(), numpy.random.rand(), torch.rand(3)
         return loss_of(m, data)
 
-    probe = hdet.ProbeController(noisy_loss, [batch(i) for i in range(8)], model=net)
-    probe.watch(list(net.parameters()))
+    probe = BatchLosses(noisy_loss, [batch(i) for i in range(8)], 8, net)
+    probe.watch(watched(net, optimizer))
+    probe.on_cycle_start(0, None)
     for position in range(1, 11):
         optimizer.zero_grad()
         loss_of(net, batch(position)).backward()
         optimizer.step()
-        probe.sample(position, 10)
+        probe.sample(position, 10, position)
 
     def everything() -> Any:
         return {
@@ -247,7 +249,7 @@ def test_the_probe_changes_nothing() -> None:
     row = probe.measure(0)
     assert equal(everything(), before)
     assert modes_seen == [(False, False, False)] * 8
-    assert row.shape == (probe.row_width,) and row.isfinite().all()
+    assert row is not None and row.shape == (1 + 8 + 1,) and row.isfinite().all()
 
     def failing(m: torch.nn.Module, data: Any) -> torch.Tensor:
         raise RuntimeError("in the user's loss")
@@ -260,12 +262,13 @@ def test_the_probe_changes_nothing() -> None:
 
 def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     net = torch.nn.Linear(1, 1, bias=False)
-    probe = hdet.ProbeController(lambda m, _: m.weight.sum(), [0] * 8, model=net, average_every=2, average_from=0.5)
-    probe.watch(list(net.parameters()))
+    probe = BatchLosses(lambda m, _: m.weight.sum(), [0] * 8, 8, net, average_every=2, average_from=0.5)
+    probe.watch(watched(net))
+    probe.on_cycle_start(0, None)
     for position in range(1, 11):
         with torch.no_grad():
             net.weight.fill_(position)
-        probe.sample(position, 10)
+        probe.sample(position, 10, position)
     assert probe.measure(0)[:9].tolist() == [1.0] + [8.0] * 8  # one rank's losses at the mean of positions 6, 8, 10
     assert net.weight.item() == 10.0
 
@@ -345,7 +348,7 @@ def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
     assert record["event"] == "cycle" and record["cycle"] == 2 and record["step"] == 12
     assert set(record) == {
         "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t", "multipliers", "losses", "probe",
-        "left_out", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms", "notes",
+        "left_out", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms", "notes", "record",
     }  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class Controller:
     """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
     judges_held_out = False
     """Does it learn from held-out, unregularised losses alone? Then it may move knobs of which training losses are no honest judge."""
+    leaves_schedule = False
+    """Does it put values of its own in the schedule's place, from its first decision on? Then it can follow no other controller."""
     knob_per_group = False
     """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
     needs_schedule_mean = False

@@ -17,7 +17,8 @@ class SequentialController(Controller):
     """``first`` decides until it is `finished`; from the next cycle on ``then`` does. Meanwhile the second `observe`s.
 
     Args:
-        first, then: controllers; their measurements must have different names. A checkpoint holds the state of both.
+        first, then: controllers; their measurements must have different names, and ``then`` must follow the schedule
+            (`Controller.leaves_schedule`). A checkpoint holds the state of both.
     """
 
     def __init__(self, first: Controller, then: Controller) -> None:
@@ -27,6 +28,11 @@ class SequentialController(Controller):
         both = sorted(first.measurements.keys() & then.measurements.keys())
         if both:
             raise ValueError(f"both controllers have a measurement {both[0]!r}: give one of them another name")
+        if then.leaves_schedule:
+            raise ValueError(
+                f"the controller {then.name!r} decays from where it takes over, in the place of a schedule whose peak may be still to come: pass "
+                "decay=None"
+            )
         super().__init__()
         self.first, self.then = first, then
         self.name = f"{first.name}, then {then.name}"

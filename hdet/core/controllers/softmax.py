@@ -118,6 +118,10 @@ class SoftmaxController(Controller):
         self.velocities = [0.0] * len(self.velocities)
         return [replace(decision, note="") for decision in self.decide(replace(evidence, losses=[None] * len(evidence.losses)))]
 
+    @property
+    def leaves_schedule(self) -> bool:  # type: ignore[override]
+        return self.decay is not None
+
     def start(self, run: Run) -> None:
         """Refuse, before it begins, a run in which the decay could not be computed.
 

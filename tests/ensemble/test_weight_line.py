@@ -1,4 +1,4 @@
-"""Averages of weights over time, and the line through an anchor and an average: points by hand, what is left untouched."""
+"""Averages of weights over time, and the line through an origin and an average: points by hand, what is left untouched."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hdet.way import CycleAverage, Way, _ByHand, check_room
 
 import hdet
+from hdet.measure.weight_line import AveragedWeights, WeightLine, _ByHand, check_room
 
 from ..distributed import run_ranks
 
@@ -17,11 +17,11 @@ from ..distributed import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_cycle_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
+def test_the_average_is_the_mean_of_its_samples(dtype: torch.dtype) -> None:
     """Of contiguous and other tensors, also when one has moved."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in ((5, 3), (), (0,))] + [torch.zeros(4, 3, dtype=dtype).t()]
-    average = CycleAverage(tensors)
+    average = AveragedWeights(tensors)
     samples = []
     for n in range(4):
         with torch.no_grad():
@@ -48,7 +48,7 @@ def test_a_mean_in_other_memory_is_the_same_mean(dtype: torch.dtype) -> None:
     """The way to the host's memory, on a machine without another one."""
     torch.manual_seed(0)
     tensor = torch.zeros(100, dtype=dtype)
-    average = CycleAverage([tensor])
+    average = AveragedWeights([tensor])
     far = torch.full_like(average.means[0], math.nan)
     plan = _ByHand([far], [tensor], [None], None)
     for n in range(1, 6):
@@ -61,7 +61,7 @@ def test_a_mean_in_other_memory_is_the_same_mean(dtype: torch.dtype) -> None:
 def test_the_average_is_over_all_that_it_follows() -> None:
     torch.manual_seed(0)
     one, two = torch.randn(7), torch.randn(7)
-    average = CycleAverage([one])
+    average = AveragedWeights([one])
     average.follow([two])
     average.add()
     one.add_(1)
@@ -70,44 +70,44 @@ def test_the_average_is_over_all_that_it_follows() -> None:
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split"])
-def test_a_way_follows_masters(masters: str) -> None:
+def test_a_line_follows_masters(masters: str) -> None:
     """At a tiny rate the parameters stand still."""
     parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer = hdet.FusedSGD([parameter], lr=1e-4, master_weights=masters)
-    way = Way([parameter], lambda: optimizer.masters([parameter], 0))
+    line = WeightLine([parameter], lambda: optimizer.masters([parameter], 0))
     values = []
     for _ in range(4):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        way.add()
+        line.add()
         values.append(1 - 1e-4 * (len(values) + 1))
     assert torch.equal(parameter, torch.ones_like(parameter))
-    torch.testing.assert_close(way._mean.means[0], torch.full((8,), sum(values) / 4), rtol=1e-6, atol=0)
+    torch.testing.assert_close(line._mean.means[0], torch.full((8,), sum(values) / 4), rtol=1e-6, atol=0)
 
 
-# -- the way -------------------------------------------------------------------------------------------------------------
+# -- the line ------------------------------------------------------------------------------------------------------------
 
 RHOS = (1.0, 2.0, 0.5, 0.0, 8.0, 0.0, 1.0, 0.5)
 
 
-def way_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.Tensor], Way, list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors, their way after two samples, the anchor and the mean by hand (in float64), on memory that is full of NaN."""
+def line_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.Tensor], WeightLine, list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors, their line after two samples, the origin and the mean by hand (in float64), on memory that is full of NaN."""
     torch.manual_seed(0)
     tensors = [torch.randn(5, 3).to(of), torch.randn(7).to(of)]
-    way = Way(tensors, **settings)
-    for room in (*way._anchor, *way._mean.means):
+    line = WeightLine(tensors, **settings)
+    for room in (*line.origin, *line._mean.means):
         room.fill_(math.nan)
-    anchor = [t.double().clone() for t in tensors]
-    way.begin()
+    origin = [t.double().clone() for t in tensors]
+    line.begin()
     seen = []
     for _ in range(2):
         for t in tensors:
             t.add_(step * torch.randn_like(t))
-        way.add()
+        line.add()
         seen.append([t.double().clone() for t in tensors])
     for t in tensors:
         t.add_(step * torch.randn_like(t))
-    return tensors, way, anchor, [(a + b) / 2 for a, b in zip(*seen, strict=True)]
+    return tensors, line, origin, [(a + b) / 2 for a, b in zip(*seen, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -125,57 +125,55 @@ def way_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.Te
 def test_points_are_those_by_hand_in_any_order_and_weights_are_afterwards_what_they_were(
     dtype: torch.dtype, settings: dict[str, Any], error: float
 ) -> None:
-    tensors, way, anchor, mean = way_of(dtype, 1.0, **settings)
+    tensors, line, origin, mean = line_of(dtype, 1.0, **settings)
     before = [t.clone() for t in tensors]
     for _ in range(2):  # what has been scored may be scored again
-        with way.scored() as put:
+        with line.scored() as put:
             for i, rho in enumerate(RHOS):
                 rhos = (rho, RHOS[-i - 1])  # each tensor at its own, as with several knobs
                 put(rhos)
-                for t, a, m, r in zip(tensors, anchor, mean, rhos, strict=True):
+                for t, a, m, r in zip(tensors, origin, mean, rhos, strict=True):
                     torch.testing.assert_close(t.double(), a + r * (m - a), rtol=0, atol=error * max(1.0, r))
         assert all(map(torch.equal, tensors, before))
-    way.take_back()
     rounded = settings.get("dtype", dtype)
-    assert all(torch.equal(t, a.to(rounded).to(dtype)) for t, a in zip(tensors, anchor, strict=True))
+    assert all(torch.equal(kept.double(), a.to(rounded).double()) for kept, a in zip(line.origin, origin, strict=True))
 
 
 def test_in_16_bits_the_displacement_is_rounded_and_not_the_weights() -> None:
     """A displacement of a thousandth of the weights is below what bfloat16 tells apart in these."""
-    tensors, way, anchor, mean = way_of(torch.float32, 1e-3, dtype=torch.bfloat16)
+    tensors, line, origin, mean = line_of(torch.float32, 1e-3, dtype=torch.bfloat16)
     at = []
-    with way.scored() as put:
+    with line.scored() as put:
         for rho in (0.7, 1.3):
             put((rho, rho))
             at.append([t.double().clone() for t in tensors])
-    for low, high, a, m in zip(*at, anchor, mean, strict=True):
+    for low, high, a, m in zip(*at, origin, mean, strict=True):
         rounding = (a - a.bfloat16().double()).abs().max()
         torch.testing.assert_close(high - low, 0.6 * (m - a), rtol=0.02, atol=0.7 * float(rounding))
         torch.testing.assert_close((low + high) / 2, m, rtol=0, atol=2e-5)
 
 
-def test_an_error_inside_leaves_weights_and_anchor_alone() -> None:
-    tensors, way, anchor, _ = way_of(torch.float32, 1.0)
+def test_an_error_inside_leaves_weights_and_origin_alone() -> None:
+    tensors, line, origin, _ = line_of(torch.float32, 1.0)
     before = [t.clone() for t in tensors]
-    with pytest.raises(ZeroDivisionError), way.scored() as put:
+    with pytest.raises(ZeroDivisionError), line.scored() as put:
         put((2.0, 0.0))
         raise ZeroDivisionError
     assert all(map(torch.equal, tensors, before))
-    way.take_back()
-    assert all(torch.equal(t, a.float()) for t, a in zip(tensors, anchor, strict=True))
+    assert all(torch.equal(kept, a.float()) for kept, a in zip(line.origin, origin, strict=True))
 
 
 def shared(rank: int, world: int, dtype: torch.dtype | None) -> Any:
     torch.manual_seed(rank)
     tensors = [torch.randn(3, 4), torch.randn(0), torch.randn(5)]
-    way = Way(tensors, dtype=dtype)
-    way.begin()
+    line = WeightLine(tensors, dtype=dtype)
+    line.begin()
     for t in tensors:
         t.add_(torch.randn_like(t))
-    way.add()
-    own = [t.clone() for t in (*way._anchor, *way._mean.means)]
-    way.share(hdet.Replicas.default())
-    return own, [t.clone() for t in (*way._anchor, *way._mean.means)]
+    line.add()
+    own = [t.clone() for t in (*line.origin, *line._mean.means)]
+    line.share(hdet.Replicas.default())
+    return own, [t.clone() for t in (*line.origin, *line._mean.means)]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -196,7 +194,7 @@ def test_unknown_room_is_refused(place: Any, dtype: Any) -> None:
 def test_a_model_that_is_cast_before_the_first_sample_is_put_back_to_the_bit() -> None:
     """Half of the digits would be lost in an average that was made for what it was before."""
     layer = torch.nn.Linear(3, 2)
-    average = CycleAverage(list(layer.parameters()))
+    average = AveragedWeights(list(layer.parameters()))
     layer.double()
     with torch.no_grad():
         layer.weight.fill_(0.1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hdet.undisturbed import undisturbed
 from torch import nn
 
-import hdet
+from hdet.measure.batch_losses import BatchLosses
+from hdet.measure.eval_mode import undisturbed
 
-from .helpers import batch, loss_of, model
+from .helpers import batch, loss_of, model, watched
 from .test_line import Run
 
 
@@ -147,11 +147,11 @@ def test_adapters_are_trained_under_a_line_and_scored_under_a_probe() -> None:
         assert isinstance(layer, Adapted)
         assert layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()
         assert torch.equal(layer.weight, weight)
-    assert not run.line.sweeping
+    assert not run.ensemble.sweeping
 
-    controller = hdet.ProbeController(loss_of, [batch(i) for i in range(8)], model=net)
-    controller.watch(list(net.parameters()))
-    controller.measure(0)
+    losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
+    losses.watch(watched(net))
+    losses.measure(0)
     assert not net[0].merged and all(torch.equal(layer.weight, w) for layer, w in zip((net[0], net[2]), weights, strict=True))
 
 
