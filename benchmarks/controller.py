@@ -44,7 +44,9 @@ class Cycle:
         generator = torch.Generator().manual_seed(0)
         self.rows = 2 + torch.rand(replicas, width, generator=generator, dtype=torch.float64)
         self.rows[:, -1] = 7.0
-        self.losses = BatchLosses(lambda model, batch: batch, [None] * CHUNKS, CHUNKS, torch.nn.Identity()) if controller == "probe" else None
+        self.losses = (
+            BatchLosses(lambda model, batch: batch, [None] * CHUNKS, CHUNKS, torch.nn.Identity()) if controller == "probe" else None
+        )
         self.divergence = Divergence()
 
     def take_slots(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
