@@ -15,15 +15,15 @@ import gc
 import statistics
 import time
 import tracemalloc
-from typing import Any, cast
+from typing import Any
 
 import torch
-from hdet.probe import ProbeController
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import Controller, ProbeRule, SoftmaxController
+from hdet.core.controllers import PROBE, Controller, ProbeRule, SoftmaxController
 from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
+from hdet.measure.batch_losses import BatchLosses
 from hdet.slots import parse
 
 from .harness import emit
@@ -44,13 +44,15 @@ class Cycle:
         generator = torch.Generator().manual_seed(0)
         self.rows = 2 + torch.rand(replicas, width, generator=generator, dtype=torch.float64)
         self.rows[:, -1] = 7.0
-        self.probed = controller == "probe"
+        self.losses = (
+            BatchLosses(lambda model, batch: batch, [None] * CHUNKS, CHUNKS, torch.nn.Identity()) if controller == "probe" else None
+        )
         self.divergence = Divergence()
 
     def take_slots(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
         slots = parse(self.rows, compare=False, marked=False)
-        scores = ProbeController.split(cast(Any, None), [slot.probe for slot in slots]) if self.probed else None
-        rows = None if scores is None else [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]
+        scores = None if self.losses is None else self.losses.split([slot.probe for slot in slots])
+        rows = {} if scores is None else {PROBE: [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]}
         return [slot.finite for slot in slots], [slot.raw_loss for slot in slots], [slot.loss for slot in slots], rows
 
     def control(self, finite: list[bool], raw: list[float | None], losses: list[float | None], rows: Any) -> None:

@@ -27,12 +27,12 @@ def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Pa
     """The line's sweep, until which replicas train alike, then a probe over intervals of a tenth of the run, frozen at 0.4. (WSD stays at its
     peak, so it could be probed to the end, at about four times the probe's compute.)"""
 
-    def controller(probed: list[int]) -> hdet.LineController:
+    def controller(probed: list[int]) -> hdet.Controller:
         later = probe(
             problem, model, seed, probed, fine_interval(problem), chunks=4,
             interval=round(0.1 * problem.steps / fine_interval(problem)), freeze_after=0.4,
         )  # fmt: skip
-        return hdet.LineController(model, then=later)
+        return hdet.SequentialController(hdet.LineController(model, late=False), later)
 
     return replicated(problem, model, rate, seed, controller, interval=fine_interval(problem))
 

@@ -124,7 +124,8 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
 
     smoothing = hdet.LabelSmoothing(values["label_smoothing"], SPREAD)
     knobs = [hdet.LearningRate(RATE_SPREAD, groups="each"), hdet.WeightDecay(SPREAD), hdet.Dropout(model, SPREAD), smoothing]
-    controller = hdet.LineController(model, then=hdet.ProbeController(loss_fn, probe_batches, model=model, held_out=True))
+    probe = hdet.ProbeController(loss_fn, probe_batches, model=model, held_out=True)
+    controller = hdet.SequentialController(hdet.LineController(model, late=False), probe)
     ensemble = hdet.Ensemble(
         optimizer,
         schedule,

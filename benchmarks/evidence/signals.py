@@ -23,9 +23,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from hdet.core.controllers import BaseController, Decision, Evidence
-from hdet.core.controllers.reading import read_line
+from hdet.core.controllers.line import LINE
+from hdet.core.controllers.reading import Asking, read_line
 from hdet.core.controllers.softmax import signal, softmax_weights
+from hdet.core.engine import ask_and_tell
+from hdet.core.plan import Compare
+from hdet.measure.line_losses import LineLosses
 
 from . import command
 from .hero import RESULTS as HERO
@@ -74,7 +77,7 @@ def fork(problem: Problem, model: nn.Module, rate: float, seed: int, *, factor: 
 # -- what controllers say --------------------------------------------------------------------------------------------------
 
 
-class Ears(BaseController):
+class Ears(hdet.Controller):
     """Gives rules the evidence of every cycle, lets none of them act, and writes down what they say at the moments."""
 
     name = "ears"
@@ -82,43 +85,52 @@ class Ears(BaseController):
     def __init__(self, rules: Sequence[Any], moments: Mapping[int, float], said: list[Said], suffix: str = "") -> None:
         super().__init__()
         self.rules, self.moments, self.said, self.suffix = rules, moments, said, suffix
+        self.measures = [name for rule in rules for name in rule.measures]
 
-    def decide(self, evidence: Evidence) -> list[Decision]:
+    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
         for rule in self.rules:
-            decision = rule.update(evidence)[0]
+            decision = ask_and_tell(rule, evidence, None)[0].decisions[0]
             if evidence.step in self.moments:
                 slope = published(evidence, rule.temperature) if isinstance(rule, hdet.SoftmaxController) else decision.slope
                 self.said.append(_said(rule.name + self.suffix, self.moments[evidence.step], slope, decision.error, decision.t))
-        return [Decision() for _ in evidence.knobs]
+        return _nothing(evidence)
 
 
-class LineEars(hdet.LineRule):
+class LineEars(hdet.Controller):
     """The line over the intervals between the moments: each is as long as half of the run so far, or nearly. Nothing is felt for or swept."""
 
-    opening = 1.0
-    sweeping = property(lambda self: False)
+    name, needs_replicas = "line's ears", False
 
-    def __init__(self, moments: Mapping[int, float], said: list[Said]) -> None:
+    def __init__(self, model: nn.Module, moments: Mapping[int, float], said: list[Said]) -> None:
         super().__init__()
-        self.moments, self.said, self.heard = moments, said, 0
+        self.measurements = {LINE: LineLosses(model)}
+        self.rule, self.moments, self.said, self.heard = hdet.LineRule(), moments, said, 0
 
     @property
     def idle(self) -> bool:
         return self.heard >= max(self.moments)
 
-    def next_end(self, total_steps: int, sync_interval: int) -> float:
-        return min((step for step in self.moments if step > self.heard), default=math.inf)
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        if self.idle:
+            return hdet.Plan(spread=False)
+        origin, until = f"step {self.heard}", min(step for step in self.moments if step > self.heard)
+        line = {"origin": origin, "since": self.heard, "until": until}
+        return hdet.Plan(spread=False, measure={LINE: line}, snapshots={origin: hdet.SnapshotOf(state=False)})
 
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        if evidence.line is not None:
-            reading = read_line(evidence.line.difference, self.significant, self.farthest)
+    def learn(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
+        if evidence.step in self.moments:
+            reading = yield from read_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
             error = abs(reading.slope / reading.across) if reading.across else None
             self.heard = evidence.step
             self.said.append(_said("line", self.moments[evidence.step], reading.slope, error, reading.across))
-        return [Decision() for _ in evidence.knobs]
+        return _nothing(evidence)
 
 
-def published(evidence: Evidence, temperature: float) -> float | None:
+def _nothing(evidence: hdet.Evidence) -> hdet.Learned:
+    return hdet.Learned([hdet.Decision() for _ in evidence.knobs])
+
+
+def published(evidence: hdet.Evidence, temperature: float) -> float | None:
     """Eq. 5 with the sign of a slope, in multiples of the base value. It has no error."""
     losses = [loss for loss in evidence.losses if loss is not None]
     if len(losses) < len(evidence.losses):
@@ -131,7 +143,7 @@ def _said(name: str, moment: float, slope: float | None, error: float | None, t:
 
 
 def hear_line(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
-    return alone(problem, model, rate, seed, hdet.LineController(model, rule=LineEars(moments, said)), cycle=max(1, problem.steps // 100))
+    return alone(problem, model, rate, seed, LineEars(model, moments, said), cycle=max(1, problem.steps // 100))
 
 
 def hear_hypergradient(

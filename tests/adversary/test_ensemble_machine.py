@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from hdet.core.controllers import Decision
 
 from .common import Boom, bits, trial
 
@@ -53,24 +52,25 @@ OWN = {
 """Schedulers that a user steps without the Ensemble, and the promise that each needs."""
 
 
-class Scripted:
-    """A controller with the published protocol that decides what the test has written down for a cycle."""
+class Scripted(hdet.Controller):
+    """Decides what the test has written down for a cycle."""
 
-    name, needs_probe = "scripted", False
+    name = "scripted"
 
     def __init__(self, script: list[tuple[float, int]]) -> None:
+        super().__init__()
         self.script, self.asked, self.bomb = script, 0, False
 
     def decision(self, cycle: int) -> tuple[float, int]:
         return self.script[cycle % len(self.script)] if self.script else (1.0, 0)
 
-    def update(self, evidence: Any) -> list[Decision]:
+    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
         if self.bomb:
             raise Boom("controller")
         assert all(loss is None or math.isfinite(loss) for loss in evidence.losses)
         self.asked += 1
         factor, over = self.decision(evidence.cycle)
-        return [Decision(factor=factor, over=over)] * len(evidence.knobs)
+        return hdet.Learned([hdet.Decision(factor=factor, ramp=over)] * len(evidence.knobs))
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": self.asked}

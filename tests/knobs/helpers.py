@@ -18,24 +18,17 @@ class Pretend(hdet.Replicas):
         super().__init__(index, count, None)
 
 
-class Scripted:
+class Scripted(hdet.Controller):
     """Multiplies the corrections by given factors at the end of every cycle; everything it is judged by is held out."""
 
-    name, needs_probe, held_out = "scripted", False, True
+    name, judges_held_out = "scripted", True
 
     def __init__(self, *factors: float) -> None:
+        super().__init__()
         self.factors = factors
 
-    def update(self, evidence: Any) -> list[Any]:
-        from hdet.core.controllers import Decision
-
-        return [Decision(factor=factor) for factor in self.factors]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
+    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+        return hdet.Learned([hdet.Decision(factor=factor) for factor in self.factors])
 
 
 class Net(nn.Module):

@@ -78,7 +78,7 @@ def test_engine_follows_the_golden_trajectory(name, monkeypatch):
         now = scheduled[min(step + 1, settings.steps - 1)]
         engine.close(golden["losses"], scheduled=[now], peak=[max(scheduled)], floor=[min(scheduled)])
         assert engine.corrections[0] == close(golden["correction"], rel=1e-11)
-        assert engine.bases[0] == (None if golden["base"] is None else close(golden["base"], rel=1e-9))
+        assert engine.held[0] == (None if golden["base"] is None else close(golden["base"], rel=1e-9))
     assert not cycles
     assert rates == close(run["rates"], rel=1e-9)
 

@@ -71,7 +71,7 @@ def _train(rank, world, settings, drop_in):
             scheduler.step(loss)
             if ensemble.cycle > len(cycles):
                 cycles.append(
-                    {**ensemble.history, "before": before, "after": bare.theta.detach().tolist(), "base": ensemble.engine.bases[0]}
+                    {**ensemble.history, "before": before, "after": bare.theta.detach().tolist(), "base": ensemble.engine.held[0]}
                 )
         return rates, cycles
 

@@ -11,7 +11,6 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from hdet.core.controllers import Decision
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, sgd, sgd_shared_tensor_lr, sgd_tensor_lr
 
 STEPS = 24
@@ -38,23 +37,17 @@ SCHEDULERS = {
 }
 
 
-class Forced:
+class Forced(hdet.Controller):
     """A controller that asks for one factor at the end of one cycle, per knob, and for nothing else."""
 
-    name = "forced"
-    needs_probe = False
+    name, knob_per_group = "forced", True
 
     def __init__(self, factors, cycle=1):
+        super().__init__()
         self.factors, self.cycle = factors, cycle
 
-    def update(self, evidence):
-        return [Decision(factor=factor) if evidence.cycle == self.cycle else Decision() for factor in self.factors]
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
+    def learn(self, evidence):
+        return hdet.Learned([hdet.Decision(factor=factor if evidence.cycle == self.cycle else 1.0) for factor in self.factors])
 
 
 def ensemble_on(toy, build, factors=None, **arguments):

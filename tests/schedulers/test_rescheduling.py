@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from hdet.core.controllers import Decision
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, sgd, sgd_tensor_lr
 from tests.schedulers.test_any_scheduler import SCHEDULERS, Forced, PairOnPaper, pretend_one_of_four
 
@@ -558,9 +557,9 @@ def test_decisions_are_of_what_was_scheduled(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
 
     class Looks(Forced):
-        def update(self, evidence: Any) -> list[Decision]:
+        def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
             seen.append((evidence.scheduled[0], evidence.values[0], evidence.peak[0]))
-            return super().update(evidence)
+            return super().learn(evidence)
 
     toy = Toy(sgd)
     scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
