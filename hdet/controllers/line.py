@@ -63,6 +63,7 @@ class LineController(RuledController):
         rule = LineRule(freeze_after=freeze_after, late=late) if rule is None else rule
         rule.snapshot = SnapshotOf(place=place, dtype=None if dtype is None else str(dtype).removeprefix("torch."))
         super().__init__(rule, {LINE: self.losses})
+        self.judges_held_out = True  # it moves rates alone, of which training losses are an honest judge
         self._rates: list[int] = []
 
     def start(self, run: Run) -> None:
