@@ -1,6 +1,6 @@
-"""The command line: `hdet train`, `hdet report`, `hdet doctor`, `hdet simulate`. Torch is imported by what needs it, when it runs.
+"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported by what needs it, when it runs.
 
-Exit codes: 0 done; 1 a process of the run failed; 2 something the user can put right, said in one line; 130 interrupted.
+Exit codes: 0 done; 1 a process of the run failed, or a run that is replayed differs; 2 something the user can put right, said in one line; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def _build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out", type=_path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
     )
+    again = command("replay", _replay, "Make a run's recorded decisions once more, without training, and compare them bit by bit.")
+    again.add_argument("folder", type=Path, metavar="RUN", help="folder of a run of hdet train")
     command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
     _add_simulate_arguments(
         command("simulate", _simulate, "Watch the controller on a noisy quadratic, or see what averaging costs at scale.")
@@ -213,6 +215,17 @@ def _report(options: argparse.Namespace) -> int:
     print_table(runs)
     print(f"picture: {path}")
     return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from hdet.jobs.replay import replayed
+
+    decisions, differences = replayed(options.folder)
+    for difference in differences:
+        print(difference)
+    if not differences:
+        print(f"{decisions} decisions replayed, all the same to the bit")
+    return int(bool(differences))
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -64,8 +63,8 @@ class Corrected(hdet.ProbeRule):
         self.correction = 1.0
         self.votes: list[float] = []
 
-    def update(self, evidence: Any) -> Any:
-        decisions = super().update(evidence)
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        decisions = super().decide(evidence)
         self.correction = evidence.corrections[0] * decisions[0].factor
         if self.counts(0) and decisions[0].t is not None:
             self.votes.append(round(decisions[0].t, 2))

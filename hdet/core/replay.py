@@ -17,8 +17,8 @@ __all__ = ["recorded", "replay"]
 
 
 def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, restarted: Moment | None) -> dict[str, Any]:
-    """Of a cycle, as plain data: all that its controller was asked and told, and what it said. ``restarted``: of one that was taken back, when
-    the next one begins."""
+    """Of a cycle, as plain data: all that its controller was asked and told, and what it said. ``restarted``: what it was told of other weights,
+    if it was, before it planned."""
     return {
         "moment": asdict(moment),
         "plan": _plain(plan),
@@ -40,27 +40,33 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
     """
     if state is not None:
         controller.load_state_dict(state)
-    for n, record in enumerate(records):
+    for record in records:
         moment = Moment(**record["moment"])
-        if state is not None and n == 0:
-            controller.restart(moment)
-        where = f"cycle {moment.cycle}"
-        yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
         if record["restarted"] is not None:
             controller.restart(Moment(**record["restarted"]))
+        where = f"cycle {moment.cycle}"
+        yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
         if record["evidence"] is None:
             continue
         answers = deque(record["answers"])
-        said, asked = ask_and_tell(controller, Evidence(**record["evidence"]), partial(_next, answers))
+        try:
+            said, asked = ask_and_tell(controller, Evidence(**record["evidence"]), partial(_next, answers))
+        except _NotAskedError as other:
+            yield f"{where}: {other.args[0]!r} was not asked when this run was recorded, which has no answer for it"
+            return
         yield from _differs(f"{where}: decisions", [asdict(decision) for decision in said.decisions], record["decisions"])
         yield from _differs(f"{where}: end", _plain(said.end), record["end"])
         if len(asked) != len(record["answers"]):
             yield f"{where}: {len(asked)} questions, {len(record['answers'])} recorded"
 
 
+class _NotAskedError(Exception):
+    """A question beyond those that were recorded."""
+
+
 def _next(answers: deque[Any], question: Question) -> Any:
     if not answers:
-        raise ValueError(f"{question!r} was not asked when this run was recorded")
+        raise _NotAskedError(question)
     return answers.popleft()
 
 

@@ -50,7 +50,7 @@ class RunSpec:
 def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
     """Train one run after the other in the same processes. Inside the process group; every rank calls it.
 
-    ``emit`` gets every record of rank 0's history, and ``start`` and ``checkpoint`` events, as they happen.
+    ``emit`` gets every record of rank 0's history (but for what `hdet replay` reads), and ``start`` and ``checkpoint`` events, as they happen.
     """
     corpora: dict[str | None, Corpus] = {}
     for spec in specs:
@@ -271,7 +271,7 @@ class Run:
     def _record(self, record: dict[str, Any]) -> None:
         if self.history is not None:
             self.history.write(record)
-            self._emit(record)
+            self._emit({key: value for key, value in record.items() if key != "record"})  # that is for `hdet replay`, and large
 
     def _open_history(self) -> Recorder:
         path = self.folder / HISTORY

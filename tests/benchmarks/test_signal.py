@@ -169,7 +169,7 @@ def test_a_cycle_is_averaged_or_scored_at_its_end(small: Any, monkeypatch: pytes
     results = {
         method: horizon.run("digits", method, 0.05, -4, 1e-3, 0, 80) for method in (horizons.AVERAGED, horizons.LAST, horizons.FIXED)
     }  # fmt: skip
-    assert [controller.average_every for controller in made] == [1, 4]
+    assert [controller.losses.average_every for controller in made] == [1, 4]
     for method, result in results.items():
         assert result["validation"] > 0 and (result["correction"] > 1) is (method != horizons.FIXED)
     assert all(t < 0 for t in results[horizons.AVERAGED]["votes"]) and results[horizons.FIXED]["votes"] == []
