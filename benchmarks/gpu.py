@@ -1,6 +1,6 @@
 """The command behind `make gpu`: runs every GPU test, times every operation on CUDA and Triton, prints one table and writes a file.
 
-    python benchmarks/gpu.py [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
+    python -m benchmarks.gpu [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
 
 Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time does not allow is named and makes
 the exit status 1, as does a test that fails; the last line and "good" in the file say the same, for a pipe hides a status unless the
@@ -31,16 +31,11 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import average
-import compare
-import replicas
-import step
-
 from hdet import kernels
 
+from . import average, compare, replicas, step
+
+ROOT = Path(__file__).resolve().parents[1]
 TEST_LOG = ROOT / "build" / "gpu" / "tests.log"
 LARGE = "tests/gpu/test_large.py"
 WORKERS = 6

@@ -90,15 +90,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
     _add_train_arguments(command("train", _train, "Train a small GPT on real text, with HDET or the fixed schedule."))
     report = command("report", _report, "Draw runs beside each other and print their table.")
-    report.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders")
     report.add_argument(
-        "--evidence", nargs="+", type=Path, metavar="FILE", help="results of benchmarks/evidence instead of runs: print their tables"
+        "--out", type=Path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
     )
-    report.add_argument(
-        "--out", type=Path, metavar="PATH",
-        help="the picture; default: report.png in the run's folder, or in the runs' common one. "
-        "With --evidence the folder for tables and figures; default: none are written",
-    )  # fmt: skip
     command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
     _add_simulate_arguments(
         command("simulate", _simulate, "Watch the controller on a noisy quadratic, or see what averaging costs at scale.")
@@ -192,10 +187,6 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    if options.evidence:
-        return _report_evidence(options)
-    if not options.runs:
-        raise ValueError("runs is empty: pass folders of runs, or --evidence with results of benchmarks/evidence")
     _need("rich", "matplotlib")
     from hdet.record import REPORT
     from hdet.report import find_runs, plot, print_table
@@ -210,20 +201,6 @@ def _report(options: argparse.Namespace) -> int:
     plot(runs, path)
     print_table(runs)
     print(f"picture: {path}")
-    return 0
-
-
-def _report_evidence(options: argparse.Namespace) -> int:
-    if options.runs:
-        raise ValueError(f"runs is {str(options.runs[0])!r} beside --evidence: report runs and evidence apart")
-    from hdet.evidence import evidence_page, read_evidence, write_evidence
-
-    records = read_evidence(options.evidence)
-    print(evidence_page(records), end="")
-    if options.out is not None:
-        _need("matplotlib")
-        for path in write_evidence(records, options.out):
-            print(f"written: {path}")
     return 0
 
 

@@ -177,7 +177,7 @@ class Run:
         tokens, targets = self._batch(self.corpus.train, f"train/{replica}", self.step)
         with self.replicas.use(replica):
             loss = cross_entropy(self.forward(tokens), targets)
-        (loss / len(self.local)).backward()  # between processes DDP takes the mean
+            (loss / len(self.local)).backward()  # between processes DDP takes the mean
         return loss.detach()
 
     def _losses_again(self) -> torch.Tensor:
