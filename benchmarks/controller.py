@@ -40,7 +40,8 @@ class Cycle:
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
         specs = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)]
         self.engine = Engine(specs, replicas, Clock(1, total_steps=10**6), CONTROLLERS[controller]())
-        width = 2 + 1 + CHUNKS + 1 if controller == "probe" else 2  # loss, weight; ranks that saw the probe, its losses, their digest
+        # loss, weight, mark; ranks that saw the probe, its losses, their digest
+        width = 3 + 1 + CHUNKS + 1 if controller == "probe" else 3
         generator = torch.Generator().manual_seed(0)
         self.rows = 2 + torch.rand(replicas, width, generator=generator, dtype=torch.float64)
         self.rows[:, -1] = 7.0
@@ -50,7 +51,7 @@ class Cycle:
         self.divergence = Divergence()
 
     def take_slots(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
-        slots = parse(self.rows, compare=False, marked=False)
+        slots = parse(self.rows, compare=False, marks=1)
         scores = None if self.losses is None else self.losses.split([slot.probe for slot in slots])
         rows = {} if scores is None else {PROBE: [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]}
         return [slot.finite for slot in slots], [slot.raw_loss for slot in slots], [slot.loss for slot in slots], rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "check_gradients",
     "check_knobs",
     "design_of",
+    "in_order",
 ]
 
 
@@ -273,13 +274,24 @@ def check_controller(controller: Controller | None, run: Run) -> None:
 
 
 def agreement(
-    engine: Engine, parameters: Sequence[torch.Tensor], knobs: Sequence[Bound], **settings: object
+    engine: Engine,
+    parameters: Sequence[torch.Tensor],
+    knobs: Sequence[Bound],
+    *,
+    optimizer: Optimizer,
+    scheduler: Any,
+    modules: Sequence[nn.Module],
+    **settings: object,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
 
-    ``settings``: further ones, by name; compared by their repr.
+    ``modules`` know names of parameters. ``settings``: further ones, by name; compared by their repr.
     """
     clock, controller = engine.clock, engine.controller
+    state = {} if scheduler is None else _comparable(scheduler.state_dict())
+    state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
+    # Lists are by parameter group, of which a pipeline's stages may have different ones.
+    lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
     common = {
         "the version of hdet (digest)": digest(version),
         "the version of the state": STATE_VERSION,
@@ -291,10 +303,57 @@ def agreement(
         "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in engine.knobs]),
         "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
         "the state (digest)": digest(engine.state_dict()),
+        "the scheduler's class and settings (digest)": digest((_kind(scheduler), [(k, v) for k, v in state.items() if k not in lists])),
     }
-    shapes = [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)]
-    values = [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs]
-    return common, {"the parameters' shapes and dtypes (digest)": digest(shapes), "the scheduled rates (digest)": digest(values)}
+    groups = [{key: value for key, value in group.items() if key not in _OF_THE_MACHINE} for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    by_member = {
+        "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)],
+        "the names of the parameters": _names(parameters, optimizer, modules),
+        "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs],
+        "the scheduler's settings by parameter group": lists,
+        "the optimizer's class and settings": (
+            _kind(optimizer), sizes, _comparable(groups), _comparable([getattr(optimizer, name, None) for name in _OF_FUSED]),
+        ),
+    }  # fmt: skip
+    return common, {f"{name} (digest)": digest(value) for name, value in by_member.items()}
+
+
+_OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Of a parameter group, what changes nothing in its results; and names, which are compared by themselves."""
+_OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
+"""Settings that hdet's optimizers do not keep in their groups."""
+
+
+def in_order(fingerprints: torch.Tensor) -> tuple[int, int]:
+    """(digest of what there is, digest of what there is in this order), of a row for each tensor. Reads them from their device."""
+    rows = [digest(row) for row in fingerprints.tolist()]
+    return digest(sorted(rows)), digest(rows)
+
+
+def _names(parameters: Sequence[torch.Tensor], optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[str | None]:
+    """Of parameters and buffers, where a model or the optimizer knows them."""
+    known: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        known.update((id(p), name) for p, name in zip(group["params"], group.get("param_names") or (), strict=False))
+    for module in modules:
+        known.update((id(tensor), name) for named in (module.named_parameters(), module.named_buffers()) for name, tensor in named)
+    return [known.get(id(p)) for p in parameters]
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _comparable(value: Any) -> Any:
+    """Plain data; of everything else the class, because a repr may hold an address."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _comparable(item) for key, item in sorted(value.items(), key=lambda item: str(item[0]))}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else _kind(value)
 
 
 def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:

@@ -20,8 +20,9 @@ from .checks import (
     check_gradients,
     check_knobs,
     design_of,
+    in_order,
 )
-from .converge import Converge, Plain
+from .converge import Converge, Plain, fingerprints
 from .converge.average import DEFAULT_BUCKET_BYTES
 from .core.clock import Clock
 from .core.controllers import Controller, Run
@@ -39,6 +40,7 @@ from .ranges import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
 from .schedule import Schedule, Scheduler
+from .shards import local_parts
 from .slots import Slot, gather_slots, masters_of
 from .snapshots import Snapshots
 from .weights import ReplicaWeights, Tied, average_weights, check_tied
@@ -189,6 +191,7 @@ class Ensemble:
         )
 
         self._agreed = False  # ranks have the same settings
+        self._values: torch.Tensor | None = None  # of the parameters, before the first step
         self._compared = any(
             knob.on_gradients for knob in self.knobs
         )  # what kind of gradients they have; these change them before the step
@@ -276,10 +279,8 @@ class Ensemble:
         if self.replicas.count == 1:
             self.forget_window()
             return
-        with self.during("slots"):
-            slots = gather_slots(self.replicas, self.weights.local, None, compare=True, mark=self.weights.mark())
+        slots = self._gather(None, compare=True)
         finite = [r for r, slot in enumerate(slots) if slot.finite]
-        self.weights.check_marks(slots)
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
@@ -445,10 +446,20 @@ class Ensemble:
     def _agree(self) -> None:
         """Once: ranks that are not in the same run would average nonsense."""
         if not self._agreed:
+            self._look_at_values()
             with self.during("agreement"):
-                settings = agreement(self.engine, self.parameters, self.knobs, **self._settings)
-                self.replicas.require_agreement(*settings, self.weights.device)
-            self._agreed = True
+                common, by_member = agreement(
+                    self.engine, self.parameters, self.knobs, optimizer=self.optimizer, scheduler=self.schedule.scheduler,
+                    modules=self.weights.modules, **self._settings,
+                )  # fmt: skip
+                orders = {} if self._values is None else {"the order of the parameters (digest of their values)": in_order(self._values)}
+                self.replicas.require_agreement(common, by_member, self.weights.device, orders)
+            self._agreed, self._values = True, None
+
+    def _look_at_values(self) -> None:
+        """Before the first step: after it replicas may have parted."""
+        if not self._agreed and self._values is None and self.replicas.world_group is not None:
+            self._values = fingerprints(local_parts(self.parameters))
 
     def _schedule_step(self) -> int:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
@@ -482,6 +493,7 @@ class Ensemble:
 
     def _depart(self) -> None:
         """Before the first optimizer step after an average."""
+        self._look_at_values()
         self.weights.depart()
         self._snapshots.on_cycle_start()
         self._panel.on_cycle_start()
@@ -501,9 +513,7 @@ class Ensemble:
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
-        with self.during("slots"):
-            slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, mark=self.weights.mark())
-        self.weights.check_marks(slots)
+        slots = self._gather(rows, compare=compare)
         measured = self._panel.measured(rows, slots)
         verdict, losses = self._verdict(plan, slots)
         self._notes += verdict.notes
@@ -542,6 +552,17 @@ class Ensemble:
         count = all(slot.votes for slot in slots) or not isinstance(plan.end, Average)
         verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
         return verdict, [slot.loss if count else None for slot in slots]
+
+    def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[Slot]:
+        """The slots of all replicas, which have what must be alike, or `ReplicaDisagreement` is raised on every rank."""
+        of_weights = self.weights.mark()
+        marks = [] if self.replicas.world_group is None else [self.schedule.mark(), *([] if of_weights is None else [of_weights])]
+        with self.during("slots"):
+            slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
+        of_each = list(zip(*(slot.marks for slot in slots), strict=True))
+        for check, column in zip((self.schedule.check_marks, self.weights.check_marks), of_each, strict=False):
+            check(column)
+        return slots
 
     def _check_explored(self) -> None:
         if self._forward and not self._explored and self.engine.explores:
@@ -700,7 +721,7 @@ class Ensemble:
         self.schedule.write(self.engine)
         self.schedule.note()
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
-        self._agreed, self._lockstep = False, self.replicas.count == 1
+        self._agreed, self._values, self._lockstep = False, None, self.replicas.count == 1
         self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._snapshots.forget()

@@ -15,6 +15,8 @@ from .core.schema import COUNT, Anything, Fields, Instance, Kind, ListOf, Number
 from .forecast import RATE, highest_factors, means, rehearse
 from .knobs import Bound, GroupKnob
 from .knobs.cells import content
+from .replicas.agreement import ReplicaDisagreement, digest
+from .replicas.layout import brief
 from .torch_schedulers import WAY_OUT, TorchSchedulers
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -189,6 +191,20 @@ class Schedule:
         """Highest and lowest values of the untouched schedule, by knob."""
         pairs = [knob.peak_and_floor() for knob in self.knobs]
         return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
+
+    def mark(self) -> float:
+        """Of the untouched values, as a number for the slots; waits for a device where they are."""
+        return float(digest([[float(x) for x in knob.scheduled] for knob in self.knobs]))
+
+    def check_marks(self, marks: Sequence[float]) -> None:
+        """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
+        if len(set(marks)) > 1:
+            alike = sorted((brief([r for r, x in enumerate(marks) if x == mark]) for mark in set(marks)), key=len, reverse=True)
+            raise ReplicaDisagreement(
+                f"the schedule's values of {', '.join(knob.name for knob in self.knobs)} differ between replicas ({'; '.join(alike[:4])}): their "
+                "schedules have drifted apart, or somebody has written a value on some ranks only. Write it on all ranks alike, and go on from "
+                "the last checkpoint"
+            )
 
     def means(self) -> list[float]:
         """[knob]: the mean of the untouched schedule from now to the end of the run; its peak where that cannot be told."""

@@ -1,7 +1,7 @@
 """The slots of a cycle: one row of numbers per replica, added up over its ranks, the same on every rank of all replicas.
 
-A row is (loss sum, weight), and only where something is to be compared more: 2N numbers a cycle for every layout. All ranks of a
-replica add to its row: micro-batches, context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and
+A row is (loss sum, weight, a mark of the schedule's values), and only where more is to be compared more: 3N numbers a cycle for every layout.
+All ranks of a replica add to its row: micro-batches, context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and
 ranks that see the same loss (tensor parallel) cancel in the ratio. A parameter that is not finite makes the weight NaN, which no loss can.
 """
 
@@ -62,7 +62,7 @@ class Slot(NamedTuple):
     weight: float
     digest: tuple[float, ...]
     """Of its parameters, where replicas are to be compared; else empty."""
-    mark: float
+    marks: tuple[float, ...]
     """Of what else must be alike on all replicas."""
     probe: tuple[float, ...]
     """The probe's row, added up over the replica's ranks; empty if there was none."""
@@ -78,19 +78,24 @@ class Slot(NamedTuple):
 
 @ranged("hdet.slots")
 def gather_slots(
-    replicas: Replicas, members: Sequence[LocalReplica], probes: Sequence[torch.Tensor] | None, *, compare: bool, mark: float | None = None
+    replicas: Replicas,
+    members: Sequence[LocalReplica],
+    probes: Sequence[torch.Tensor] | None,
+    *,
+    compare: bool,
+    marks: Sequence[float] = (),
 ) -> list[Slot]:
     """One small all_reduce, then one read by the host: the only place where a cycle waits for the device.
 
     ``members``: this process's replicas; ``probes``: the probe's row of each. ``compare`` adds a digest of the parameters, by
-    which replicas that should be equal are recognised; ``mark`` a whole number below 2^40 that is to be compared.
+    which replicas that should be equal are recognised; ``marks`` are whole numbers below 2^40 that are to be compared.
     """
     replicas.settle()
-    local = [_row(member, None if probes is None else probes[k], compare, mark) for k, member in enumerate(members)]
-    return parse(replicas.sum_rows(*local), compare=compare, marked=mark is not None)
+    local = [_row(member, None if probes is None else probes[k], compare, marks) for k, member in enumerate(members)]
+    return parse(replicas.sum_rows(*local), compare=compare, marks=len(marks))
 
 
-def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, mark: float | None) -> torch.Tensor:
+def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks: Sequence[float]) -> torch.Tensor:
     """float64 on the parameters' device."""
     parameters = local_parts(member.parameters)
     row = member.window.slots()
@@ -99,22 +104,21 @@ def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, mark: 
     if compare:
         # Masters may differ where their rounded copies do not.
         pieces.append(digest([*parameters, *local_parts([m for m in member.masters() if m is not None])]))
-    if mark is not None:
-        pieces.append(row.new_tensor([mark]))
+    pieces.append(row.new_tensor(marks))
     if probe is not None:
         pieces.append(probe)
     return torch.cat([piece.to(row.device) for piece in pieces])
 
 
-def parse(table: torch.Tensor, *, compare: bool, marked: bool) -> list[Slot]:
+def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[Slot]:
     """The inverse of `_row`, of the sums over each replica's ranks: (N, w) float64, on any device. Column by column: at a thousand
     replicas a look at each number by itself would be most of what a cycle costs the host."""
     sums, weights, *rest = table.cpu().T.tolist()
     digests = zip(rest.pop(0), rest.pop(0), strict=True) if compare else repeat(())
-    marks = rest.pop(0) if marked else repeat(0.0)
+    marked = zip(*(rest.pop(0) for _ in range(marks)), strict=True) if marks else repeat(())
     finite = [not math.isnan(weight) for weight in weights]
     raw = [total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
     votes = [good and math.isfinite(total) for good, total in zip(finite, sums, strict=True)]
     losses = [loss if vote else None for loss, vote in zip(raw, votes, strict=True)]
     probes = zip(*rest, strict=True) if rest else repeat(())
-    return list(map(Slot._make, zip(sums, weights, digests, marks, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end
+    return list(map(Slot._make, zip(sums, weights, digests, marked, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end

@@ -19,7 +19,7 @@ from .owned import Averaged
 from .replicas import ReplicaDisagreement, Replicas
 from .replicas.agreement import digest
 from .shards import local_parts, reshard
-from .slots import LocalReplica, Slot, local_replicas
+from .slots import LocalReplica, local_replicas
 
 __all__ = ["ReplicaWeights", "Tied", "average_weights", "check_tied"]
 
@@ -58,7 +58,7 @@ class ReplicaWeights:
         task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync_interval, bucket_bytes, gradients)
         self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else converge.build(task)
         self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
-        self._tied, self._refresh, self._modules = list(tied), refresh, list(modules)
+        self._tied, self._refresh, self.modules = list(tied), refresh, list(modules)
         self._anchors = None if divergence.rollback is None else Anchors(self.tensors, optimizer, divergence.rollback)
 
     # -- what is known ---------------------------------------------------------------------------------------------------
@@ -89,9 +89,9 @@ class ReplicaWeights:
         buffers = [] if self.tensors.model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
         return float(digest((self.moments.structure(), buffers)))
 
-    def check_marks(self, slots: Sequence[Slot]) -> None:
+    def check_marks(self, marks: Sequence[float]) -> None:
         """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
-        if len({slot.mark for slot in slots}) > 1:
+        if len(set(marks)) > 1:
             if self.moments.policy != "average":
                 raise ReplicaDisagreement(
                     "the model's buffers differ in number, shape or dtype between replicas, so they have no average: make them alike on all, or "
@@ -175,7 +175,7 @@ class ReplicaWeights:
                 dist.broadcast(sent, group_src=0, group=group)
                 if not part.is_contiguous():
                     part.copy_(sent.view(part.dtype).view(part.shape))
-        for module in self._modules:
+        for module in self.modules:
             reshard(module)
         if self._refresh is not None:
             self._refresh()

@@ -3,7 +3,7 @@
 from .average import BucketedAverage
 from .compressed import Compressed
 from .exact_local import ExactLocal
-from .health import all_finite, digest
+from .health import all_finite, digest, fingerprints
 from .hierarchical import Hierarchical
 from .overlapped import Overlapped
 from .plain import Plain
@@ -24,4 +24,5 @@ __all__ = [
     "Task",
     "all_finite",
     "digest",
+    "fingerprints",
 ]

@@ -271,8 +271,9 @@ class Slots:
 
 
 def slots(job: Job, chunks: int = 0) -> Slots:
-    """(N, 2) float64 over all N S ranks: loss sums and weights; with a probe ``chunks`` losses and the batches' digest, (N, 4 + chunks)."""
-    size = 8 * job.replicas * (2 if chunks == 0 else 4 + chunks)
+    """(N, 3) float64 over all N S ranks: loss sums, weights, marks of the schedule; with a probe ``chunks`` losses and the batches' digest,
+    (N, 5 + chunks)."""
+    size = 8 * job.replicas * (3 if chunks == 0 else 5 + chunks)
     link = job.between_ranks
     return Slots(size, link.seconds(all_reduce(size, job.replicas * job.shards, link)))
 

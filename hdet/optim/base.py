@@ -55,8 +55,9 @@ class FusedOptimizer(Stepper):
     State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the parameter's device), the moments under
     torch's names, `master_param` (float32) or `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of
     K - 1 tensors. One `step` is read for all parameters of a group that have counted alike: to change a single one, assign a new tensor
-    (`state["step"] = torch.tensor(0.0)`); what is written into it in place is not read. States of torch's optimizer load here and ours there; moments and masters pass bit for bit, whatever the parameter's
-    dtype is. A state without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
+    (`state["step"] = torch.tensor(0.0)`); what is written into it in place is not read. States of torch's optimizer load here and ours
+    there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state without masters gets them from the parameters,
+    and "fp32" and "split" load into each other exactly.
 
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
     model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average

@@ -57,14 +57,16 @@ def compare(
     ranks: Sequence[Sequence[int]],
     common: Mapping[str, int],
     by_member: Mapping[str, int],
+    orders: Mapping[str, tuple[int, int]],
     group: dist.ProcessGroup,
     device: torch.device | None,
 ) -> None:
     """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
     members = len(ranks[0]) if ranks else 1
     common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
-    names = [*common, *by_member]
-    row = [digest(names), *place, members, *common.values(), *by_member.values()]
+    names = [*common, *by_member, *orders]
+    found = [digest(names), *place, members, *common.values(), *by_member.values()]
+    row = found + [order for _, order in orders.values()] + [what for what, _ in orders.values()]
     # Of a fixed width: ranks of another version may have another number of settings, and would else be cut off or waited for.
     rows = gathered(row + [0] * (-len(row) % 64), group, device)
     by_rank = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
@@ -75,7 +77,9 @@ def compare(
             if name in common and len(set(values.values())) > 1:
                 problems.append(f"{name} differs between replicas' ranks: {who_has(values)}")
             elif name in by_member:
-                problems += _peers_differ(name, values, by_rank)
+                problems += _peers_differ(name, values, {rank: (row[2],) for rank, row in by_rank.items()})
+            elif name in orders:
+                problems += _peers_differ(name, values, {rank: (row[2], row[k + len(orders)]) for rank, row in by_rank.items()})
     if problems:
         raise ReplicaDisagreement(". ".join(problems) + ". Start all ranks with the same code, settings and model")
 
@@ -96,10 +100,10 @@ def _by(by_rank: Mapping[int, Sequence[int]], k: int) -> str:
     return who_has({rank: row[k] for rank, row in by_rank.items()})
 
 
-def _peers_differ(name: str, values: Mapping[int, int], by_rank: Mapping[int, Sequence[int]]) -> list[str]:
-    """For the first member whose copies are not alike."""
-    for member in sorted({row[2] for row in by_rank.values()}):
-        of_peers = {rank: value for rank, value in values.items() if by_rank[rank][2] == member}
+def _peers_differ(name: str, values: Mapping[int, int], place: Mapping[int, tuple[int, ...]]) -> list[str]:
+    """For the first ``place`` whose copies are not alike."""
+    for here in sorted(set(place.values())):
+        of_peers = {rank: value for rank, value in values.items() if place[rank] == here}
         if len(set(of_peers.values())) > 1:
             return [f"{name} differs between replicas, among ranks with the same part of the model: {who_has(of_peers)}"]
     return []

@@ -206,15 +206,20 @@ class Replicas:
         return rows
 
     def require_agreement(
-        self, common: Mapping[str, int], by_member: Mapping[str, int] | None = None, device: torch.device | None = None
+        self,
+        common: Mapping[str, int],
+        by_member: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
+        orders: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Compare whole numbers over all ranks, in one all_gather of some dozen numbers a rank.
 
-        ``common`` must be equal on all ranks, ``by_member`` among peers (shapes of a stage's parameters); both below 2^63, with names that
+        ``common`` must be equal on all ranks, ``by_member`` among peers (shapes of a stage's parameters), the second number of ``orders`` among
+        those peers that have the same first one (the order of things, among those who have the same things); all below 2^63, with names that
         users know. That each rank has a place of its own is compared as well. ``device``: where the collective runs.
 
         Raises:
             ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have each value.
         """
         if self.world_group is not None:
-            compare((self.index, self.member), self.ranks, common, by_member or {}, self.world_group, device)
+            compare((self.index, self.member), self.ranks, common, by_member or {}, orders or {}, self.world_group, device)

@@ -160,6 +160,21 @@ def test_capture_refuses_what_it_could_not_replay(backend: str) -> None:
     assert same_bits(params, before), "a capture has run"
 
 
+def test_a_norm_that_no_step_has_taken_is_not_captured(backend: str) -> None:
+    params = parameters()
+    optimizer = FusedAdamW(params, lr=1e-2, backend=backend)
+    set_gradients(params, 0)
+    optimizer.step()
+    optimizer.max_grad_norm = 1.0
+    optimizer.write_hyperparameters()
+    with pytest.raises(RuntimeError, match="as no step before it did"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    torch.cuda.synchronize()
+    optimizer.step()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("where", ["found_inf", "norm"])
 def test_a_step_that_is_skipped_changes_nothing(where: str, backend: str) -> None:
     params = parameters()
