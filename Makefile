@@ -29,8 +29,8 @@ test: $(BIN)/hdet.stamp
 # RESULTS=folder gets copies of what is written.
 gpu:
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" || { echo "make gpu: the torch of $(PYTHON) finds no GPU here; nothing was run. PYTHON=... names another one"; exit 1; }
-	HDET_CUDA=1 $(PYTHON) benchmarks/build.py
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(if $(RESULTS),--results "$(RESULTS)")
+	HDET_CUDA=1 $(PYTHON) -m benchmarks.build
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(if $(RESULTS),--results "$(RESULTS)")
 
 lint: $(BIN)/hdet.stamp
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The weighted mean of K co-resident sets, and the operations between two sets, beside torch's ways. JSON lines; see compare.py.
 
-python benchmarks/average.py [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
+python -m benchmarks.average [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from compare import Options, Shapes, compare, free, main
 
 from hdet import kernels as hk
+
+from .compare import Options, Shapes, compare, free, main
 
 
 def average(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int = 8) -> dict[str, Any]:

@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import alternate, alternate_on_cuda, emit
 from torch import Tensor
 
 from hdet import kernels
+
+from .harness import alternate, alternate_on_cuda, emit
 
 Shapes = list[tuple[int, ...]]
 Call = Callable[[], object]

@@ -1,6 +1,6 @@
 """The controller's own cost at the end of a cycle, on every rank: plain Python, no model, no processes.
 
-    python benchmarks/controller.py [--replicas 1024] [--repeats 30] [--json FILE]
+    python -m benchmarks.controller [--replicas 1024] [--repeats 30] [--json FILE]
 
 *controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *slots*: the rows of all replicas, as the
 all_reduce leaves them, become losses and probe scores. The goals, 5 ms a cycle and 100 kB a rank at 1 024 replicas, are those of the sums:
@@ -18,7 +18,6 @@ import tracemalloc
 from typing import Any, cast
 
 import torch
-from harness import emit
 
 from hdet.core.clock import Clock
 from hdet.core.controllers import Controller, ProbeRule, SoftmaxController
@@ -26,6 +25,8 @@ from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
 from hdet.probe import ProbeController
 from hdet.slots import parse
+
+from .harness import emit
 
 CHUNKS = 8
 GOAL_MS, GOAL_BYTES = 5.0, 100e3

@@ -1,7 +1,7 @@
 """The converge beside its floor: one flat all_reduce of the same bytes, which no average of K replicas can beat.
 
-    python benchmarks/converge.py [--processes 4] [--repeats 15] [--json FILE]
-    python benchmarks/converge.py --way all [--processes 4] [--repeats 15] [--json FILE]
+    python -m benchmarks.converge [--processes 4] [--repeats 15] [--json FILE]
+    python -m benchmarks.converge --way all [--processes 4] [--repeats 15] [--json FILE]
 
 Candidates, on 24 tensors of 2^20 and on 3 000 of 1 000 fp32 elements: ours (BucketedAverage), torch's
 PeriodicModelAverager, and one all_reduce per parameter as simple averaging code does it.
@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from harness import alternate, counted, emit, spawn, summary
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import hdet
@@ -34,6 +33,8 @@ from hdet.converge import (
     Streaming,
     Task,
 )
+
+from .harness import alternate, counted, emit, spawn, summary
 
 CASES = {"24 x 2^20": [1 << 20] * 24, "3000 x 1000": [1000] * 3000}
 

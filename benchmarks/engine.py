@@ -1,9 +1,9 @@
 """What HDET adds to a training step of the main job: observe + step, beside the step itself.
 
-    python benchmarks/engine.py [--repeats 300] [--json FILE]
+    python -m benchmarks.engine [--repeats 300] [--json FILE]
 
 One process with the main job's model and batch; the Ensemble believes in 4 replicas but no collective is made, so what is
-timed is the per-step host work (the goal is below 1 %). The end of a cycle is not in it: see benchmarks/converge.py and the
+timed is the per-step host work (the goal is below 1 %). The end of a cycle is not in it: see benchmarks.converge and the
 table of `hdet train`, which reports it as a share of the run.
 """
 
@@ -14,11 +14,12 @@ import statistics
 import time
 
 import torch
-from harness import emit
 
 import hdet
 from hdet.jobs.data import load_corpus, sample_batch
 from hdet.jobs.model import GPT, GPTConfig
+
+from .harness import emit
 
 
 class FourReplicas(hdet.Replicas):

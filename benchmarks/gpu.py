@@ -1,21 +1,23 @@
 """The command behind `make gpu`: runs every GPU test, times every operation on CUDA and Triton, prints one table and writes a file.
 
-    python benchmarks/gpu.py [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
+    python -m benchmarks.gpu [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
 
 Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time does not allow is named and makes
 the exit status 1, as does a test that fails; the last line and "good" in the file say the same, for a pipe hides a status unless the
 shell is told otherwise (set -o pipefail; make gpu 2>&1 | tee log). --dry-run goes the same way on the CPU with small tensors, to try
 the command itself. Records are those of step.py, replicas.py and average.py (see compare.py).
 
-The file is benchmarks/results/<device>.json, and pytest's output build/gpu/tests.log. From a machine that is remote, or does not last,
-copy both: scp machine:hdet/benchmarks/results/*.json benchmarks/results/. Where a folder there is brought back by itself, name it,
-make gpu RESULTS=FOLDER, and both are copied into it.
+The file is benchmarks/results/<device>.json. What grows while the command runs is in build/gpu: records.jsonl has each figure from the
+moment it is measured, tests.log is pytest's output. From a machine that is remote, or does not last, copy them:
+scp machine:hdet/benchmarks/results/*.json benchmarks/results/. Where a folder there is brought back by itself, name it,
+make gpu RESULTS=FOLDER: records.jsonl and tests.log grow there instead, and the file of results is copied into it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib.util
 import io
 import json
@@ -27,22 +29,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import average
-import compare
-import replicas
-import step
-
 from hdet import kernels
 
-TEST_LOG = ROOT / "build" / "gpu" / "tests.log"
-LARGE = "tests/gpu/test_large.py"
+from . import average, compare, replicas, step
+
+ROOT = Path(__file__).resolve().parents[1]
+GROWING = ROOT / "build" / "gpu"
+GRACE = 15.0
+"""seconds until what was killed, or should have ended, is given up: a process that hangs in the driver cannot be killed"""
 WORKERS = 6
 """processes that share the GPU: what takes long is compiling for Triton"""
 BENCHMARKS = {"step": step, "replicas": replicas, "average": average}
@@ -83,49 +81,76 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "cpu dry run"
 
 
-def run_tests(device: str, budget: Budget) -> dict[str, Any]:
-    """Every test marked gpu, in processes of their own; those that take most of the memory after the others, one at a time."""
+class Records(io.TextIOBase):
+    """Where benchmarks print to. Each record is in the file before the next is measured: it outlives the machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file = path.open("w", encoding="utf-8")
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.startswith("{"):
+                self.records.append(json.loads(line))
+                self._file.write(line + "\n")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        return len(text)
+
+
+def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
+    """Every test marked gpu, in processes of their own; those marked alone after the others, one at a time."""
     names = ("gpu", "kernels", "optim", "triton", "converge", "ensemble")
     folders = [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
     several = ["-n", str(WORKERS), "--dist", "loadgroup"] if device == "cuda" and importlib.util.find_spec("xdist") else []
     start, counts, good = time.monotonic(), dict[str, int](), True
-    TEST_LOG.parent.mkdir(parents=True, exist_ok=True)
-    TEST_LOG.write_text("")
-    for arguments in ([*several, f"--ignore={LARGE}", *folders], [LARGE]):
-        status, output = _pytest([*arguments, *(["--collect-only"] if device == "cpu" else [])], budget)
+    log.write_text("")
+    for arguments in (["gpu and not alone", *several], ["gpu and alone"]):
+        status, output = _pytest([*arguments, *folders, *(["--collect-only"] if device == "cpu" else [])], budget, log)
         for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", output):
             counts[name] = counts.get(name, 0) + int(count)
         good = good and status == 0
         if status != 0:
             print(output[-6000:], flush=True)
     good = good and (device == "cpu" or counts.get("passed", 0) > 0)
-    print(f"tests: {counts}, output in {TEST_LOG.relative_to(ROOT)}", flush=True)
+    print(f"tests: {counts}, output in {log}", flush=True)
     return {"passed": good, "counts": counts, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _pytest(arguments: list[str], budget: Budget) -> tuple[int, str]:
-    """(exit status, output), which goes to a file, so that it is there when the time is over."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *arguments]
+def _pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, str]:
+    """(exit status, output), which goes to a file, so that it is there when the time is over. `arguments`: the marks first."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", *arguments]
     print(f"tests: {' '.join(command[1:])}", flush=True)
-    before = TEST_LOG.stat().st_size
-    with TEST_LOG.open("ab") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = process.wait(max(1.0, budget.left))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers are in its session
-            process.wait()
-            log.write(b"\nstopped: no time was left\n")
-            status = 1
-    return status, TEST_LOG.read_bytes()[before:].decode(errors="replace")
+    before = log.stat().st_size
+    with log.open("ab") as file:
+        status = run_bounded(command, file, max(1.0, budget.left))
+    return status, log.read_bytes()[before:].decode(errors="replace")
 
 
-def run_benchmarks(device: str, budget: Budget) -> tuple[list[dict[str, Any]], list[str]]:
+def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
+    """The command's exit status; 1, and it is killed with all its processes, where it takes longer. Does not wait for what cannot be
+    killed."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its workers are in its session
+    log.write(b"\nstopped: no time was left\n")
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        log.write(f"process {process.pid} hangs, in the driver perhaps, and was left behind\n".encode())
+    return 1
+
+
+def run_benchmarks(device: str, budget: Budget, records: Records) -> tuple[list[dict[str, Any]], list[str]]:
     """(records, what there was no time for or what failed): the native backend first, then Triton with fewer shapes and rounds.
 
     Launches are counted when all else is done: a process that was profiled once is slower from then on.
     """
-    records, missing = [], []
+    missing = []
     backends = [("auto", False), ("triton", True)] if device == "cuda" else [("auto", True)]
     for counting in (False, True) if device == "cuda" else (False,):
         for backend, quick in backends:
@@ -137,10 +162,9 @@ def run_benchmarks(device: str, budget: Budget) -> tuple[list[dict[str, Any]], l
                 elif budget.left < 2:
                     missing.append(f"{what}: no time was left")
                 else:
-                    done, reason = _run(module, compare.Options(device, backend, quick, counting), budget.left)
-                    records += done
+                    reason = _run(module, compare.Options(device, backend, quick, counting), budget.left, records)
                     missing += [f"{what}: {reason}"] if reason else []
-    return with_launches(records), missing
+    return with_launches(records.records), missing
 
 
 def with_launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,11 +178,11 @@ def with_launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return timed
 
 
-def _run(module: Any, options: compare.Options, seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Records as they were printed, so that those before a failure are kept; and the failure. It is stopped after `seconds`."""
-    lines, reason, start = io.StringIO(), "", time.monotonic()
+def _run(module: Any, options: compare.Options, seconds: float, records: Records) -> str:
+    """The failure, if there is one. It is stopped after `seconds`; the records before that are kept."""
+    before, reason, start = len(records.records), "", time.monotonic()
     signal.signal(signal.SIGALRM, _out_of_time)
-    with contextlib.redirect_stdout(lines):
+    with contextlib.redirect_stdout(records):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             module.run(options)
@@ -167,9 +191,9 @@ def _run(module: Any, options: compare.Options, seconds: float) -> tuple[list[di
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     compare.free()
-    records = [json.loads(line) for line in lines.getvalue().splitlines() if line.startswith("{")]
-    print(f"{module.__name__} on {options.backend}: {len(records)} records in {time.monotonic() - start:.1f} s {reason}", flush=True)
-    return records, reason
+    count = len(records.records) - before
+    print(f"{module.__name__} on {options.backend}: {count} records in {time.monotonic() - start:.1f} s {reason}", flush=True)
+    return reason
 
 
 def _out_of_time(*_: object) -> None:
@@ -185,7 +209,9 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=6.5, help="for tests and benchmarks together, without the build")
-    parser.add_argument("--results", metavar="FOLDER", help="a folder that gets copies of the results and of pytest's output")
+    parser.add_argument(
+        "--results", metavar="FOLDER", help="gets each figure as it is measured, pytest's output, and a copy of the results"
+    )
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small tensors")
     arguments = parser.parse_args()
@@ -198,10 +224,13 @@ def main() -> int:
         compare.SHAPES.clear()
         compare.SHAPES.update(TINY)
     budget = Budget(arguments.minutes)
+    faulthandler.dump_traceback_later(60 * arguments.minutes + 4 * GRACE, exit=True)  # a benchmark that hangs in the driver hears no signal
+    growing = Path(arguments.results) if arguments.results else GROWING
+    growing.mkdir(parents=True, exist_ok=True)
     print(f"{device_name(device)}, torch {torch.__version__}: {kernels.available()}", flush=True)
     # Benchmarks first: a test that hangs then costs no figure.
-    records, missing = run_benchmarks(device, Budget(arguments.minutes * 0.6))
-    tests = None if arguments.no_tests else run_tests(device, budget)
+    records, missing = run_benchmarks(device, Budget(arguments.minutes * 0.6), Records(growing / "records.jsonl"))
+    tests = None if arguments.no_tests else run_tests(device, budget, growing / "tests.log")
     print(table(records), flush=True)
     for what in missing:
         print(f"MISSING  {what}")
@@ -214,15 +243,12 @@ def main() -> int:
 
 
 def keep(result: dict[str, Any], folder: str | None) -> None:
-    """Writes the file of results, and copies for whoever fetches them."""
+    """Writes the file of results, and a copy for whoever fetches it."""
     path = ROOT / "benchmarks" / "results" / f"{re.sub(r'[^a-z0-9]+', '-', device_name('cuda').lower())}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path.relative_to(ROOT)}")
     if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for source in (path, TEST_LOG):
-            if source.exists():
-                shutil.copy(source, folder)
+        shutil.copy(path, folder)
         print(f"copied to {folder}")
 
 

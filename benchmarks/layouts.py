@@ -1,7 +1,7 @@
 """The converge in three parallel layouts: time and volume against bytes, beside what else averages parameters.
 
-    python benchmarks/layouts.py [--processes 2 4 8] [--repeats 9] [--json FILE] [--quick]
-    python benchmarks/layouts.py --fit FILE
+    python -m benchmarks.layouts [--processes 2 4 8] [--repeats 9] [--json FILE] [--quick]
+    python -m benchmarks.layouts --fit FILE
 
 Layouts: DDP; HSDP (`fully_shard` on a two-dimensional mesh); tp x pp x dp with shards made by hand. The model is a transformer's list of
 weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn in every round, on the tensors of this rank and over its peer group:
@@ -12,23 +12,24 @@ weights, 4 layers, of 3, 13 and 50 MB in fp32. Sides, in turn in every round, on
 - per parameter: clone, one all_reduce for each, divide, copy back, as torchft's LocalSGD does; written here.
 
 gloo processes of one thread each. More processes than cores slow each other, here as in the model's `slowdown`. Volume is what
-a rank has to send at the least (a ring's), counted in torch's collectives. --fit takes the (alpha, B) of `hdet.core.cost.fit` from the DDP points of a file and prints
-what the model gives for the others beside what was measured.
+a rank has to send at the least (a ring's), counted in torch's collectives. --fit takes the cost model's alpha and B from the DDP points of
+a file and prints what the model gives for the others beside what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import alternate, counted, emit, spawn, summary
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,8 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet import Replicas
 from hdet.converge import BucketedAverage
-from hdet.core.cost import Point, Traffic, fit, predict
+from hdet.jobs.cost import Link, Traffic
 from hdet.shards import local_parts
+
+from .harness import alternate, counted, emit, spawn, summary
 
 LAYERS = 4
 WIDTHS = (128, 256, 512)
@@ -144,6 +147,42 @@ def measure(rank: int, world_size: int, widths: tuple[int, ...], repeats: int) -
 
 
 # -- the model beside the measurements ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measurement. ``slowdown``: by how much ranks that share a core or a link slow each other, 1 where each has its own."""
+
+    traffic: Traffic
+    seconds: float
+    slowdown: float = 1.0
+
+
+def predict(point: Point, link: Link) -> float:
+    """Seconds that the model gives for a measured point."""
+    return point.slowdown * link.seconds(point.traffic)
+
+
+def fit(points: Iterable[Point]) -> Link:
+    """alpha and B by least squares of relative errors: minimise sum (predicted / measured - 1)^2, neither of them below zero.
+
+    Raises:
+        ValueError: fewer than two points, or points that cannot tell latency from bandwidth.
+    """
+    rows = [(p.slowdown * p.traffic.messages / p.seconds, p.slowdown * p.traffic.sent / p.seconds) for p in points]
+    if len(rows) < 2:
+        raise ValueError(f"a fit of latency and bandwidth needs at least two measured points, got {len(rows)}")
+    mm, ms, ss = (math.fsum(x) for x in zip(*((m * m, m * s, s * s) for m, s in rows), strict=True))
+    m1, s1 = (math.fsum(x) for x in zip(*rows, strict=True))
+    determinant = mm * ss - ms * ms
+    if not determinant > 1e-12 * mm * ss:
+        raise ValueError("the measured points have all the same bytes per message: measure small and large ones, or other numbers of ranks")
+    alpha, beta = (ss * m1 - ms * s1) / determinant, (mm * s1 - ms * m1) / determinant
+    if alpha < 0:
+        alpha, beta = 0.0, s1 / ss
+    elif beta <= 0:
+        alpha, beta = m1 / mm, 0.0
+    return Link(1 / beta if beta > 0 else math.inf, alpha)
 
 
 def point(record: dict[str, Any], side: str) -> Point:

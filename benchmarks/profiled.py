@@ -1,6 +1,6 @@
 """Ten optimizer steps, or ten with a converge after each, for a profiler, and nothing else between its start and its stop. See docs/profiling.md.
 
-    python benchmarks/profiled.py step|converge [--shapes gpt2|small] [--replicas K] [--device cpu|cuda]
+    python -m benchmarks.profiled step|converge [--shapes gpt2|small] [--replicas K] [--device cpu|cuda]
 
 On a GPU the region is marked with cudaProfilerStart and cudaProfilerStop; on a CPU torch.profiler prints the ranges (HDET_NVTX=1).
 "converge" under torchrun averages across its processes, alone it averages K co-resident replicas.

@@ -1,6 +1,6 @@
 """The quality that matters: does a run from a wrong learning rate end as if it had been right?
 
-    python benchmarks/quality.py [--seeds 0 1 2] [--grid 3e-3 1e-2 3e-2] [--starts 3e-4 1e-2 3e-2 1e-1]
+    python -m benchmarks.quality [--seeds 0 1 2] [--grid 3e-3 1e-2 3e-2] [--starts 3e-4 1e-2 3e-2 1e-1]
                                  [--controllers probe] [--set steps=2000 width=64 ...] [--json FILE] [--table FILE ...]
 
 Every start is trained with the fixed schedule and with each controller: same steps, batches and seeds, four gloo processes.
@@ -20,11 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import emit
-
 from hdet.jobs.config import TrainConfig
 from hdet.jobs.launch import Workers
 from hdet.jobs.train import RunSpec
+
+from .harness import emit
 
 IRRELEVANT = {"log_interval", "validation_interval", "checkpoint_interval", "device", "data"}
 """settings that do not change the result"""

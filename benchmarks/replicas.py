@@ -1,6 +1,6 @@
 """K replicas that share gradient and moments on one device, beside K steps of torch's fused AdamW. JSON lines; see compare.py.
 
-python benchmarks/replicas.py [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
+python -m benchmarks.replicas [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compare import Options, Shapes, compare, free, main, torch_adamw
 from torch import Tensor
 
 from hdet import kernels as hk
 from hdet.kernels import RankOneTensors, StepOptions, StepPlan, StepSettings, StepTensors
+
+from .compare import Options, Shapes, compare, free, main, torch_adamw
 
 PLAIN = StepOptions()
 

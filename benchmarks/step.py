@@ -1,6 +1,6 @@
 """One replica's step: fused AdamW, in bfloat16, with masters and clipping, and with packing, each beside torch's way. JSON lines; see compare.py.
 
-python benchmarks/step.py [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
+python -m benchmarks.step [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import time
 from typing import Any
 
 import torch
-from compare import Options, Shapes, compare, free, main, torch_adamw
-from harness import emit
 from torch import Tensor
 
 from hdet import FusedAdamW
 from hdet import kernels as hk
 from hdet.kernels import StepOptions, StepSettings, StepTensors
+
+from .compare import Options, Shapes, compare, free, main, torch_adamw
+from .harness import emit
 
 SETTINGS = StepSettings(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2)
 

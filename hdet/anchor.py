@@ -1,31 +1,27 @@
-"""The state at the beginning of a cycle, kept until its end, so that a cycle that diverged can be taken back."""
+"""What parameters and an optimizer's state were at a moment, to be put back: a cycle that diverged, and the beginning of a run."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import Adagrad, Optimizer
 
+from .optim.base import FusedOptimizer
+from .optim.plans import state_sets
+from .optim.state import MASTER_KEYS, REPLICA_KEYS, kept_masters, reset_master
+from .owned import Averaged, BufferCopies, Copy, keep, put
 from .shards import local_parts
 
 __all__ = ["Anchor", "Anchors", "GroupNumbers", "begin_anew", "keeps_weights", "state_tensors"]
 
-# What an optimizer makes as something else than zeros, by the names of torch's: NAdam, Adagrad, Rprop, ASGD.
-_BEGINNINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "mu_product": lambda group: 1.0,
-    "sum": lambda group: group.get("initial_accumulator_value", 0.0),
-    "step_size": lambda group: group["lr"],
-    "eta": lambda group: group["lr"],
-    "mu": lambda group: 1.0,
-}
-
 _SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
 
-_Key = tuple[int, str, int]  # number of the parameter, key of its state ("" for itself), place in a list
+_WEIGHTS = (*MASTER_KEYS, *REPLICA_KEYS)
+"""What a fused optimizer's state has of the parameters."""
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
@@ -40,18 +36,11 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, tor
                         yield parameter, str(key), tensor
 
 
-def _numbers(optimizer: Optimizer) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(number of the parameter, key, its state) of what is kept as a number of Python's, as some optimizers keep their counters."""
-    for n, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state.get(parameter, {})
-        yield from ((n, key, state) for key in list(state) if type(state[key]) in (int, float))
-
-
-def _known(optimizer: Optimizer) -> bool:
-    """Does `_begin` know how its state begins, and does it count nowhere else? Torch's own and ours, also as `optimizer` of a wrapper."""
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The `optimizer` of a wrapper."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    return type(optimizer).__module__.startswith(("torch.optim.", "hdet."))
+    return optimizer
 
 
 def keeps_weights(optimizer: Optimizer) -> bool:
@@ -60,26 +49,55 @@ def keeps_weights(optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def begin_anew(optimizer: Optimizer, keep: Collection[str] = ()) -> None:
-    """The state as before the first step: mostly zeros, also the counters. Entries named in ``keep`` stay.
+def begin_anew(optimizer: Optimizer) -> None:
+    """The state as before the first step; masters and other replicas' parameters stay.
 
-    In place; that of an optimizer that is neither torch's nor ours (unless some of it stays) is dropped, and made by it as it makes it: not
-    all begins as zeros. What it counts in its groups is for `GroupNumbers`.
+    Of one of hdet's optimizers zeros, in place: plans know where it is. That of any other is dropped, and made by it as it makes it: not all
+    begins as zeros. What it counts in its groups is for `GroupNumbers`.
     """
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    _drop(optimizer, [p for p in groups if not any(key in keep for key in optimizer.state.get(p, ()))])
-    for parameter, key, tensor in state_tensors(optimizer):
-        if key not in keep:
-            _begin(local_parts([tensor])[0], key, groups[parameter])
-    for _, key, state in _numbers(optimizer):
-        state[key] *= 0
+    _put_back(optimizer, {}, weights=False)
 
 
-def _drop(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """The state of these, where `_begin` does not know how it begins: its optimizer makes it as it makes it."""
-    if not _known(optimizer):
-        for parameter in parameters:
-            optimizer.state.pop(parameter, None)
+def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
+    """The state as it is in ``kept``, by number of the parameter. What has been made since goes. ``weights``: the `_WEIGHTS` too."""
+    fused, state = isinstance(_inner(optimizer), FusedOptimizer), optimizer.state
+    for key, parameter, group in _owners(optimizer):
+        before = kept.get(key)
+        if fused and parameter in state:
+            _renew(state[parameter], parameter, before or {}, weights)
+        elif before is None and isinstance(_inner(optimizer), Adagrad) and state.get(parameter):
+            _begin_adagrad(state[parameter], group)  # made together with the optimizer, and never again
+        elif before is None:
+            state.pop(parameter, None)
+        else:
+            state[parameter] = put(state.get(parameter), before)
+
+
+def _renew(state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], weights: bool) -> None:
+    """Of a fused optimizer: in place, and what was not there begins: moments and counters as zeros, replicas and masters as the model."""
+    made = [key for key in state if key not in before]
+    state.update({key: put(state.get(key), held) for key, held in before.items()})
+    for key in made:
+        if key == "replica_params" and weights:
+            for other in state[key]:
+                other.copy_(parameter)
+        elif key not in _WEIGHTS and isinstance(state[key], torch.Tensor):
+            local_parts([state[key]])[0].zero_()
+    if weights and not set(MASTER_KEYS) & before.keys():
+        for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
+            reset_master(tensor, master)
+
+
+def _begin_adagrad(state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    state["step"].zero_()
+    local_parts([state["sum"]])[0].fill_(group["initial_accumulator_value"])
+
+
+def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
+    """(key, whose state it is, its group): parameters by number, which survives a state that is loaded anew; then what is no parameter."""
+    listed = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    own = {p for p, _ in listed}
+    return [(n, p, group) for n, (p, group) in enumerate(listed)] + [(key, key, {}) for key in [*optimizer.state] if key not in own]
 
 
 class GroupNumbers:
@@ -87,7 +105,8 @@ class GroupNumbers:
     are now, to be put back."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = [] if _known(optimizer) else [(group, self._numbers(group)) for group in optimizer.param_groups]
+        known = type(_inner(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
+        self._groups = [] if known else [(group, self._numbers(group)) for group in optimizer.param_groups]
 
     @staticmethod
     def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
@@ -101,78 +120,60 @@ class GroupNumbers:
             group.update(before)
 
 
-def _begin(tensor: torch.Tensor, key: str, group: dict[str, Any]) -> None:
-    tensor.fill_(_BEGINNINGS[key](group) if key in _BEGINNINGS else 0.0)
-
-
 class Anchor:
-    """Copies of some tensors and of an optimizer's whole state.
+    """Copies of some tensors, of a model's buffers and of an optimizer's state.
 
-    Memory: as much as they have, on their device or (``place`` "host") in the host's, pinned for CUDA. `take` and `restore` are one
-    pass over them each.
+    Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
+    host's, pinned for CUDA. `take` and `restore` are one pass over them each.
+
+    Args:
+        tensors: the same ones from `take` to `restore`.
+        model: whose buffers are kept too.
+        weights: are the masters, and the parameters of other replicas, that a fused optimizer has in its state kept too?
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str) -> None:
-        self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
-        self._copies: dict[_Key, torch.Tensor] = {}
-        self._taken: set[_Key] = set()
-        self._numbers: dict[tuple[int, str], float] = {}
-        self._groups: GroupNumbers | None = None
-
-    def _contents(self) -> Iterator[tuple[_Key, torch.Tensor, torch.Tensor, dict[str, Any]]]:
-        """(key, local part, its parameter, its group) of everything there is now; a key survives a state that is loaded anew."""
-        for i, tensor in enumerate(local_parts(self._tensors)):
-            yield (i, "", 0), tensor, tensor, {}
-        count: Counter[tuple[int, str]] = Counter()
-        homes = [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
-        places = {p: n for n, (p, _) in enumerate(homes)}
-        for parameter, name, tensor in state_tensors(self._optimizer):
-            place = (places[parameter], name)
-            yield (*place, count[place]), local_parts([tensor])[0], parameter, homes[place[0]][1]
-            count[place] += 1
-
-    @property
-    def taken(self) -> bool:
-        return bool(self._taken)
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None, *, weights: bool = True
+    ) -> None:
+        self._tensors, self._optimizer, self._on_host, self._weights = list(tensors), optimizer, place == "host", weights
+        self._buffers = None if model is None else BufferCopies(model, self._on_host)
+        self._copies: list[Copy] = []
+        self._state: dict[Any, dict[str, Any]] = {}
+        self._groups = GroupNumbers(optimizer)
+        self.taken = False
 
     def forget(self) -> None:
-        self._taken = set()
+        """Its memory stays for the next time."""
+        self.taken = False
 
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
-        self._taken = set()
-        for key, tensor, _, _ in self._contents():
-            copy = self._copies.get(key)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = self._copies[key] = self._room_for(tensor)
-            copy.copy_(tensor, non_blocking=True)
-            self._taken.add(key)
-        self._numbers = {(n, key): state[key] for n, key, state in _numbers(self._optimizer)}
+        befores: list[Any] = [*self._copies] or [None] * len(self._tensors)
+        self._copies = [Copy(tensor, self._on_host, old) for tensor, old in zip(self._tensors, befores, strict=True)]
+        if self._buffers is not None:
+            self._buffers.take()
+        state, fused = self._optimizer.state, isinstance(_inner(self._optimizer), FusedOptimizer)
+        held = {key: state[owner] for key, owner, _ in _owners(self._optimizer) if owner in state and state[owner] != {}}
+        if fused and not self._weights:
+            held = {key: {name: value for name, value in values.items() if name not in _WEIGHTS} for key, values in held.items()}
+        self._state = keep(held, self._on_host, self._state)
         self._groups = GroupNumbers(self._optimizer)
-
-    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._on_host or tensor.device.type == "cpu":
-            return torch.empty_like(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self.taken = True
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back, in place. State that was made since (an optimizer makes it in its first step) becomes what it began as."""
-        had = {n for n, name, _ in self._taken if name} | {n for n, _ in self._numbers}
-        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
-        _drop(self._optimizer, [p for n, p in enumerate(parameters) if n not in had])
-        for key, tensor, parameter, group in self._contents():
-            if key in self._taken:
-                tensor.copy_(self._copies[key], non_blocking=True)
-            elif key[1] == "replica_params":  # until the first step all replicas are the model
-                tensor.copy_(parameter)
-            else:
-                _begin(tensor, key[1], group)
-        for n, name, state in _numbers(self._optimizer):
-            state[name] = self._numbers.get((n, name), 0)
-        if self._groups is not None:
-            self._groups.put_back()
+        """Put it back, in place. State that was made since (an optimizer makes it in its first step) is as before the first step."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            copy.put(tensor)
+        if self._buffers is not None:
+            self._buffers.put_back()
+        _put_back(self._optimizer, self._state, self._weights)
+        self._groups.put_back()
+
+    def moved(self, place: int) -> bool:
+        """Is the tensor at ``place`` not what it was, on this rank?"""
+        return not self._copies[place].is_in(self._tensors[place])
 
 
 class Anchors:
@@ -182,8 +183,8 @@ class Anchors:
     the next one begins, and going back has to go further.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str) -> None:
-        self._now, self._before = (Anchor(tensors, optimizer, place) for _ in range(2))
+    def __init__(self, tensors: Averaged, optimizer: Optimizer, place: str) -> None:
+        self._now, self._before = (Anchor(tensors.fixed, optimizer, place, tensors.model) for _ in range(2))
         self._went_back = False
 
     def advance(self) -> None:

@@ -25,6 +25,7 @@ from .core.engine import STATE_VERSION, Engine
 from .knobs import Bound
 from .line import LineController, follower
 from .moments import POLICIES
+from .owned import Averaged
 from .replicas import Replicas
 from .replicas.agreement import digest
 from .replicas.refusals import check_wrapper
@@ -132,8 +133,8 @@ def check_arguments(
             )
 
 
-def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> list[torch.Tensor]:
-    """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average.
+def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:
+    """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
 
     Raises:
         ValueError: nothing to average, or a tensor that cannot be.
@@ -144,15 +145,17 @@ def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.
         raise ValueError("optimizer has no parameters: there is nothing to train")
     if isinstance(buffers, nn.Module):
         check_buffers_stay(buffers)
-        buffers = [buffer for buffer in buffers.buffers() if buffer.is_floating_point()]
-    listed = isinstance(buffers, Iterable) and not isinstance(buffers, torch.Tensor)  # whose rows would be taken for buffers
-    buffers = list(buffers) if listed else [buffers]  # type: ignore[list-item]
-    if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in buffers):
-        raise TypeError(f"buffers must be a module or a list of tensors, got {buffers if listed else type(buffers[0]).__name__!r}")
-    for name, group in (("parameter", tensors), ("buffer", buffers)):
+        found = Averaged(tensors, model=buffers)
+    else:
+        listed = isinstance(buffers, Iterable) and not isinstance(buffers, torch.Tensor)  # whose rows would be taken for buffers
+        given: list[Any] = list(buffers) if listed else [buffers]
+        if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in given):
+            raise TypeError(f"buffers must be a module or a list of tensors, got {given if listed else type(given[0]).__name__!r}")
+        found = Averaged(tensors, given)
+    for name, group in (("parameter", tensors), ("buffer", found.buffers)):
         for i, tensor in enumerate(local_parts(group)):
             check_averageable(tensor, f"{name} {i}")
-    return tensors + buffers
+    return found
 
 
 def check_buffers_stay(model: nn.Module) -> None:

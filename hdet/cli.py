@@ -90,15 +90,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
     _add_train_arguments(command("train", _train, "Train a small GPT on real text, with HDET or the fixed schedule."))
     report = command("report", _report, "Draw runs beside each other and print their table.")
-    report.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders")
+    report.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or a folder of such folders")
     report.add_argument(
-        "--evidence", nargs="+", type=Path, metavar="FILE", help="results of benchmarks/evidence instead of runs: print their tables"
+        "--out", type=_path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
     )
-    report.add_argument(
-        "--out", type=Path, metavar="PATH",
-        help="the picture; default: report.png in the run's folder, or in the runs' common one. "
-        "With --evidence the folder for tables and figures; default: none are written",
-    )  # fmt: skip
     command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
     _add_simulate_arguments(
         command("simulate", _simulate, "Watch the controller on a noisy quadratic, or see what averaging costs at scale.")
@@ -115,10 +110,10 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--schedule-only", action="store_true", help="train with the fixed schedule only")
     what.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue the run in this folder from its checkpoint, bit for bit; "
+        "--resume", type=_path, metavar="RUN", help="continue the run in this folder from its checkpoint, bit for bit; "
         "controller line begins the interval anew that was under way",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the run's files go; default: a new folder below runs/")
+    parser.add_argument("--out", type=_path, metavar="FOLDER", help="where the run's files go; default: a new folder below runs/")
     parser.add_argument("--overwrite", action="store_true", help="replace a run that is already in --out")
     choices = {"controller": CONTROLLERS, "device": DEVICES}
     settings = parser.add_argument_group("settings of the run")
@@ -131,7 +126,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             extra = {"action": "store_true"}
         elif name not in choices:
-            extra = {"type": kind, "metavar": "FOLDER" if kind is str else kind.__name__.upper()}
+            extra = {"type": _name, "metavar": "FOLDER"} if kind is str else {"type": kind, "metavar": kind.__name__.upper()}
         # No default here: what was not typed stays away, so that --resume can tell.
         settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
 
@@ -164,6 +159,17 @@ def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     scale.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the costs as one JSON object")
 
 
+def _name(text: str) -> str:
+    """An empty name would be the folder in which the command is typed."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: pass the name of a file or folder")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_name(text))
+
+
 def _whole(text: str) -> int:
     """1024, and also 70e9."""
     try:
@@ -192,10 +198,6 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    if options.evidence:
-        return _report_evidence(options)
-    if not options.runs:
-        raise ValueError("runs is empty: pass folders of runs, or --evidence with results of benchmarks/evidence")
     _need("rich", "matplotlib")
     from hdet.record import REPORT
     from hdet.report import find_runs, plot, print_table
@@ -210,20 +212,6 @@ def _report(options: argparse.Namespace) -> int:
     plot(runs, path)
     print_table(runs)
     print(f"picture: {path}")
-    return 0
-
-
-def _report_evidence(options: argparse.Namespace) -> int:
-    if options.runs:
-        raise ValueError(f"runs is {str(options.runs[0])!r} beside --evidence: report runs and evidence apart")
-    from hdet.evidence import evidence_page, read_evidence, write_evidence
-
-    records = read_evidence(options.evidence)
-    print(evidence_page(records), end="")
-    if options.out is not None:
-        _need("matplotlib")
-        for path in write_evidence(records, options.out):
-            print(f"written: {path}")
     return 0
 
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .hooks import Hook
 from .replicas import Replicas
 
 __all__ = ["CoresidentReplicas"]
@@ -32,7 +33,7 @@ class CoresidentReplicas(Replicas):
                 with replicas.use(k):
                     loss = loss_fn(model, batch)
                     ensemble.observe(loss)
-                (loss / 4).backward()
+                    (loss / 4).backward()
             optimizer.step()
             optimizer.zero_grad()
             ensemble.step()
@@ -44,7 +45,10 @@ class CoresidentReplicas(Replicas):
 
     - Until the first optimizer step all replicas follow the model: weights loaded or initialised outside of `use` are everyone's.
     - Frozen parameters and buffers are shared. Running statistics (BatchNorm) are updated by every micro-batch, K times a step.
-    - ``backward`` may run inside or outside of `use`; with activation checkpointing inside, because it runs the model again.
+    - ``backward`` belongs inside of the same `use`: activation checkpointing (or whatever else runs modules in a backward pass) runs them with
+      the weights that are in place then. Elsewhere that is a ValueError, as soon as a module with parameters of its own is called; where
+      nothing runs again, gradients are right wherever ``backward`` is.
+    - Trained parameters that the optimizer given to the Ensemble does not have are shared, like frozen ones.
     - Clip, scale and zero gradients outside of `use`: inside, ``model.parameters()`` of replica k > 0 have none of their own.
     - Move or cast the model before: the other replicas' parameters do not follow `model.to()` (refused by name).
     - The optimizer must be one of hdet's fused ones. Its state holds the other replicas, so a checkpoint of model and optimizer has
@@ -80,6 +84,8 @@ class CoresidentReplicas(Replicas):
         self._following = True  # the other replicas are to be copies of the model
         self._marks = self._versions()
         self._hooks: list[RemovableHandle] = []  # on the optimizer
+        self._checks: list[RemovableHandle] = []  # on the modules
+        self._watch()
 
     def __repr__(self) -> str:
         return f"CoresidentReplicas({type(self.model).__name__}, num_replicas={self.count})"
@@ -126,6 +132,37 @@ class CoresidentReplicas(Replicas):
                 own.requires_grad_(main.requires_grad)
             parameters[name] = own
         self.index = replica
+
+    def _watch(self) -> None:
+        self._leaves = {id(own): k for copies in self._sets.values() if copies[1] is not copies[0] for k, own in enumerate(copies)}
+        if not self._checks:
+            hook = Hook(self._check_run_again)
+            hooked = [module for module in self.model.modules() if any(p in self._sets for p in module.parameters())]
+            self._checks = [module.register_forward_pre_hook(hook) for module in hooked]
+
+    def _check_run_again(self, *_: Any) -> None:
+        """A module is called: by a backward pass, which runs it a second time, and at another replica's weights than the first?"""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        replica = self._replica_of(torch._C._current_autograd_node())
+        if self.index != replica if replica is not None else not self._entered:
+            which = "a replica's" if replica is None else f"replica {replica}'s"
+            raise ValueError(
+                f"{which} backward pass runs a module again (activation checkpointing does), but the weights in place are those of replica "
+                f"{self.index}: call backward inside the same `with replicas.use(k):` as the forward pass"
+            )
+
+    def _replica_of(self, start: Any) -> int | None:
+        """Whose parameters are nearest in the graph from ``start`` on. None: it has none of ours, as in a reentrant checkpoint of the first layers."""
+        seen, near = set(), [start]
+        while near:
+            for node in near:
+                found = self._leaves.get(id(getattr(node, "variable", None)))
+                if found is not None:
+                    return found
+            seen.update(near)
+            near = [*{far for node in near if node is not None for far, _ in node.next_functions if far is not None and far not in seen}]
+        return None
 
     # -- before the first step -------------------------------------------------------------------------------------------
 
@@ -197,6 +234,7 @@ class CoresidentReplicas(Replicas):
         """Let ``optimizer`` step all replicas; an `Ensemble` does this. Raises as `check_optimizer`."""
         self.check_optimizer(optimizer)
         self.detach()
+        self._share(optimizer)
         self.settle()
         optimizer.set_replicas(self.count, self._copies)
         self._hooks = [
@@ -206,11 +244,21 @@ class CoresidentReplicas(Replicas):
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
 
+    def _share(self, optimizer: Any) -> None:
+        """What this optimizer does not step would stay behind in the other replicas, whoever else steps it."""
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        for main, copies in self._sets.items():
+            if main not in stepped:
+                copies[1:] = [main] * (self.count - 1)
+            elif copies[1] is main:  # shared under another optimizer
+                copies[1:] = [_leaf(main) for _ in copies[1:]]
+        self._watch()
+
     def detach(self) -> None:
-        """Takes the hooks off the optimizer, which goes on stepping all replicas."""
-        for hook in self._hooks:
+        """Takes the hooks off the optimizer, which goes on stepping all replicas, and off the modules."""
+        for hook in (*self._hooks, *self._checks):
             hook.remove()
-        self._hooks = []
+        self._hooks, self._checks = [], []
 
     def _copies(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         return self._sets.get(parameter) or [parameter] * self.count  # type: ignore[call-overload]

@@ -56,7 +56,8 @@ class Ensemble:
     Args:
         optimizer: any torch optimizer; its parameters are what is averaged. Gradients must be all-reduced over the replicas (DDP).
             Co-resident replicas need one of hdet's fused optimizers. Groups are added before, or after close().
-        scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values.
+        scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values, or a
+            schedule of your own, which you step: torch's at any time, any other inside `rescheduling`.
         knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]`` (docs/knobs.md).
         design: how multipliers are assigned to replicas: ``"permutation"``, each knob's grid by itself, as published; or ``"orthogonal"``,
             two levels for all knobs together, so that their effects can be told apart best. Default: orthogonal for several knobs, as
@@ -77,8 +78,8 @@ class Ensemble:
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         converge: the way of averaging, from hdet.converge; default ``Plain()`` (docs/converge.md tells when another one pays).
         bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has. Co-resident
-            replicas share theirs.
+        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, also where a
+            forward pass has put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident replicas share theirs.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
         tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
             the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
@@ -86,7 +87,8 @@ class Ensemble:
             that the optimizer has (Megatron's float32 masters) copies them there. FSDP2 modules given as ``buffers`` or to a
             `ProbeController` are resharded without it.
 
-    Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle communicates (one
+    Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. What somebody else writes there is
+    noticed before it is used, in optimizer.step(), explore() and step(): see `rescheduling`. Only the end of a cycle communicates (one
     collective of a few numbers per replica, then the average) and waits for the device; other ways of averaging also between. Replicas that cannot differ
     (spread 0) and are found bitwise equal are not touched: spread 0 is data-parallel training bit for bit.
     A collective that fails raises `ReplicaLost` on every rank that is left; after it this object refuses to go on.
@@ -126,7 +128,6 @@ class Ensemble:
         )  # fmt: skip
         self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
         self.parameters = averaged_tensors(optimizer, buffers)
-        self._has_buffers = len(self.parameters) > sum(len(group["params"]) for group in optimizer.param_groups)
         check_tied(tied, self.parameters)
         check_sharding(optimizer, self.parameters, replicas, gradients, rollback=divergence.rollback is not None)
         self.replicas = Replicas.default() if replicas is None else replicas
@@ -155,6 +156,7 @@ class Ensemble:
             gradients,
             lambda: self._fan_out.multipliers,
             self.during,
+            copied=refresh is not None,
         )
         self._means = self.schedule.means() if self._listening.has_line else None  # the only one that reads them
         # Last, because some ways of averaging give the optimizer a second set of parameters.
@@ -182,10 +184,13 @@ class Ensemble:
         self._explored = False  # in this cycle
         self._broken: ReplicaLost | None = None
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
+        self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
-        self._fan_out = FanOut(optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local")
+        self._fan_out = FanOut(
+            optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local", take_writes=self._take_writes
+        )
         self.replicas.attach(optimizer)
         if self.engine.corrections != [1.0] * len(self.knobs):  # the controller's opening counts from the first step on
             self.schedule.write(self.engine)
@@ -216,29 +221,34 @@ class Ensemble:
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no anchor to go back to.
             ReplicaLost: a collective failed or timed out.
+            ValueError: see `rescheduling`.
         """
         self._check_outside_use("step", "call it once per optimizer step, after all of them")
         self._check_whole()
+        self._take_writes()
         if loss is not None:
             self.observe(loss)
         self._agree()
         stepped = self._fan_out.take_stepped()
         if stepped and not self._compared:
             self._compare_gradients()
+        ends = False
         try:
             self._listening.check_closure(closure)
             self.schedule.advance()
-            ends = False
             if stepped:
                 ends = self.engine.tick()
                 self._listening.sample()
-            if ends or (self.schedule.is_over and self.engine.position > 0):
+            ends = ends or (self.schedule.is_over and self.engine.position > 0)
+            if ends:
                 self._end_cycle(closure)
             elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
-        finally:  # also when the schedule is past its end, or the user's loss or log raises: at rest there is the base value
+        finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
             self.schedule.write(self.engine)
+        if ends and self.log is not None and self.history is not None:
+            self.log(self.history, self.engine.step)  # may write values, too
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew.
@@ -247,6 +257,7 @@ class Ensemble:
         back. A replica that is left out because its parameters are not finite is noted in the next record and warned of.
         """
         self._check_outside_use("converge", "it is of all replicas, call it after")
+        self.schedule.check_at_rest()
         self._check_whole()
         self._agree()
         if self.replicas.count == 1:
@@ -272,8 +283,9 @@ class Ensemble:
 
     @property
     def converged(self) -> bool:
-        """Are the replicas' parameters equal right now, with nothing under way, as known from the last average and the steps since?"""
-        return self._lockstep or (not self._fan_out.moved and self.weights.settled)
+        """Are the replicas' parameters, and the buffers that are averaged, equal right now, with nothing under way, as known from the last average
+        and what has been written since?"""
+        return self._lockstep or (not self._fan_out.moved and self.weights.settled and self.parameters.unwritten(self._marks))
 
     @contextmanager
     def explore(self) -> Iterator[None]:
@@ -287,6 +299,7 @@ class Ensemble:
         """
         if len(self.replicas.local) > 1 and not self.replicas.in_use:
             raise ValueError("which replica explores? Call explore() inside `with replicas.use(k):`")
+        self._take_writes()
         with self._replicas_values(self.replicas.place(None), lambda knob: True):
             self._explored = True
             yield
@@ -311,12 +324,33 @@ class Ensemble:
         finally:
             self._exploring = None
 
+    @contextmanager
+    def rescheduling(self) -> Iterator[None]:
+        """Around whatever writes a schedule and is no scheduler of torch's (timm's, or a formula in the loop): inside, param_groups and what
+        else a knob moves hold the schedule's own values, without corrections, and what stands there at the end is taken for the next ones.
+
+        Outside of it, a write between steps is told apart. A torch scheduler's (stepped by you, when you like) is the schedule's next value, as if
+        the Ensemble had stepped it: what it would have been without the correction is found out on a copy. **Any other is the base value in
+        force**: the correction is counted in it already, nothing is undone or corrected twice, and further corrections are relative to it (the
+        first such write is warned of). Where that cannot be told, a ValueError names the scheduler.
+
+        Raises:
+            ValueError: inside itself or `explore`.
+        """
+        self._check_not_exploring("rescheduling")
+        with self.schedule.rescheduling(self.engine):
+            yield
+
+    def _take_writes(self) -> None:
+        self.schedule.take_writes(self.engine)
+
     def value(self, name: str) -> float:
         """The value of the knob ``name`` now: a replica's inside `explore`, else the base value.
 
         Raises:
             ValueError: there is no such knob.
         """
+        self._take_writes()
         for knob in self.knobs:
             if knob.name == name:
                 return knob.value()
@@ -352,12 +386,13 @@ class Ensemble:
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
+        self._take_writes()
         return {knob.name: value for knob, value in zip(self.knobs, self.schedule.base_values(), strict=True)}
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
         with ``converge=ExactLocal()``; else None. Not to be written to."""
-        return self.parameters if self.converged else self.weights.mean()
+        return list(self.parameters) if self.converged else self.weights.mean()
 
     @property
     def private_state(self) -> bool:
@@ -367,7 +402,9 @@ class Ensemble:
     def _settle(self) -> None:
         """Replicas have been averaged. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
         self._fan_out.averaged()
-        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not self._has_buffers)
+        has_buffers = len(self.parameters.buffers) > 0
+        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not has_buffers)
+        self._marks = self.parameters.marks()
 
     @property
     def _replicas_part(self) -> bool:
@@ -465,8 +502,6 @@ class Ensemble:
         )  # fmt: skip
         self._notes = []
         self._begin_cycle()
-        if self.log is not None:
-            self.log(self.history, self.engine.step)
 
     def _check_explored(self) -> None:
         if self._forward and not self._explored and self.engine.explores:
@@ -516,16 +551,13 @@ class Ensemble:
         }
         peaks, floors = self.schedule.peaks_and_floors()
 
-        with self._listening.line(closure) as line:
+        with self._listening.line(closure, self.weights.took_back) as line:
             outcome = self.engine.close(
                 losses, **measured, line=line, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
                 schedule_step=self.schedule.step, local=self.gradients == "local",
             )  # fmt: skip
         if line is not None and self._listening.settle(outcome.decisions):
-            self.weights.moments.reset()
-            if len(self.replicas.local) > 1:  # only the first one's weights were taken back
-                self.weights.complete([1.0] + [0.0] * (self.replicas.count - 1))
-            self.weights.written()
+            self.weights.took_back()
         return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
@@ -551,6 +583,7 @@ class Ensemble:
         """
         self._check_whole()
         self._check_not_exploring("state_dict")
+        self._take_writes()
         if not self.converged and self._replicas_part and (self.engine.position or self._fan_out.stepped):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
@@ -565,17 +598,16 @@ class Ensemble:
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, on all ranks alike. Load parameters and optimizer too, in any order (buffers before it, if a LineController may be in
-        its sweep); N may differ from the saved run's. A sweep that was under way begins anew, from the weights that are loaded.
+        """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's. A sweep
+        that was under way begins anew, from what is loaded by its first step.
 
         Raises:
-            ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
+            ValueError: another version, missing or damaged values, other knobs, another controller or scheduler; nothing is changed then.
         """
         self._check_not_exploring("load_state_dict")
-        self.engine.check_state(state)
-        self.schedule.check_state(state)
-        self.engine.load_state_dict(state)
-        self.schedule.load_state_dict(state)
+        self.schedule.check_at_rest()
+        with self.schedule.taken_over(state):
+            self.engine.load_state_dict(state)
         if self.sweeping:
             self.engine.reopen()
             if self.engine.step > 0:
@@ -585,9 +617,10 @@ class Ensemble:
                     stacklevel=2,
                 )
         self.schedule.write(self.engine)
+        self.schedule.note()
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
         self._agreed, self._lockstep = False, self.replicas.count == 1
-        self._fan_out.unknown()
+        self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._listening.begin_anew()
         self._begin_cycle()

@@ -21,9 +21,10 @@ class FanOut:
     """Wraps ``optimizer.step`` of one instance.
 
     A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
-    stay behind. An optimizer with a ``multipliers`` list, [replica][group] (hdet's fused ones), takes those of rates through it instead,
-    for all sets of parameters that it steps; other hyperparameters are set for the duration of the step there too.
-    Knobs that act in the forward pass are left alone: `Ensemble.explore` moves them.
+    stay behind. A post-hook only notices steps that have gone past the wrapper, which are refused. An optimizer with a ``multipliers``
+    list, [replica][group] (hdet's fused ones), takes those of rates through it instead, for all sets of parameters that it steps; other
+    hyperparameters are set for the duration of the step there too. Knobs that act in the forward pass are left alone: `Ensemble.explore`
+    moves them.
 
     ``moved`` tells whether a step has been done since the last average.
     ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
@@ -34,7 +35,10 @@ class FanOut:
     an optimizer's state that way.
 
     ``first_replica``: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
-    ``depart`` is called before the first step after an average.
+    ``depart`` is called before the first step after an average. ``take_writes`` is called before each step that is fanned out, and before the
+    optimizer's state is saved: somebody may have written other values since.
+
+    The wrapper asks whichever FanOut the optimizer has, so one is enough for all that come one after the other.
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class FanOut:
         first_replica: int = 0,
         depart: Callable[[], object] = lambda: None,
         skippable: bool = False,
+        take_writes: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True
-        self._depart, self._departed, self._skippable = depart, False, skippable
-        self.active = True
+        self._depart, self._departed, self._skippable, self._take_writes = depart, False, skippable, take_writes
+        self._stepping = False
+        self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
         self.stepped = False
         self.moved = True  # since the last average; unknown at the beginning
         self.gradient_norm: torch.Tensor | None = None
@@ -58,38 +64,54 @@ class FanOut:
         self._held_back = self.fused and any(knob.key == "lr" and knob.scale.bounded for knob in knobs)
         if self.fused:
             optimizer.first_replica = first_replica  # type: ignore[attr-defined]
-        self._wrap()
+        _wrap(optimizer)
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
         optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._check_passed()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._take_writes()),
+        ]
 
-    def _wrap(self) -> None:
-        inner: Callable[..., Any] = self.optimizer.step
+    def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``inner``, which is the optimizer's step, at this replica's values."""
+        if self._stepping:  # a second wrapper on the way
+            return inner(*args, **kwargs)
+        self._stepping = True
+        try:
+            return inner(*args, **kwargs) if self._stands_still() else self._fanned_out(inner, *args, **kwargs)
+        finally:
+            self._stepping = False
 
-        @functools.wraps(inner)
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.active or self._stands_still():
-                return inner(*args, **kwargs)
-            if self._unchecked:
-                _check_dense_gradients(self.optimizer)
-                self._unchecked = False
-            if self.gradient_norm is None and not (args or kwargs):
-                self.gradient_norm = _gradient_norm(self.optimizer)
-            self._leave()
-            with ExitStack() as stack:
-                self.moved = True
-                if self._held_back:  # the schedule has moved, and with it what the bounds leave of multipliers
-                    self._pass_on()
-                for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
-                    if knob.acts == "step" and not (self.fused and knob.key == "lr"):
-                        stack.enter_context(knob.fanned_out(multiplier))
-                result = inner(*args, **kwargs)
-            if self.gradient_norm is None:  # a closure has made them
-                self.gradient_norm = _gradient_norm(self.optimizer)
-            self.stepped = True
-            return result
+    def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._take_writes()
+        self._awaits_state()
+        if self._unchecked:
+            _check_dense_gradients(self.optimizer)
+            self._unchecked = False
+        if self.gradient_norm is None and not (args or kwargs):
+            self.gradient_norm = _gradient_norm(self.optimizer)
+        self._leave()
+        with ExitStack() as stack:
+            self.moved = True
+            if self._held_back:  # the schedule has moved, and with it what the bounds leave of multipliers
+                self._pass_on()
+            for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
+                if knob.acts == "step" and not (self.fused and knob.key == "lr"):
+                    stack.enter_context(knob.fanned_out(multiplier))
+            result = inner(*args, **kwargs)
+        if self.gradient_norm is None:  # a closure has made them
+            self.gradient_norm = _gradient_norm(self.optimizer)
+        self.stepped = True
+        return result
 
-        # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
-        self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
-        self.optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+    def _check_passed(self) -> None:
+        """A step has ended. Raises RuntimeError for one that came by another way than the wrapper."""
+        if not self._stepping and not self._stands_still():
+            raise RuntimeError(
+                f"this step went past the Ensemble that drives this {type(self.optimizer).__name__}: it was done at base values, and no cycle would "
+                "ever count it. Its `step` was looked up (captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
+                "was made: make the Ensemble first, or look optimizer.step up again after it"
+            )
 
     def _stands_still(self) -> bool:
         """Is every group's rate 0? A rate on a CUDA device is not looked at: it would wait for the device."""
@@ -105,9 +127,13 @@ class FanOut:
         """Replicas have been averaged: they are equal until the next step."""
         self.moved = self._departed = False
 
-    def unknown(self) -> None:
-        """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here."""
+    def unknown(self, rewrite: Callable[[], None]) -> None:
+        """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here. The optimizer's
+        state may be yet to come, with the values of the moment when it was saved: ``rewrite`` puts back those of the run that goes on, which may
+        have begun its sweep anew."""
         self.moved, self._departed, self.stepped = True, False, False
+        self._awaits_state()
+        self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
 
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
@@ -139,11 +165,42 @@ class FanOut:
         return True
 
     def close(self) -> None:
-        """Multipliers are 1 from now on; the wrapper stays in the call chain but does nothing."""
+        """Multipliers are 1 from now on, and the wrapper is gone; one that somebody else has wrapped in turn stays in the call chain, and does
+        nothing."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
-        self.active = False
+        for hook in self._hooks:
+            hook.remove()
+        self._awaits_state()
         self.optimizer.__dict__.pop("add_param_group", None)
         self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
+        _unwrap(self.optimizer)
+
+
+def _wrap(optimizer: Optimizer) -> None:
+    """Let ``optimizer.step`` ask the FanOut there is; once, however many come one after the other."""
+    inner: Callable[..., Any] = optimizer.step
+    if hasattr(inner, "_hdet_wrapper"):  # functools.wraps hands it on to whoever wraps ours in turn
+        return
+
+    @functools.wraps(inner)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        fan_out: FanOut | None = optimizer._hdet_fan_out  # type: ignore[attr-defined]
+        return inner(*args, **kwargs) if fan_out is None else fan_out.step(inner, *args, **kwargs)
+
+    step._hdet_wrapper = step  # type: ignore[attr-defined]
+    # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _unwrap(optimizer: Optimizer) -> None:
+    """Take the wrapper off where it is on top."""
+    top: Any = optimizer.step
+    if not hasattr(top, "_hdet_wrapper") or getattr(top, "__func__", None) is not top._hdet_wrapper:
+        return
+    inner = top.__wrapped__
+    del optimizer.step
+    if inner != optimizer.step:  # it was the instance's own
+        optimizer.step = inner  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .anchor import GroupNumbers, begin_anew
+from .beginning import Beginning
 from .converge import Masters
 from .core.clock import Clock
 from .core.controllers import Controller, Decision, Evidence, LineRule
-from .core.controllers.base import RuledController, check_run, is_idle, needs_replicas, regresses, see, spreads
+from .core.controllers.base import RuledController, check_run, check_state, is_idle, needs_replicas, regresses, see, spreads
+from .core.controllers.line import FEEL, SWEEP
 from .core.controllers.peak import LARGEST_T
-from .core.controllers.protocol import require_keys
+from .core.schema import Flag, Instance, read, unchanged_on_error
 from .knobs.bound import ProductKnob
 from .ranges import ranged
 from .replicas import Replicas
@@ -48,12 +51,14 @@ class LineController(RuledController):
     ranks. Meanwhile the spread rests; with shared gradients, which it asks for where nothing follows, replicas train alike. Several rates (parameter
     groups) are swept together; other knobs may stand beside them for ``then``.
 
-    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are those of the
-    beginning again.
+    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which the weights, the model's buffers and the optimizer's state are
+    those of the run's first step again, loaded ones included; state that the search has made is gone. Parameters of ``model`` that another
+    optimizer has go back too, but their optimizer's state would not: where one moves in the search, it is refused. Put all parameters into
+    one optimizer, or step the other one only when ``ensemble.sweeping`` is False.
 
     Args:
         model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
-            they were. None: the closure sees to that.
+            they were; and what it has beside this optimizer's parameters goes back after the search. None: the closure sees to all that.
         rule: turns losses into decisions; see `LineRule` for its settings, and for the intervals.
         place: "device" or "host": where anchor and average live.
         dtype: of anchor and average; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves them (and the weights
@@ -67,7 +72,8 @@ class LineController(RuledController):
     number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. The mean of the same losses is
     what ``step`` is given. It is called 20 to 30 times in a run, once in the first step: 0.7 to 1.8 % of 600 to 1 000 steps, less of longer
     ones. Memory: two copies of the parameters, given back when nothing is left to read; those of ``then`` come on top (a probe of single
-    cycles takes its own at once).
+    cycles takes its own at once). In the search also one of the model's buffers, of moments that were there before it (none in a new run), and of
+    the model's parameters that this optimizer does not have, frozen ones only if they are no more than the trained ones.
 
     Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what
     has been learned; a sweep or an interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it rests on.
@@ -107,7 +113,7 @@ class LineController(RuledController):
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._tried = self._compared = self._looked = False
         self._way: Way | None = None
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what they were when the sweep began
+        self._beginning: Beginning | None = None
 
     # -- a controller ----------------------------------------------------------------------------------------------------
 
@@ -179,26 +185,37 @@ class LineController(RuledController):
         state = self.rule.state_dict()
         return state if self.then is None else {"sweep": state, "then": self.then.state_dict(), "handed_over": self.handed_over}
 
+    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+        if self.then is None:
+            return super().check_state(state, knobs)
+        parts = read(state, {"sweep": Instance(Mapping), "then": Instance(Mapping), "handed_over": Flag()}, "LineController's")
+        sweep = super().check_state(parts["sweep"])
+        check_state(self.then, parts["then"], knobs)
+        if parts["handed_over"] and (sweep or {}).get("phase") in (FEEL, SWEEP):
+            raise ValueError("the LineController's state has handed over in the middle of its sweep: it is damaged")
+        return parts
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.then is None:
             self.rule.load_state_dict(state)
             return
-        require_keys(state, ("sweep", "then", "handed_over"), "LineController's")
-        before = self.then.state_dict()
-        self.then.load_state_dict(state["then"])
-        try:
-            self.rule.load_state_dict(state["sweep"])
-        except ValueError:
-            self.then.load_state_dict(before)
-            raise
-        self.handed_over = bool(state["handed_over"])
+        parts = self.check_state(state)
+        with unchanged_on_error(self.then):
+            self.then.load_state_dict(parts["then"])
+            self.rule.load_state_dict(parts["sweep"])
+        self.handed_over = parts["handed_over"]
 
     # -- called by the Ensemble ------------------------------------------------------------------------------------------
 
     def follow_run(
-        self, optimizer: Optimizer, masters: Callable[[Sequence[torch.Tensor]], Masters], knobs: Sequence[Any], clock: Clock
+        self,
+        optimizer: Optimizer,
+        masters: Callable[[Sequence[torch.Tensor]], Masters],
+        knobs: Sequence[Any],
+        clock: Clock,
+        copied: bool = False,
     ) -> None:
-        """Once, before the first step. ``masters``: of some tensors.
+        """Once, before the first step. ``masters``: of some tensors. ``copied``: the optimizer has copies of the model's parameters.
 
         Raises:
             ValueError: a knob that is no learning rate (displacements do not scale with it) without ``then``, no knob that is one, cycles
@@ -246,7 +263,10 @@ class LineController(RuledController):
         self._begun: int | None = None
         self._seen = 0
         self._tried = self._compared = self._looked = False
-        self._keep_buffers()
+        self._groups = GroupNumbers(optimizer)
+        self._begin_anew: Callable[[], None] = lambda: begin_anew(optimizer)
+        self._beginning = Beginning(optimizer, self.model, self.place, copied)
+        self._expect()
 
     @property
     def sweeping(self) -> bool:
@@ -270,7 +290,7 @@ class LineController(RuledController):
         """Parameters were loaded, or a cycle was taken back: what is under way begins anew, with the next step."""
         self._begun = None
         self.rule.anew(step)
-        self._keep_buffers()
+        self._expect()
 
     def depart(self, step: int) -> None:
         """Before the first optimizer step after ``step`` of them."""
@@ -278,11 +298,15 @@ class LineController(RuledController):
             self._way = self._way or self._make_way()
             self._way.begin()
             self._begun = self._seen = step
+            if self.sweeping and self._beginning is not None:
+                self._beginning.take()
 
     def close(self) -> None:
         """The Ensemble is given up: the memory is free again, and the optimizer is not held."""
-        self._way, self._begun, self._buffers = None, None, []
-        self._make_way, self._state = _closed, dict
+        self._way = self._begun = None
+        if self._beginning is not None:
+            self._beginning.leave()
+        self._make_way, self._state, self._begin_anew, self._beginning = _closed, dict, _nothing, None
 
     def sample(self, step: int) -> None:
         """After an optimizer step, the schedule being at ``step``; for a late interval, which is read at the mean of its second half."""
@@ -337,16 +361,15 @@ class LineController(RuledController):
 
     @ranged("hdet.line")
     def settle(self, step: int, decisions: Sequence[Decision]) -> bool:
-        """After the decisions of `rule`: go on, or begin the next interval. Returns whether weights were taken back (moments are not)."""
+        """After the decisions of `rule`: go on, or begin the next interval. Returns whether weights were taken back."""
         way = self._way_or_fail()
         back = any(decision.restart for decision in decisions)
         if back:
-            way.take_back()
-            with torch.no_grad():
-                for buffer, before in self._buffers:
-                    buffer.copy_(before)
+            self.take_back()
+        if not self.sweeping and self._beginning is not None:
+            self._beginning.close()
         if not self.listens:  # for good, and the memory is free again
-            self._way, self._begun, self._buffers = None, None, []
+            self._way = self._begun = None
             return back
         if not self.sweeping:
             if not back:
@@ -355,13 +378,32 @@ class LineController(RuledController):
         way.begin_mean()
         return back
 
-    def _keep_buffers(self) -> None:
-        """Now, because a step's forward pass comes before anything that the Ensemble sees of it."""
-        self._buffers = [] if self.model is None or not self.sweeping else [(b, b.detach().clone()) for b in self.model.buffers()]
+    def take_back(self) -> None:
+        """To where the interval began, of a sweep that is the run's first step: with all that the run had then. Of a later one weights alone are
+        known, and the optimizer's state begins anew. Other replicas of this process are not touched."""
+        self._way_or_fail().take_back()
+        if self._beginning is not None and self._beginning.taken:
+            self._beginning.put_back()
+        else:
+            self._begin_anew()
+            self._groups.put_back()
+
+    def moved(self) -> str | None:
+        """In a sweep, the name of a parameter of the model that another optimizer moves, on this rank."""
+        return None if self._beginning is None else self._beginning.moved()
+
+    def _expect(self) -> None:
+        """A sweep's beginning is still to come; after it nothing has to be kept."""
+        if self._beginning is not None:
+            self._beginning.expect() if self.sweeping else self._beginning.close()
 
     def _way_or_fail(self) -> Way:
         assert self._way is not None, "follow_run comes first"
         return self._way
+
+
+def _nothing() -> None:
+    """In the place of what would hold the optimizer."""
 
 
 def _closed() -> Way:

@@ -17,6 +17,7 @@ from .knobs import Bound
 from .line import Closure, LineController, follower, sensor_of
 from .replicas import Replicas
 from .sensor import Run
+from .shards import local_parts
 from .slots import Slot, masters_of
 
 __all__ = ["Listening"]
@@ -31,6 +32,7 @@ class Listening:
         gradients: "shared" or "local".
         multipliers: [local replica][knob]: rho of the running cycle.
         during: put, with a name, around what communicates: `rows`, and whatever is done with a `line`.
+        copied: the optimizer has copies of the model's parameters.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Listening:
         gradients: str,
         multipliers: Callable[[], Sequence[Sequence[float]]],
         during: Callable[[str], AbstractContextManager[None]],
+        copied: bool = False,
     ) -> None:
         self._engine, self._step, self._replicas, self._during = engine, step, replicas, during
         controller, clock = engine.controller, engine.clock
@@ -55,7 +58,8 @@ class Listening:
             self.sensor.watch(*sets, masters=masters, knobs=knobs, run=Run(clock, replicas, gradients, multipliers))
         self._line = controller if isinstance(controller, LineController) else None
         if self._line is not None:
-            self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), knobs, clock)
+            self._line.follow_run(optimizer, lambda tensors: masters_of(optimizer, tensors, 0), knobs, clock, copied)
+            self._device = local_parts(optimizer.param_groups[0]["params"][:1])[0].device
             if engine.step:
                 self._line.begin_anew(step())
 
@@ -137,18 +141,43 @@ class Listening:
         return Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[]), losses
 
     @contextmanager
-    def line(self, closure: Closure | None) -> Iterator[Any]:
-        """The line of the interval that ends with this cycle, to be read inside; None if none does."""
+    def line(self, closure: Closure | None, took_back: Callable[[], object]) -> Iterator[Any]:
+        """The line of the interval that ends with this cycle, to be read inside; None if none does.
+
+        Raises:
+            ValueError: in a sweep, another optimizer moves parameters of the model. They, and everything else, have been taken back then, and
+                ``took_back`` been called.
+        """
         due = self._line is not None and self._engine.controls(self._engine.step) and self._line.is_due(self._step())
         if self._line is None or not due:
             yield None
             return
         assert closure is not None  # or check_closure has refused
-        with self._during("line"), self._line.scores(closure, self._replicas) as line:
-            yield line
+        with self._during("line"):
+            self._check_alone(self._line, took_back)
+            with self._line.scores(closure, self._replicas) as line:
+                yield line
+
+    def _check_alone(self, line: LineController, took_back: Callable[[], object]) -> None:
+        """On all ranks alike: a shard may have moved on one of them only."""
+        name = line.moved()
+        if not self._replicas.sum_rows(torch.full((1,), float(name is not None), dtype=torch.float64, device=self._device)).any():
+            return
+        line.take_back()
+        took_back()
+        which = (
+            "a parameter of the LineController's model on another rank"
+            if name is None
+            else f"the LineController's model has {name!r}, which"
+        )
+        raise ValueError(
+            f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with it, "
+            "and its state not be taken back. Put all parameters into one optimizer, as groups; or step the other one only when "
+            "ensemble.sweeping is False. (Everything is as it was at the first step again, but for the other optimizer's state.)"
+        )
 
     def settle(self, decisions: Sequence[Decision]) -> bool:
-        """After what a line has led to. Returns whether weights were taken back; moments, and other replicas of this process, are not."""
+        """After what a line has led to. Returns whether weights were taken back; other replicas of this process are not."""
         return self._line is not None and self._line.settle(self._step(), decisions)
 
     def begin_anew(self) -> None:

@@ -5,8 +5,7 @@ Under shared gradients the moments are equal on all replicas and there is nothin
 - ``keep``: each replica goes on with its own. Nothing travels; the first steps after an average use directions that were learned
   elsewhere. The optimizer's state differs between replicas, so a checkpoint holds one for each.
 - ``average``: the mean of the moments, as of the parameters. Twice to three times the traffic of a cycle (Adam), equal state everywhere.
-- ``reset``: as before the first step: zeros, and step counters at 0, so that bias correction begins anew. Nothing travels; each cycle
-  pays a warm-up.
+- ``reset``: as before the first step, counters included, so that bias correction begins anew. Nothing travels; each cycle pays a warm-up.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Moments:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """As before the first step: zeros, also the counters. Masters stay."""
-        begin_anew(self._optimizer, keep=(*MASTER_KEYS, *REPLICA_KEYS))
+        """As before the first step, also the counters. Masters stay."""
+        begin_anew(self._optimizer)
         self._groups.put_back()
 
     def of(self, parameter: torch.Tensor) -> list[torch.Tensor]:

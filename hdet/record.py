@@ -1,14 +1,16 @@
-"""The files of a run: JSON Lines that survive a torn last line, and files that are whole or absent."""
+"""The files of a run: their names, what a record must have, and JSON Lines that survive a torn last line."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from .owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
 
 __all__ = [
     "CHECKPOINT",
@@ -16,10 +18,12 @@ __all__ = [
     "HISTORY",
     "REPORT",
     "SAMPLE",
+    "Kinds",
     "Recorder",
     "RunFolderError",
-    "atomic_file",
+    "check_kinds",
     "encode",
+    "is_number",
     "read_history",
     "truncate_history",
 ]
@@ -30,38 +34,34 @@ CONFIG, HISTORY, CHECKPOINT, SAMPLE, REPORT = "config.json", "history.jsonl", "c
 Record = dict[str, Any]
 
 
-class RunFolderError(ValueError):
+class RunFolderError(FolderError):
     """A run's folder or one of its files cannot be used; the message names it and the remedy."""
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` whole or not at all: to a neighbour first, flushed to the disk, then renamed over it."""
-    # One fixed name per target: what a killed writer leaves behind is overwritten by the next one instead of piling up.
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+# -- what is read --------------------------------------------------------------------------------------------------------
 
 
-def _sync_folder(folder: Path) -> None:
-    # The rename itself must reach the disk too; systems that cannot open folders do not need it.
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+Kinds = dict[str, Callable[[object], bool]]
+"""By key, whether a value is right."""
+
+
+def is_number(value: object) -> bool:
+    """One that a run can have written: fp32 ends at 3e38, and what is drawn is squared. Python's json reads NaN, 1e999 and any integer too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e100
+
+
+def check_kinds(values: object, kinds: Kinds, what: str, remedy: str) -> None:
+    """Raises RunFolderError, naming ``what``, the key and its value, unless ``values`` is a dict with right values for all keys of ``kinds``."""
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{what} holds no settings: {remedy}")
+    for key, fits in kinds.items():
+        if key not in values:
+            raise RunFolderError(f"{what} lacks {key}: {remedy}")
+        if not fits(values[key]):
+            raise RunFolderError(f"{what} has a wrong {key}, {reprlib.repr(values[key])}: {remedy}")
+
+
+# -- what is written -----------------------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> Any:
@@ -81,11 +81,15 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 class Recorder:
-    """Appends records to a JSON Lines file, each visible to readers as soon as `write` returns. For rank 0 only."""
+    """Appends records to a JSON Lines file, each visible to readers as soon as `write` returns. For rank 0 only.
+
+    Raises:
+        FolderError: there is something else than a file, such as a link.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        self._file = os.fdopen(open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(encode(record) + "\n")
@@ -105,38 +109,51 @@ def read_history(path: str | Path) -> list[Record]:
     Raises:
         RunFolderError: no such file, or a line before the last that is not a JSON object.
     """
-    path = Path(path)
+    return [record for _, record in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
     try:
-        text = path.read_bytes()
+        text = read_regular(path, follow=True)
     except OSError as error:
         raise RunFolderError(
             f"history {str(path)!r} cannot be read ({error.strerror}): pass the folder of a run of `hdet train`"
         ) from error
+    except FolderError as error:
+        raise RunFolderError(f"history {error}") from error
     lines = text.split(b"\n")
     torn = lines.pop()  # empty when the last line has its end
-    records: list[Record] = []
     for number, line in enumerate(lines, 1):
         record = _decode(line)
         if record is None:
             raise RunFolderError(f"history {str(path)!r} is damaged in line {number}: remove that line")
-        records.append(record)
+        yield line, record
     last = _decode(torn)
-    return records if last is None else [*records, last]
+    if last is not None:
+        yield torn, last
 
 
 def _decode(line: bytes) -> Record | None:
     try:
-        record = json.loads(line)
-    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        record = decode_json(line)
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
 def truncate_history(path: str | Path, step: int) -> None:
-    """Drop what was recorded after ``step``: a resumed run writes those lines again. A missing file stays missing."""
+    """Drop what was recorded after ``step``: a resumed run writes those lines again. A missing file stays missing; kept lines stay as they are.
+
+    Raises:
+        RunFolderError: as `read_history`; or a record's step is no number.
+    """
     path = Path(path)
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    kept = [record for record in read_history(path) if record.get("step", 0) <= step and record.get("event") != "end"]
+    kept = []
+    for number, (line, record) in enumerate(_lines(path), 1):
+        check_kinds({"step": 0} | record, {"step": is_number}, f"line {number} of history {str(path)!r}", "remove that line")
+        if record.get("step", 0) <= step and record.get("event") != "end":
+            kept.append(line + b"\n")
     with atomic_file(path) as file:
-        file.write("".join(encode(record) + "\n" for record in kept).encode())
+        file.writelines(kept)

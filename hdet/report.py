@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from hdet.record import CONFIG, HISTORY, RunFolderError, atomic_file, read_history
+from hdet.owned_folder import atomic_file, decode_json, read_regular
+from hdet.record import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, is_number, read_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,19 +35,16 @@ class RunFiles:
         """Raises RunFolderError: no history there, or a damaged file, or one without what a report needs."""
         records = read_history(folder / HISTORY)
         for number, record in enumerate(records, 1):
-            _check(
-                record,
-                RECORDS.get(str(record.get("event")), {"step": _number}),
-                f"line {number} of history {str(folder / HISTORY)!r}",
-                "remove that line",
-            )
+            event = record.get("event")
+            kinds = RECORDS.get(event, OTHER) if isinstance(event, str) else OTHER
+            check_kinds(record, kinds, f"line {number} of history {str(folder / HISTORY)!r}", "remove that line")
         try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config = decode_json(read_regular(folder / CONFIG, follow=True))
         except (OSError, ValueError) as error:
             raise RunFolderError(
                 f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`"
             ) from error
-        _check(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
+        check_kinds(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
         return cls(folder, folder.name or str(folder), config, records)
 
     def of(self, event: str) -> list[dict[str, Any]]:
@@ -72,38 +67,27 @@ class RunFiles:
         return points[-1]["loss"] if points else None
 
 
-def _number(value: object) -> bool:
-    # Python's json reads NaN and 1e999 too, which no run has written.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
 def _number_or_null(value: object) -> bool:
-    return value is None or _number(value)
+    return value is None or is_number(value)
 
 
 def _by_knob(value: object) -> bool:
     return isinstance(value, dict) and all(map(_number_or_null, value.values()))
 
 
-Kinds = dict[str, Callable[[object], bool]]
-SETTINGS: Kinds = {"mode": lambda value: isinstance(value, str), "steps": _number, "max_lr": _number}
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+SETTINGS: Kinds = {"mode": _text, "steps": is_number, "max_lr": is_number}
 RECORDS: dict[str, Kinds] = {
-    "train": {"step": _number, "loss": _number_or_null, "lr": _number, "correction": lambda value: _number(value) and value != 0},
-    "validation": {"step": _number, "loss": _number_or_null},
-    "cycle": {"step": _number, "slopes": _by_knob, "errors": _by_knob},
-    "end": {"step": _number, "seconds": _number, "probe_percent": _number, "converge_percent": _number},
+    "train": {"step": is_number, "loss": _number_or_null, "lr": is_number, "correction": lambda value: is_number(value) and value != 0},
+    "validation": {"step": is_number, "loss": _number_or_null},
+    "cycle": {"step": is_number, "slopes": _by_knob, "errors": _by_knob},
+    "end": {"step": is_number, "seconds": is_number, "probe_percent": is_number, "converge_percent": is_number},
 }
 """what is read below, by event"""
-
-
-def _check(values: object, kinds: Kinds, what: str, remedy: str) -> None:
-    if not isinstance(values, dict):
-        raise RunFolderError(f"{what} holds no settings: {remedy}")
-    for key, fits in kinds.items():
-        if key not in values:
-            raise RunFolderError(f"{what} lacks {key}: {remedy}")
-        if not fits(values[key]):
-            raise RunFolderError(f"{what} has a wrong {key}, {shorten(repr(values[key]), 60)}: {remedy}")
+OTHER: Kinds = {"event": _text, "step": is_number}
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFiles]:

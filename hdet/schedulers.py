@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controllers import Controller, SoftmaxController
 from .core.controllers.base import regresses, spreads
+from .core.schema import Anything, Instance, read
 from .core.spread import check_spread
 from .ensemble import Ensemble
 from .knobs import LearningRate
@@ -166,12 +167,10 @@ class OneCycleAutoLR(OneCycleLR):
         """Continue a run; N may differ.
 
         Raises:
-            ValueError: the state is not one of this class, is of another version or has missing keys; nothing is changed then.
+            ValueError: the state is not one of this class, is of another version or damaged; nothing is changed then.
         """
-        if "ensemble" not in state_dict or "last_epoch" not in state_dict:
-            raise ValueError("the scheduler's state lacks 'ensemble' or 'last_epoch': it was not saved by OneCycleAutoLR.state_dict()")
-        self.ensemble.load_state_dict(state_dict["ensemble"])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "ensemble"})
+        own = read(state_dict, {"ensemble": Instance(Mapping), "last_epoch": Anything()}, "scheduler's")["ensemble"]
+        self.ensemble.load_state_dict({**own, "scheduler": {key: value for key, value in state_dict.items() if key != "ensemble"}})
         self._take_last_lr()
 
 
@@ -208,9 +207,7 @@ class _TorchPart:
         return self.owner._torch_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """An empty state: the owner loads it."""
-        if state:
-            OneCycleLR.load_state_dict(self.owner, state)
+        OneCycleLR.load_state_dict(self.owner, state)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ ranks that see the same loss (tensor parallel) cancel in the ratio. A parameter 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
@@ -29,18 +29,23 @@ __all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas", "masters_of
 class LocalReplica:
     """A replica of this process, or this process's part of one, in the running cycle."""
 
-    parameters: Sequence[torch.Tensor]
+    ask: Callable[[], Sequence[torch.Tensor]]
+    """Gives its parameters and buffers, which may be others by now."""
     masters: Masters
     """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split form, or None."""
     window: LossWindow
 
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        return self.ask()
+
 
 def local_replicas(replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[LocalReplica]:
     """The replicas that this process holds, each with its own of ``tensors``."""
-
+    device = local_parts(tensors[:1])[0].device
     return [
-        LocalReplica(own, masters_of(optimizer, tensors, place), LossWindow(local_parts(own[:1])[0].device))
-        for place, own in enumerate(replicas.sets(tensors))
+        LocalReplica(lambda place=place: replicas.sets(tensors)[place], masters_of(optimizer, tensors, place), LossWindow(device))  # type: ignore[misc]
+        for place in range(len(replicas.local))
     ]
 
 

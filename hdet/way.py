@@ -49,6 +49,7 @@ class CycleAverage:
     ) -> None:
         self.tensors, self._origin = list(tensors), origin
         self.means = [_room(t, dtype, place) for t in local_parts(self.tensors)]
+        self._dtype, self._place, self._dtypes = dtype, place, [t.dtype for t in self.tensors]
         self.samples = 0
         self._sources: list[_Source] = []
         self.follow(tensors, masters)
@@ -60,9 +61,17 @@ class CycleAverage:
     @torch.no_grad()
     def add(self) -> None:
         """mean <- mean + (theta - mean) / n."""
+        if not self.samples:
+            self._fit()
         for source in self._sources:
             self.samples += 1
             source.lerp(1.0 / self.samples)  # 1 copies, whatever stands there
+
+    def _fit(self) -> None:
+        """A model that has been cast or moved since needs other room, or its weights would come back from an `exchange` rounded."""
+        for i, tensor in enumerate(local_parts(self.tensors)):
+            if tensor.dtype != self._dtypes[i] or (tensor.device != self.means[i].device and self._place == "device"):
+                self.means[i], self._dtypes[i] = _room(tensor, self._dtype, self._place), tensor.dtype
 
     @torch.no_grad()
     def exchange(self) -> None:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .anchor import Anchors
-from .converge import Average, Converge, Task
+from .converge import Average, BucketedAverage, Converge, Task
 from .core.controllers.softmax import softmax_weights
 from .core.divergence import Divergence
 from .moments import Moments
+from .owned import Averaged
 from .replicas import ReplicaDisagreement, Replicas
 from .replicas.agreement import digest
 from .shards import local_parts, reshard
@@ -38,7 +39,7 @@ class ReplicaWeights:
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Averaged,
         optimizer: Optimizer,
         replicas: Replicas,
         converge: Converge,
@@ -52,7 +53,7 @@ class ReplicaWeights:
         divergence: Divergence,
         modules: Sequence[nn.Module] = (),
     ) -> None:
-        self.tensors, self.optimizer, self.replicas = list(tensors), optimizer, replicas
+        self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
         self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
         task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync_interval, bucket_bytes, gradients)
         self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else converge.build(task)
@@ -83,14 +84,23 @@ class ReplicaWeights:
 
     def mark(self) -> float | None:
         """What peers must have alike for this cycle's average, as a number for the slots; None: nothing but what was agreed on."""
-        return float(digest(self.moments.structure())) if self.moments.policy == "average" else None
+        if self.moments.policy != "average" and self.tensors.model is None:
+            return None
+        buffers = [] if self.tensors.model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
+        return float(digest((self.moments.structure(), buffers)))
 
     def check_marks(self, slots: Sequence[Slot]) -> None:
         """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
         if len({slot.mark for slot in slots}) > 1:
+            if self.moments.policy != "average":
+                raise ReplicaDisagreement(
+                    "the model's buffers differ in number, shape or dtype between replicas, so they have no average: make them alike on all, or "
+                    "leave out buffers=model"
+                )
             raise ReplicaDisagreement(
                 "the optimizer's moments differ in number or shape between replicas, because some parameters have had a gradient on some "
                 "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
+                + ("" if self.tensors.model is None else " (or the model's buffers differ, which are averaged too)")
             )
 
     def close(self) -> None:
@@ -142,6 +152,14 @@ class ReplicaWeights:
         self._anchors.go_back(attempt)
         self._average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
+
+    def took_back(self) -> None:
+        """A line has taken back the first local replica and the buffers, on all ranks alike: so are all others."""
+        if len(self.local) > 1:
+            self.complete([1.0] + [0.0] * (self.replicas.count - 1))
+        elif self.tensors.buffers:  # each rank's own; parameters are equal
+            BucketedAverage(self.tensors.buffers, self.replicas)()
+        self.written()
 
     def written(self) -> None:
         """Somebody else has written parameters, on all ranks alike: they are not those of an earlier cycle any more."""

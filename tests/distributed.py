@@ -20,6 +20,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from tests.limits import HANG_S
+
 _GRACE_S = 2.0  # after the first failure: how long the other ranks get to report theirs
 
 
@@ -35,7 +37,7 @@ _CONNECTING = "while connecting: "
 _WAITING = "was still waiting when another rank had failed"
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_S) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` ranks, after init_process_group("gloo"); return their results by rank.
 
     `function` must be importable at the top level of a module; arguments and results must pickle. One thread per process, torch's seed 0.
@@ -89,7 +91,7 @@ def _call(function: Callable[..., Any], rank: int, world_size: int, store: str, 
         raise RuntimeError(_CONNECTING + str(error)) from error
     try:
         result = function(rank, world_size, *args)
-        _leave_together(meeting, world_size)
+        _leave_together(meeting, world_size, timeout)
         return result
     finally:
         dist.destroy_process_group()
@@ -105,7 +107,7 @@ def _forget_meshes() -> None:
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
-def _leave_together(meeting: Any, world_size: int, patience_s: float = 5.0) -> None:
+def _leave_together(meeting: Any, world_size: int, patience_s: float) -> None:
     """A rank that is done at once must not close its connections while others are still connecting, or reading its last message."""
     meeting.add("done", 1)
     end = time.monotonic() + patience_s

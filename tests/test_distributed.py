@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import RankError, run_ranks
+from tests.limits import HANG_S
 
 
 def _sum(rank, world, value):
@@ -29,7 +30,7 @@ def _fails(rank, world, how):
     if rank == 1 and how == "dies":
         os._exit(3)
     if rank == 1 and how == "hangs":
-        time.sleep(60)
+        time.sleep(2 * HANG_S)
     if rank == 1 and how == "returns what cannot be sent":
         return lambda: None
     if how != "returns what cannot be sent":
@@ -44,8 +45,8 @@ def _fails(rank, world, how):
 def test_failures_are_reported_and_do_not_spread(how, message):
     start = time.monotonic()
     with pytest.raises(RankError, match=message):
-        run_ranks(_fails, 2, how, timeout=1.5)
-    assert time.monotonic() - start < 10
+        run_ranks(_fails, 2, how, timeout=1.5 if how == "hangs" else HANG_S)
+    assert time.monotonic() - start < HANG_S / 2
     assert len(set(run_ranks(_fails, 2, "not at all"))) == 2  # the next call has healthy workers
 
 

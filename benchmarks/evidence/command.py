@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from problems import PROBLEMS
-from runs import Record, Task, read, run_missing
-
-__all__ = ["complete", "parsed", "parser"]
+from .problems import PROBLEMS
+from .runs import Record, Task, read, run_missing
 
 
 def parser(doc: str | None, results: str, quick: str, *, seeds: int | None, problems: Sequence[str] = ()) -> argparse.ArgumentParser:

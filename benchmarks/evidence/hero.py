@@ -1,32 +1,28 @@
 """The hero figure: final validation loss against the starting rate, 2^-8 to 2^6 times the best, for HDET and what people use today.
 
-    python benchmarks/evidence/hero.py [--problems digits ...] [--methods onecycle ...] [--exponents -8 ... 6] [--seeds 5]
+    python -m benchmarks.evidence.hero [--problems digits ...] [--methods onecycle ...] [--exponents -8 ... 6] [--seeds 5]
                                        [--jobs 2] [--find] [--quick] [--json FILE] [--known FILE ...]
 
 Each method first looks for its own best rate on a grid of powers of 2 (``--find``: only that), then runs from 2^exponent times it; HDET
 starts from that of the schedule which it steers. Same steps, mini-batches and seeds for all. Runs that are in the file already are not
-repeated; to try a method out, write elsewhere and let ``--known`` name the file with the best rates. ``hdet report --evidence FILE`` draws the figure.
+repeated; to try a method out, write elsewhere and let ``--known`` name the file with the best rates. ``python -m benchmarks.evidence.report`` draws the figure.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import command
-from methods import METHODS, Method, train
-from problems import PROBLEMS
-from runs import Record, Task, identity, read, run_missing
-from training import FIXED
-
-from hdet.evidence.curves import score
-from hdet.evidence.hero import STARTS, seeds_of
+from . import command
+from .methods import METHODS
+from .problems import PROBLEMS
+from .report.curves import score
+from .report.hero import STARTS, seeds_of
+from .runs import Record, Task, identity, read, run_missing
+from .training import FIXED, Method, train
 
 RESULTS = "benchmarks/results/evidence/hero.jsonl"
 FIND_SEEDS = {"transformer": (1000,)}
@@ -104,7 +100,7 @@ def best_fixed(problem: str, options: argparse.Namespace) -> float:
     except KeyError:
         raise SystemExit(
             f"{options.hero} does not say the best fixed rate on {problem}: "
-            f"run benchmarks/evidence/hero.py --find --methods {FIXED} --problems {problem}"
+            f"run python -m benchmarks.evidence.hero --find --methods {FIXED} --problems {problem}"
         ) from None
 
 

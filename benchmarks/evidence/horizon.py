@@ -1,6 +1,6 @@
 """The horizon: how long must a cycle be, and at which weights must replicas be scored, for the probe to find the rate of the whole run?
 
-    python benchmarks/evidence/horizon.py [--problems digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
+    python -m benchmarks.evidence.horizon [--problems digits ...] [--exponents -4 0 4] [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2]
                                           [--quick] [--json FILE] [--hero FILE]
 
 Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are scored at the average of their weights
@@ -10,27 +10,23 @@ over the cycle, or greedily at their last weights. All else is as in the hero fi
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import command
-import training
-from hero import RESULTS as HERO
-from hero import best_fixed, untrained
-from methods import METHODS
-from problems import PROBLEMS, Problem
-from replicated import probe, replicated
-from runs import Record, Task, identity
-from training import Method, Parts, train
-
 import hdet
-from hdet.evidence.horizon import AVERAGED, FIXED, INTERVALS, LAST, SEEDS, STARTS, horizon_tables
+
+from . import command, training
+from .hero import RESULTS as HERO
+from .hero import best_fixed, untrained
+from .methods import METHODS
+from .problems import PROBLEMS, Problem
+from .replicated import probe, replicated
+from .report.horizon import AVERAGED, FIXED, INTERVALS, LAST, SEEDS, STARTS, horizon_tables
+from .runs import Record, Task, identity
+from .training import Method, Parts, train
 
 RESULTS = "benchmarks/results/evidence/horizon.jsonl"
 QUICK = 40

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from problems import Batch, Problem
 from torch import nn
-from training import BETAS, Parts, Schedule, fine_interval, one_cycle_schedule, plain, wsd_schedule
 
 import hdet
+
+from .problems import Batch, Problem
+from .training import BETAS, Parts, Schedule, fine_interval, one_cycle_schedule, plain, wsd_schedule
 
 
 def hdet_line_onecycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:

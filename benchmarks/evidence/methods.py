@@ -6,12 +6,8 @@ Betas are (0.9, 0.95) everywhere.
 
 from __future__ import annotations
 
-import line
-import peers
-import replicated
-from training import BETAS, WARMUP, Method, Outcome, Parts, train
-
-__all__ = ["BETAS", "METHODS", "WARMUP", "Method", "Outcome", "Parts", "train"]
+from . import line, peers, replicated
+from .training import Method
 
 _ADAM, _FREE = (-4, 4), (-8, 6)
 """where to search: around 1e-2 for a rate, wider for what should not need any"""

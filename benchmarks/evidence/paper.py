@@ -1,6 +1,6 @@
 """The paper's table on the generated recommender: what keeps a rate that is too high from crashing, and what the controller does with four groups.
 
-    python benchmarks/evidence/paper.py [--methods full ...] [--factors 1 8 ...] [--seeds 10] [--jobs 2] [--quick] [--json FILE]
+    python -m benchmarks.evidence.paper [--methods full ...] [--factors 1 8 ...] [--seeds 10] [--jobs 2] [--quick] [--json FILE]
 
 N = 8 replicas, spread 1/9, AdamW, one pass, the same interactions for all. The best rate of the baseline is looked for first, then
 everything runs at ``factors`` times it. Runs that are in the file already are not repeated. A run has crashed, or learned nothing, if a
@@ -13,26 +13,23 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import command
-from problems import PROBLEMS
-from problems.recsys import interactions
-from runs import Record, Task, identity
-
 import hdet
 from hdet.core.spread import assignment, multipliers
+
+from . import command
+from .problems import PROBLEMS
+from .problems.recsys import interactions
+from .runs import Record, Task, identity
 
 RESULTS = "benchmarks/results/evidence/paper.jsonl"
 PROBLEM = PROBLEMS["recsys"]

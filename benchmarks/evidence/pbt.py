@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
-from problems import Problem
+
+from .problems import Problem
 
 QUANTILE, RESAMPLE, FACTORS = 0.25, 0.25, (1.2, 0.8)
 Draw = Callable[[], float]  # a rate from the prior

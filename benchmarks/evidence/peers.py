@@ -6,10 +6,11 @@ import logging
 import math
 
 import torch
-from problems import Batch, Problem
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from training import BETAS, WARMUP, Parts, one_cycle_schedule, plain, scheduled, wsd_schedule
+
+from .problems import Batch, Problem
+from .training import BETAS, WARMUP, Parts, one_cycle_schedule, plain, scheduled, wsd_schedule
 
 
 def one_cycle(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:

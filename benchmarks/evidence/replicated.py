@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from problems import Batch, Problem
 from torch import nn
-from training import BETAS, WARMUP, Parts, Schedule, fine_interval, one_cycle_schedule, wsd_schedule
 
 import hdet
+
+from .problems import Batch, Problem
+from .training import BETAS, WARMUP, Parts, Schedule, fine_interval, one_cycle_schedule, wsd_schedule
 
 REPLICAS, SPREAD, INTERVALS = 4, 0.3, 20
 """the same for all starts and problems: N, alpha, cycles in a run (hdet-probe's are the line's)"""
@@ -81,7 +82,7 @@ def replicated(
             with replicas.use(k):
                 loss = problem.losses(model, part).mean()
                 ensemble.observe(loss)
-            (loss / REPLICAS).backward()
+                (loss / REPLICAS).backward()
             total += loss.item() / REPLICAS
         return total
 

@@ -7,16 +7,12 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import emit
-
-__all__ = ["Record", "Task", "finite", "identity", "read", "run_missing"]
+from ..harness import emit
 
 Record = dict[str, Any]
 """a line of the results"""

@@ -1,6 +1,6 @@
 """Several scalars at once: two groups' rates, weight decay, dropout and label smoothing from a bad corner, against tuning one at a time.
 
-    python benchmarks/evidence/scalars.py [--corners careful bold] [--seeds 2] [--jobs 2] [--quick] [--json FILE]
+    python -m benchmarks.evidence.scalars [--corners careful bold] [--seeds 2] [--jobs 2] [--quick] [--json FILE]
 
 Eight replicas, each a process with its own gradients, its own values and batches of 16 of scikit-learn's digits; a `LineController` sweeps both
 rates, then a `ProbeController` scores the replicas on images that are not trained on. Tuning trains one replica after the other, from the same corner, on the same budget or a little more:
@@ -17,11 +17,9 @@ import itertools
 import math
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +27,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-import command
-from harness import spawn
-from problems.digits import Classifier, data, disturbed, held_out
-from runs import Record, Task, finite, identity
-from training import BETAS, wsd_schedule
-
 import hdet
-from hdet.evidence.scalars import CORNERS, EQUAL, GOOD, REPLICAS, SEEDS, scalars_tables
+
+from ..harness import spawn
+from . import command
+from .problems.digits import Classifier, data, disturbed, held_out
+from .report.scalars import CORNERS, EQUAL, GOOD, REPLICAS, SEEDS, scalars_tables
+from .runs import Record, Task, finite, identity
+from .training import BETAS, wsd_schedule
 
 RESULTS = "benchmarks/results/evidence/scalars.jsonl"
 STEPS, QUICK = 1600, 20

@@ -1,10 +1,9 @@
 """Equal compute against search: one HDET run against random search, successive halving and population-based training.
 
-    python benchmarks/evidence/search.py [--problems digits ...] [--methods hdet-probe ...] [--members 4 8] [--trials 16] [--draws 5]
+    python -m benchmarks.evidence.search [--problems digits ...] [--methods hdet-probe ...] [--members 4 8] [--trials 16] [--draws 5]
                                          [--seeds 5] [--jobs 2] [--quick] [--json FILE]
-    python benchmarks/evidence/search.py --table FILE ...
 
-All know as much about the rate: it is drawn log-uniformly from 2^-8 to 2^6 times the best fixed one, which `hero.py --find --methods
+All know as much about the rate: it is drawn log-uniformly from 2^-8 to 2^6 times the best fixed one, which `hero --find --methods
 wsd` has found. A trial is a full run of AdamW under WSD, the schedule that HDET steers, on the full batch. HDET is one run from such a rate;
 population-based training has its members at such rates, each on its part of the batch. Random search and successive halving (Optuna's) are played through
 with the recorded trials in random orders, so nothing is trained twice. Runs that are in the file already are not repeated.
@@ -17,25 +16,18 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import command
-import hero
-import methods
-import pbt
-from methods import METHODS
-from problems import PROBLEMS, Batch, Problem
-from runs import Record, Task, finite, identity, read
-from training import FIXED, wsd_shape
-
-from hdet.evidence.search import TRIAL, table
+from . import command, hero, pbt
+from .methods import METHODS
+from .problems import PROBLEMS, Batch, Problem
+from .report.search import TRIAL, search_tables
+from .runs import Record, Task, finite, identity
+from .training import FIXED, train, wsd_shape
 
 RESULTS = "benchmarks/results/evidence/search.jsonl"
 LOW, HIGH = -8.0, 6.0
@@ -62,7 +54,7 @@ def run(problem: str, method: str, draw: int, seed: int, best: float, steps: int
     else:
         rate = best * 2.0 ** random.Random(f"{problem} {seed} {draw}").uniform(LOW, HIGH)
         watch = Watch(chosen)
-        outcome = methods.train(watch.problem, METHODS[FIXED if method == TRIAL else method], rate, seed).to_dict()
+        outcome = train(watch.problem, METHODS[FIXED if method == TRIAL else method], rate, seed).to_dict()
         curve = [*watch.curve, (watch.samples, math.inf if outcome["validation"] is None else outcome["validation"])]
     return {
         "benchmark": "search", "problem": problem, "method": method, "exponent": math.log2(rate / best), "rate": rate, "best": best,
@@ -130,11 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=16, help="of random search, for each seed")
     parser.add_argument("--draws", type=int, default=5, help="runs of HDET and of populations, for each seed")
     parser.add_argument("--hero", default=hero.RESULTS, metavar="FILE", help="where the best fixed rates are")
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the table of these result files")
     options = command.parsed(parser, arguments, problems=["digits"], trials=4, draws=1, members=[4], seeds=1)
-    if options.table:
-        return print(table([line for name in options.table for line in read(name)]))
-    print(table(command.complete(run, tasks(options), key, options)), end="")
+    print(search_tables(command.complete(run, tasks(options), key, options)), end="")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Signal quality: does a controller know, at some moment of a run, whether a higher or a lower rate would end better?
 
-    python benchmarks/evidence/signals.py [--problems digits ...] [--exponents -4 -2 0 2 4] [--seeds 5] [--jobs 2] [--quick]
+    python -m benchmarks.evidence.signals [--problems digits ...] [--exponents -4 -2 0 2 4] [--seeds 5] [--jobs 2] [--quick]
                                           [--json FILE] [--hero FILE]
 
 The truth is forks: the same run from the same seed on the same mini-batches, whose schedule is multiplied by 0.7 or by 1.4 from the moment
 on, trained to the end; runs are deterministic, so a fork is the run until then, to the bit. Beside it each controller hears a run at the
-unchanged schedule, in which nothing is corrected, and says which way it would go. (The file is not called signal.py, which is Python's.)
+unchanged schedule, in which nothing is corrected, and says which way it would go.
 """
 
 from __future__ import annotations
@@ -13,31 +13,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import command
-from hero import RESULTS as HERO
-from hero import best_fixed, untrained
-from problems import PROBLEMS, Batch, Problem
-from replicated import INTERVALS, probe, replicated
-from runs import Record, Task, finite, identity
-from training import BETAS, Method, Parts, plain, scheduled, train, wsd_schedule, wsd_shape
-
 import hdet
 from hdet.core.controllers import BaseController, Decision, Evidence
 from hdet.core.controllers.reading import read_line
 from hdet.core.controllers.softmax import signal, softmax_weights
-from hdet.evidence.signal import FACTORS, MOMENTS, SEEDS, STARTS, signal_tables
+
+from . import command
+from .hero import RESULTS as HERO
+from .hero import best_fixed, untrained
+from .problems import PROBLEMS, Batch, Problem
+from .replicated import INTERVALS, probe, replicated
+from .report.signal import FACTORS, MOMENTS, SEEDS, STARTS, signal_tables
+from .runs import Record, Task, finite, identity
+from .training import BETAS, Method, Parts, plain, scheduled, train, wsd_schedule, wsd_shape
 
 RESULTS = "benchmarks/results/evidence/signal.jsonl"
 QUICK = 80

@@ -13,27 +13,11 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from problems import Batch, Problem
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-__all__ = [
-    "BETAS",
-    "FIXED",
-    "WARMUP",
-    "Method",
-    "Outcome",
-    "Parts",
-    "Schedule",
-    "fine_interval",
-    "one_cycle_schedule",
-    "plain",
-    "scheduled",
-    "train",
-    "wsd_schedule",
-    "wsd_shape",
-]
+from .problems import Batch, Problem
 
 BETAS = (0.9, 0.95)
 WARMUP = 0.1

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kAverageThreads, kFloat ? 8 : 5) average_kerne
 }  // namespace
 
 void average(const AveragePlan& plan, int device, std::uintptr_t stream) {
-  const DeviceScope scope(device);
+  use_device(device);
   const auto kernel = plan.all_float != 0 ? average_kernel<true> : average_kernel<false>;
   const auto shared = static_cast<int64_t>(plan.num_replicas * sizeof(Member));
   launch("cudaLaunchKernelEx(average)", kernel, {plan.num_chunks, kAverageThreads, shared}, stream, plan);

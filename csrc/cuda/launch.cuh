@@ -15,28 +15,10 @@ inline void check(cudaError_t code, const char* call) {
   throw std::runtime_error(std::string("hdet: ") + call + " failed: " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ")");
 }
 
-// The calling thread's current device for the length of a scope. torch and this module each carry a CUDA runtime, and what they
-// share is the driver's current context: it must be torch's again afterwards.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (device == before_) return;
-    check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = true;
-  }
-  // A destructor must not throw. cudaSetDevice to the device that was current a moment ago fails only after a sticky error, which
-  // the launch has reported.
-  ~DeviceScope() {
-    if (changed_) static_cast<void>(cudaSetDevice(before_));
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
+// Whoever calls has made this torch's current device and puts back what was (hdet/kernels/cuda.py). This module carries a CUDA runtime
+// of its own, which has to be told as well. It puts nothing back: to a thread that never chose a device that would be GPU 0, and
+// choosing it would make a context there.
+inline void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
 
 struct Grid {
   int64_t blocks;

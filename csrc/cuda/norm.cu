@@ -90,7 +90,7 @@ void launch_norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, 
 
 void norm(const Chunk* chunks, int64_t num_chunks, void* const* tensors, double* partials, float* result, int device,
           std::uintptr_t stream) {
-  const DeviceScope scope(device);
+  use_device(device);
   launch_norm(chunks, num_chunks, tensors, partials, stream);
   launch("cudaLaunchKernelEx(total)", total_kernel, {1, kTotalThreads}, stream, static_cast<const double*>(partials), num_chunks, result);
 }

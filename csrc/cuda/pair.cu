@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kPairThreads, 6) pair_kernel(const __grid_cons
 }  // namespace
 
 void pair(const PairPlan& plan, int device, std::uintptr_t stream) {
-  const DeviceScope scope(device);
+  use_device(device);
   launch("cudaLaunchKernelEx(pair)", plan.all_float != 0 ? pair_kernel<true> : pair_kernel<false>, {plan.num_chunks, kPairThreads}, stream, plan);
 }
 

@@ -150,7 +150,7 @@ void rank_one(const RankOnePlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(rank_one)";
   const Grid grid{plan.num_chunks + counting_blocks(plan), kStepThreads, shared_bytes(plan)};
   check(grid, name);
-  const DeviceScope scope(device);
+  use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
   launch(name, kernel_for(plan.rule, plan.all_float != 0), grid, stream, plan);
@@ -160,7 +160,7 @@ void converge(const RankOnePlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(converge)";
   const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan)};
   check(grid, name);
-  const DeviceScope scope(device);
+  use_device(device);
   launch_derive_converge(plan, stream);
   launch(name, converge_kernel, grid, stream, plan);
 }

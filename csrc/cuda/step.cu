@@ -33,7 +33,7 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   const auto shared = static_cast<int64_t>(many ? plan.num_replicas * sizeof(Replica) : 0);
   const Grid grid{plan.num_chunks + counting_blocks(plan), kStepThreads, shared};
   check(grid, name);
-  const DeviceScope scope(device);
+  use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
   launch(name, kernel_for(plan.rule, many, plan.all_float != 0), grid, stream, plan);

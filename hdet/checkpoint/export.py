@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
+from ..owned_folder import atomic_file, atomic_path
 from ..shards import is_sharded
 from .errors import Together
 from .files import check_equal, digests
-from .folder import rename
 from .keys import Inventory
 from .run_state import RunState
 
@@ -71,10 +71,9 @@ def _export(target: Path, state: RunState, keyed: Mapping[str, torch.Tensor], sa
             return None
         count, place = len(parts), next(i for i, part in enumerate(parts) if part["rank"] == together.rank)
         file = target if count == 1 else target.with_name(f"{target.stem}-{place + 1:05d}-of-{count:05d}.safetensors")
-        partial = file.with_name(f".{file.name}.partial")
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(_apart(own), partial, metadata=metadata)
-        rename(partial, file)
+        with atomic_path(file) as partial:
+            save_file(_apart(own), partial, metadata=metadata)
         return file
 
     files = together.all(write)
@@ -137,6 +136,5 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _write_index(index: Path, parts: list[dict[str, Any]], files: list[Path | None]) -> None:
     where = {name: getattr(files[part["rank"]], "name", "") for part in parts for name in part["sizes"]}
     total = sum(size for part in parts for size in part["sizes"].values())
-    partial = index.with_name(f".{index.name}.partial")
-    partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=1))
-    rename(partial, index)
+    with atomic_file(index) as file:
+        file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=1).encode())

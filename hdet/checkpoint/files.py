@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..converge.health import digest
+from ..owned_folder import MARK
 from ..shards import is_sharded, local
 from .errors import CheckpointError, Together
-from .folder import checksums, holds_none, prepare, publish, read_manifest, resolve, steps, verify
+from .folder import checksums, claim, holds_none, publish, read_manifest, resolve, steps, verify
 from .keys import bare
 from .optimizer_state import listed
 from .run_state import RunState
@@ -28,6 +29,7 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
     Converges first if the replicas have parted. The folder appears under its name by one rename once all is written, checksummed and
     synced; before that the previous checkpoints are untouched. Then those older than the newest ``keep`` are removed. What a killed
     save has left is removed by the next one. A step that is there already is replaced. Tensors are written once, by ranks in turn.
+    Only folders that hdet has written are removed, replaced or counted: not another program's, and no links.
 
     Args:
         step: what `load` returns; by default the steps that the Ensemble has counted, which a checkpoint continues.
@@ -38,23 +40,34 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
 
     Raises:
         ValueError: ``step`` is negative or ``keep`` below 1.
-        CheckpointError: on every rank alike: nothing can be written there, or not all ranks see what has been; ``step`` or ``keep`` differ;
-            or ranks differ in what they should have in common (an optimizer's state that is not private, a frozen parameter), which a
-            checkpoint would mix.
+        CheckpointError: on every rank alike. Before anything is changed: another process is saving there, which is named; what has the
+            checkpoint's name is not hdet's; ``step`` or ``keep`` differ. Later: nothing can be written there, or not all ranks see what
+            has been; or ranks differ in what they should have in common (an optimizer's state that is not private, a frozen parameter),
+            which a checkpoint would mix.
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
     step = state.ensemble.engine.step if step is None else _checked_step("step", step)
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
-    if not state.ensemble.converged:
-        state.ensemble.converge()
-    state.ensemble.forget_window()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
     folder = Path(root)
     final = folder / f"step-{step:08d}"
     together = Together(state.ensemble.replicas.world_group)
-    with state.ensemble.during("checkpoint"):
-        _write(folder, final, state, step, keep, together)
+    with ExitStack() as held:
+
+        def hold() -> None:
+            held.enter_context(claim(folder, final))
+
+        with state.ensemble.during("checkpoint"):
+            asked = set(together.all(lambda: (step, keep)))
+            if len(asked) > 1:
+                raise CheckpointError(f"save was called with different (step, keep) on different ranks: {sorted(asked)}")
+            together.first(hold)
+        if not state.ensemble.converged:
+            state.ensemble.converge()
+        state.ensemble.forget_window()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
+        with state.ensemble.during("checkpoint"):
+            _write(folder, final, state, step, keep, together)
     later = steps(folder)[-1:] if together.rank == 0 else []
     if later and later[0] != final:
         warnings.warn(f"{str(folder)!r} holds a later checkpoint than the one saved now: latest() gives {str(later[0])!r}", stacklevel=2)
@@ -96,6 +109,8 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
 def _read(path: Path, state: RunState, missing: int | None) -> int:
     from torch.distributed import checkpoint as dcp
 
+    from .reader import Planner, Reader
+
     group = state.ensemble.replicas.world_group
     together = Together(group)
     opened = together.first(lambda: missing if missing is not None and holds_none(path) else _opened(path))
@@ -103,10 +118,11 @@ def _read(path: Path, state: RunState, missing: int | None) -> int:
         return opened
     folder, manifest = opened
     verify(folder, manifest["files"], together)
+    reader = Reader(folder, {name: facts["bytes"] for name, facts in manifest["files"].items()})
 
     def read(tree: dict[str, Any]) -> dict[str, Any]:
         with _one_line("reading", folder):
-            dcp.load(tree, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=group is None)
+            dcp.load(tree, storage_reader=reader, planner=Planner(), process_group=group, no_dist=group is None)
         return tree
 
     def fits(function: Callable[[], Any]) -> Any:
@@ -115,13 +131,14 @@ def _read(path: Path, state: RunState, missing: int | None) -> int:
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {str(folder)!r} does not fit this run: {error}") from error
 
-    plans: _Destinations = fits(lambda: _Destinations(state, manifest, dcp.FileSystemReader(folder).read_metadata()))
+    plans: _Destinations = fits(lambda: _Destinations(state, manifest, reader.read_metadata()))
     plain = read(fits(plans.plain))
     tensors: dict[str, Any] = fits(plans.tensors)
     fits(lambda: state.load_plain(plain))
     read(tensors)
     fits(lambda: state.load_tensors({**plain, **tensors, "optimizer": {**plain["optimizer"], **tensors["optimizer"]}}))
-    return int(manifest["step"])
+    step: int = manifest["step"]
+    return step
 
 
 def _opened(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -154,10 +171,6 @@ def _write(folder: Path, final: Path, state: RunState, step: int, keep: int, tog
 
     group = together.group
     partial = folder / f".{final.name}.partial"
-    asked = set(together.all(lambda: (step, keep)))
-    if len(asked) > 1:
-        raise CheckpointError(f"save was called with different (step, keep) on different ranks: {sorted(asked)}")
-    together.first(lambda: prepare(folder, partial))
     tree = _equal_tree(state, together)
     with _one_line("writing", partial):
         dcp.save(tree, storage_writer=dcp.FileSystemWriter(partial), process_group=group, no_dist=group is None)
@@ -168,15 +181,15 @@ def _write(folder: Path, final: Path, state: RunState, step: int, keep: int, tog
         )
     facts: dict[str, Any] = {"hdet": __version__, "torch": str(torch.__version__), "step": step}
     facts |= {"replicas": state.ensemble.replicas.count, "members": state.keys.members}
-    together.first(lambda: publish(partial, final, facts, sums, keep))
+    together.first(lambda: publish(final, facts, sums, keep))
 
 
 def _written(partial: Path) -> list[str]:
     """Names of all files that torch's index speaks of, whoever wrote them, and of the index."""
-    from torch.distributed import checkpoint as dcp
+    from .reader import read_index
 
-    stored = dcp.FileSystemReader(partial).read_metadata().storage_data.values()
-    return sorted({".metadata"} | {entry.name for entry in partial.iterdir()} | {info.relative_path for info in stored})
+    stored = read_index(partial).storage_data.values()
+    return sorted({entry.name for entry in partial.iterdir() if entry.name != MARK} | {info.relative_path for info in stored})
 
 
 def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
@@ -224,7 +237,7 @@ class _Destinations:
 
     def __init__(self, state: RunState, manifest: Mapping[str, Any], metadata: Any) -> None:
         self.state, self.keys = state, state.keys
-        self.replicas, self.members = int(manifest["replicas"]), int(manifest["members"])
+        self.replicas, self.members = manifest["replicas"], manifest["members"]
         self.sizes = metadata.state_dict_metadata
         self.below: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {}
         """(section, key) -> flat name -> the path within: what the checkpoint has for a key"""

@@ -53,7 +53,7 @@ class BucketedAverage:
             raise ValueError(f"bucket_bytes must be a whole number of bytes >= 1024, got {bucket_bytes!r}")
         for i, tensor in enumerate(local_parts(tensors)):
             check_averageable(tensor, f"tensor {i}")
-        self.tensors, self.replicas, self.bucket_bytes = list(tensors), replicas, bucket_bytes
+        self.tensors, self.replicas, self.bucket_bytes = tensors, replicas, bucket_bytes
         ask = masters or (lambda: [None] * len(self.tensors))
         self._buckets = Buckets(lambda: select(parts_of(self.tensors, ask)), bucket_bytes, direct=True)
 

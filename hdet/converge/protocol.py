@@ -23,7 +23,8 @@ class Task:
     """What is to be averaged, on this rank."""
 
     tensors: Sequence[torch.Tensor]
-    """Parameters, then buffers, in the same order on all peers; DTensors stand for their local shards (`local_parts`)."""
+    """Parameters, then buffers, in the same order on all peers; DTensors stand for their local shards (`local_parts`). To be asked whenever they
+    are needed: another tensor may be in a buffer's place by then."""
     replicas: Replicas
     optimizer: Optimizer
     masters: Masters

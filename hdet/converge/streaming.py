@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class _Streaming(PlainAverage):
         """the step after which each fragment is averaged"""
         room = max(1024, task.bucket_bytes // count)
         self._fragments = [_Fragment(task, spans) for spans in _spans(local_parts(task.tensors), count)]
-        self._averages = [BucketedAverage(f.tensors, task.replicas, room, f.masters, f.cut) for f in self._fragments]
+        self._averages = [BucketedAverage(f, task.replicas, room, f.masters, f.cut) for f in self._fragments]
         self._hooks = when_loaded(task.optimizer, self._forget)
 
     def acts_after(self, position: int) -> bool:
@@ -69,7 +70,7 @@ class _Streaming(PlainAverage):
         """A fragment whose weights nobody has told."""
         replicas = self._task.replicas
         fragment = self._fragments[f]
-        values = [part.value for part in fragment.cut(parts_of(fragment.tensors, fragment.masters))]
+        values = [part.value for part in fragment.cut(parts_of(fragment, fragment.masters))]
         device = local_parts(self._task.tensors[:1])[0].device
         broken = (1.0 - all_finite(values)).reshape(1).to(device)
         rows: list[float] = replicas.sum_rows(broken).flatten().tolist()
@@ -110,12 +111,21 @@ _Span = tuple[int, int, int]
 """number of a tensor, first and last + 1 of its elements"""
 
 
-class _Fragment:
+class _Fragment(Sequence[torch.Tensor]):
     """Some tensors of a task, the first and the last of them perhaps not whole."""
 
     def __init__(self, task: Task, spans: Sequence[_Span]) -> None:
         self._task, self._spans = task, spans
-        self.tensors = [task.tensors[i] for i, _, _ in spans]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        own = list(self._task.tensors)
+        return (own[i] for i, _, _ in self._spans)
 
     def masters(self) -> list[torch.Tensor | None]:
         all_ = self._task.masters()

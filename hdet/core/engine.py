@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers.base import cycle_steps, is_idle, opening, spreads
-from .controllers.protocol import Controller, Decision, Evidence, require_keys
+from .controllers.base import check_state, cycle_steps, is_idle, opening, spreads
+from .controllers.protocol import Controller, Decision, Evidence
 from .design import orthogonal
 from .scale import Scale
+from .schema import COUNT, POSITIVE, Instance, Kind, ListOf, Number, Optional, Or, Row, read, unchanged_on_error
 from .spread import assignment, check_spread, multipliers
 
 __all__ = ["CycleOutcome", "Engine", "KnobSpec"]
@@ -22,6 +25,8 @@ __all__ = ["CycleOutcome", "Engine", "KnobSpec"]
 STATE_VERSION = 2
 LARGEST_CORRECTION = 1e6
 """A correction outside [1/this, this] is a runaway, not a tuning: it is held there and noted."""
+LARGEST_SEED = 1 << 4096
+"""of a saved run"""
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,6 @@ class Engine:
     # -- checkpoint ------------------------------------------------------------------------------------------------------
 
     _COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
-    _STATE = ("version", *_COUNTS, "seed", "level", "knobs", "corrections", "bases", "controller", "controller_state")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists; the same on every rank and for every N, so it loads with another number of replicas."""
@@ -277,62 +281,61 @@ class Engine:
             "controller_state": None if self.controller is None else self.controller.state_dict(),
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not belong to this run, before anything is changed."""
-        if state.get("version", STATE_VERSION) != STATE_VERSION:
-            raise ValueError(
-                f"the ensemble's state has version {state['version']!r}, this hdet reads version {STATE_VERSION}: load it with the hdet that wrote it"
-            )
-        require_keys(state, self._STATE, "ensemble's")
-        ours: dict[str, object] = {
+    def check_state(self, state: Any) -> dict[str, Any]:
+        """The values in it; changes nothing.
+
+        Raises:
+            ValueError: a state that does not belong to this run, or is damaged.
+        """
+        knobs, correction = len(self.knobs), Number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
+        named: dict[str, Kind] = {
+            "version": Or(Number(), STATE_VERSION), "knobs": ListOf(Instance(str)), "controller": Optional(Instance(str)),
+        }  # fmt: skip
+        found = read(state, named, "ensemble's")
+        ours = {
+            "version": STATE_VERSION,
             "knobs": [knob.name for knob in self.knobs],
             "controller": None if self.controller is None else self.controller.name,
         }
         for key, mine in ours.items():
-            if state[key] != mine:
-                raise ValueError(
-                    f"the ensemble's state was saved with {key} {state[key]!r}, this run has {mine!r}: construct it with the same {key}"
-                )
-        for key in (*self._COUNTS, "seed"):
-            if not isinstance(state[key], int) or (key != "seed" and state[key] < 0):
-                raise ValueError(f"the ensemble's state has {key} {state[key]!r}, which is no count: it is damaged")
-        positive = (
-            [*state["corrections"], *(base for base in state["bases"] if base is not None)] if _lists(state, len(self.knobs)) else [None]
-        )
-        if not all(isinstance(x, (int, float)) and math.isfinite(x) and x > 0 for x in positive):
+            if found[key] != mine:
+                remedy = "load it with the hdet that wrote it" if key == "version" else f"construct it with the same {key}"
+                raise ValueError(f"the ensemble's state was saved with {key} {reprlib.repr(found[key])}, this run has {mine!r}: {remedy}")
+        fields: dict[str, Kind] = {
+            **dict.fromkeys(self._COUNTS, COUNT),
+            "seed": Number(-LARGEST_SEED, LARGEST_SEED, whole=True),
+            "level": Optional(Number(-sys.float_info.max, sys.float_info.max)),
+            "corrections": ListOf(correction, knobs),
+            "bases": ListOf(Optional(POSITIVE), knobs),
+            # Versions before the line had none.
+            "eased": Or(ListOf(Row(Number(POSITIVE.low, LARGEST_CORRECTION), COUNT, COUNT), knobs), [(1.0, 0, 0)] * knobs),
+            "controller_state": Optional(Instance(Mapping)) if self.controller is None else Instance(Mapping),
+        }
+        values = read(state, fields, "ensemble's")
+        if not values["position"] <= values["step"] >= max(since for _, since, _ in values["eased"]):
             raise ValueError(
-                f"the ensemble's state has corrections {state['corrections']!r} and bases {state['bases']!r}, "
-                f"but {len(self.knobs)} finite positive numbers are needed: it is damaged"
+                f"the ensemble's state has step {values['step']}, but position {values['position']} and eased {values['eased']}: it is damaged"
             )
-        eased = state.get("eased") or []
-        if len(eased) not in (0, len(self.knobs)) or not all(map(_is_eased, eased)):
-            raise ValueError(
-                f"the ensemble's state has eased {eased!r}, which is no list of {len(self.knobs)} (value, step, steps): it is damaged"
-            )
-        if state["level"] is not None and not (isinstance(state["level"], (int, float)) and math.isfinite(state["level"])):
-            raise ValueError(f"the ensemble's state has level {state['level']!r}, which is no loss: it is damaged")
-        if (state["controller"] is not None) != isinstance(state["controller_state"], Mapping):
-            raise ValueError(
-                f"the ensemble's state has controller_state {state['controller_state']!r} for controller {state['controller']!r}: it is damaged"
-            )
+        if self.controller is not None:
+            check_state(self.controller, values["controller_state"], knobs)
+        return values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments go on.
 
         Raises:
-            ValueError: another version, missing keys, other knobs or another controller; nothing is changed then.
+            ValueError: another version, missing or damaged values, other knobs or another controller; nothing is changed then.
         """
-        self.check_state(state)
-        if self.controller is not None:
-            self.controller.load_state_dict(state["controller_state"])
+        values = self.check_state(state)
+        with unchanged_on_error(self.controller):
+            if self.controller is not None:
+                self.controller.load_state_dict(values["controller_state"])
         for key in (*self._COUNTS, "seed"):
-            setattr(self, key, state[key])
-        self.level = None if state["level"] is None else float(state["level"])
-        self.corrections = [float(x) for x in state["corrections"]]
-        self.bases = [None if x is None else float(x) for x in state["bases"]]
-        # Versions before the line had none.
-        eased = state.get("eased") or [(1.0, 0, 0)] * len(self.knobs)
-        self.eased = [(float(before), int(since), int(over)) for before, since, over in eased]
+            setattr(self, key, values[key])
+        self.level = None if values["level"] is None else float(values["level"])
+        self.corrections = [float(x) for x in values["corrections"]]
+        self.bases = [None if x is None else float(x) for x in values["bases"]]
+        self.eased = [(float(before), since, over) for before, since, over in values["eased"]]
 
 
 def _finite_rows(rows: Sequence[Sequence[float] | None]) -> list[Sequence[float] | None]:
@@ -340,13 +343,3 @@ def _finite_rows(rows: Sequence[Sequence[float] | None]) -> list[Sequence[float]
     if math.isfinite(sum(sum(row) for row in rows if row is not None)):
         return list(rows)
     return [row if row is not None and all(map(math.isfinite, row)) else None for row in rows]
-
-
-def _is_eased(entry: Any) -> bool:
-    """(correction > 0, step, steps)"""
-    numbers = isinstance(entry, (list, tuple)) and len(entry) == 3 and all(isinstance(x, (int, float)) and math.isfinite(x) for x in entry)
-    return bool(numbers and entry[0] > 0 and min(entry[1:]) >= 0)
-
-
-def _lists(state: Mapping[str, Any], length: int) -> bool:
-    return all(isinstance(state[key], (list, tuple)) and len(state[key]) == length for key in ("corrections", "bases"))

@@ -54,6 +54,15 @@ class Scale:
             return self.hold(value + self.unit * math.log(correction))
         return self.hold(self._moved(value, correction))
 
+    def uncorrected(self, value: Any, correction: float) -> Any:
+        """The schedule's value whose correction gives ``value``; for one outside of the bounds, the bound."""
+        value = self.hold(value)
+        if correction == 1.0:
+            return value
+        if self.kind == "linear":
+            return value - self.unit * math.log(correction)
+        return value / correction if self.kind == "log" else 1.0 - (1.0 - value) * correction
+
     def fanned(self, value: Any, multiplier: float) -> Any:
         """A replica's value: of the base value and its multiplier."""
         return self.hold(self._moved(value, multiplier))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import zipfile
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
 from hdet.jobs.config import TrainConfig
-from hdet.record import CHECKPOINT, RunFolderError, atomic_file
+from hdet.owned_folder import atomic_file
+from hdet.record import CHECKPOINT, RunFolderError
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -71,8 +73,8 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise RunFolderError(f"{str(path)!r} lacks {', '.join(missing)}: it is damaged, start the run again")
     try:
         config = TrainConfig.from_dict(state["config"])
-    except (ValueError, TypeError) as error:
-        raise RunFolderError(f"{str(path)!r} holds settings this hdet refuses: {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RunFolderError(f"{str(path)!r} holds settings this hdet refuses: {shorten(str(error), 160)}") from error
     wrong = next((key for key in KINDS if not _plausible(key, state[key], config)), None)
     if wrong is not None:
         raise RunFolderError(f"{str(path)!r} has a wrong {wrong} ({_short(state[wrong])}): it is damaged, start the run again")

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from hdet.jobs.display import open_display
 from hdet.jobs.launch import WorkerError, Workers
 from hdet.jobs.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
 from hdet.jobs.train import RunSpec, check_run, train_all
-from hdet.record import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError, atomic_file
+from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
+from hdet.record import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
 from hdet.report import RunFiles, find_runs, plot, print_table
 
 __all__ = ["train"]
@@ -39,13 +41,17 @@ def train(options: argparse.Namespace) -> int:
     _check(specs[-1])
     place = _torchrun_place(config) if launched_by_torchrun() else None
     device = choose_device(config.device, config.processes, least=_least(config.controller)) if place is None else place.device
-    if place is None or place.is_first:
-        for spec in specs:
-            _prepare(spec, options.overwrite)
-    return _run(specs, device, place)
+    with ExitStack() as held:
+        locks = []
+        if place is None or place.is_first:
+            locks = [held.enter_context(_held(spec)) for spec in specs]
+            _check_folders(specs, options.overwrite)
+            for spec in specs:
+                _begin(spec)
+        return _run(specs, device, place, locks)
 
 
-def _run(specs: Sequence[RunSpec], device: str, place: Place | None) -> int:
+def _run(specs: Sequence[RunSpec], device: str, place: Place | None, locks: Sequence[int]) -> int:
     """Train in processes of our own, or, given a place among those of torchrun, in this one."""
     if place is not None and not place.is_first:
         with join(place):
@@ -57,7 +63,7 @@ def _run(specs: Sequence[RunSpec], device: str, place: Place | None) -> int:
                 with join(place):
                     train_all(specs, place, display.show)
             else:
-                with Workers(specs, device) as workers:
+                with Workers(specs, device, locks) as workers:
                     for event in workers.events():
                         display.show(event)
     except WorkerError as error:
@@ -143,23 +149,71 @@ def _torchrun_place(config: TrainConfig) -> Place:
     return place
 
 
-def _prepare(spec: RunSpec, overwrite: bool) -> None:
-    """Make the folder, make sure that nobody else's run is in it, and write its first file: a full or read-only disk shows here."""
-    folder = spec.folder
+OWN = (HISTORY, CHECKPOINT, REPORT, SAMPLE, CONFIG)
+"""what a run writes; config.json, which marks the others as a run's, is the last that is replaced"""
+
+
+@contextmanager
+def _held(spec: RunSpec) -> Iterator[int]:
+    """Make the folder, and let no other process write there: gives the handle of the lock."""
+    owned = OwnedFolder(spec.folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        old = [folder / name for name in (HISTORY, CHECKPOINT, CONFIG, REPORT, SAMPLE) if (folder / name).exists() and not spec.resume]
-        if old and not overwrite:
-            raise RunFolderError(
-                f"out is {str(folder)!r}, which holds {old[0].name} of another run: pass another --out, or --overwrite, or --resume {folder}"
-            )
-        for path in old:
-            path.unlink()
-        with atomic_file(folder / CONFIG) as file:
-            file.write((json.dumps(spec.config.to_dict(), indent=2) + "\n").encode())
+        with _writable(spec):
+            owned.path.mkdir(parents=True, exist_ok=True)
+            owned.hold()
+        assert owned.handle is not None
+        yield owned.handle
+    finally:
+        owned.release(keep_mark=False)
+
+
+@contextmanager
+def _writable(spec: RunSpec) -> Iterator[None]:
+    """A full or read-only disk shows here, before a process is started."""
+    try:
+        yield
     except OSError as error:
         name, remedy = ("resume", "make it writable, or resume a copy of it") if spec.resume else ("out", "pass another --out")
-        raise RunFolderError(f"{name} is {str(folder)!r}, which cannot be written ({error.strerror}): {remedy}") from error
+        raise RunFolderError(f"{name} is {str(spec.folder)!r}, which cannot be written ({error.strerror}): {remedy}") from error
+
+
+def _check_folders(specs: Sequence[RunSpec], overwrite: bool) -> None:
+    """A new run takes nobody's place, or a run's that it has been told to replace; nothing is changed here."""
+    fresh = [spec.folder for spec in specs if not spec.resume]
+    for folder in fresh:
+        old = [name for name in OWN if os.path.lexists(folder / name)]
+        if old and not _is_run(folder):
+            raise _of_others(folder, old[0])
+        if old and not overwrite:
+            raise RunFolderError(
+                f"out is {str(folder)!r}, which holds {old[0]} of another run: pass another --out, or --overwrite, or --resume {folder}"
+            )
+    if len(fresh) > 1:  # their picture goes beside them
+        home = fresh[0].parent
+        if os.path.lexists(home / REPORT) and not any(map(_is_run, fresh)):
+            raise _of_others(home, REPORT)
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return TrainConfig.has_written(decode_json(read_regular(folder / CONFIG)))
+    except (OSError, ValueError):
+        return False
+
+
+def _of_others(folder: Path, name: str) -> RunFolderError:
+    return RunFolderError(f"out is {str(folder)!r}, which holds {name}, and that was not written by hdet train: pass another --out")
+
+
+def _begin(spec: RunSpec) -> None:
+    """Remove an earlier run's files, and what was left of them, and write the first."""
+    with _writable(spec):
+        remove_leftovers(spec.folder)
+        if not spec.resume:
+            for name in OWN[:-1]:
+                (spec.folder / name).unlink(missing_ok=True)
+        with atomic_file(spec.folder / CONFIG) as file:
+            file.write((json.dumps(spec.config.to_dict(), indent=2) + "\n").encode())
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------------

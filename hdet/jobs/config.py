@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import reprlib
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,6 +17,7 @@ __all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig", "field_docs"]
 MODES = ("hdet", "fixed")
 CONTROLLERS = ("probe", "line", "softmax", "none")
 DEVICES = ("auto", "cpu", "cuda")
+_MARKS = {"mode", "max_lr", "steps", "pct_start", "replicas", "sync_interval", "spread", "controller"}
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class TrainConfig:
         _require(0 <= self.spread < 1, "spread", self, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread")
         _require(self.weight_decay >= 0, "weight_decay", self, "must not be negative, e.g. 0.1")
         _require(0 <= self.seed < 2**63, "seed", self, "must not be negative, and must be below 2^63")
+        _require(self.data != "", "data", self, "must name a folder")
         _require(self.context <= 4096, "context", self, "must be at most 4096 bytes")
         for name, choices in (("mode", MODES), ("controller", CONTROLLERS), ("device", DEVICES)):
             _require(getattr(self, name) in choices, name, self, f"must be one of {', '.join(choices)}")
@@ -183,6 +186,11 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @staticmethod
+    def has_written(values: object) -> bool:
+        """Are these the settings of a run, of this version of hdet or another? They mark its folder as one."""
+        return isinstance(values, dict) and values.keys() >= _MARKS and values["mode"] in MODES
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """Raises ValueError for a setting this version does not have."""
@@ -206,6 +214,8 @@ def _check_types(config: TrainConfig) -> None:
         value, kind = getattr(config, field.name), str(field.type)
         if value is None and "None" in kind:
             continue
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"{field.name} is {reprlib.repr(value)}: it must be below 2^63")
         if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
             raise ValueError(f"{field.name} is {value!r}: it must be a whole number")
         if kind == "float" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from hdet.jobs.train import RunSpec
+from hdet.owned_folder import remove_leftovers
 
 __all__ = ["WorkerError", "Workers"]
 
@@ -35,11 +36,11 @@ class Workers:
     Args:
         specs: runs, trained one after the other by the same processes; all with the same number of processes.
         device: ``cpu`` or ``cuda``, as `choose_device` found.
-        command: what to start, for tests.
+        locks: handles of the folders' locks: should this process be killed, they end with the last process that writes there.
     """
 
-    def __init__(self, specs: Sequence[RunSpec], device: str, command: Sequence[str] | None = None) -> None:
-        self._specs, self._device, self._command = list(specs), device, list(command or WORKER)
+    def __init__(self, specs: Sequence[RunSpec], device: str, locks: Sequence[int] = ()) -> None:
+        self._specs, self._device, self._locks = list(specs), device, list(locks)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._reader: threading.Thread | None = None
@@ -72,7 +73,7 @@ class Workers:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with open(self._log(rank), "wb") as log:
             output = subprocess.PIPE if rank == 0 else log
-            process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=output, stderr=log, env=environment)
+            process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=output, stderr=log, env=environment, pass_fds=self._locks)
         job = {
             "rank": rank,
             "world_size": count,
@@ -160,8 +161,7 @@ class Workers:
                 if pipe is not None:
                     pipe.close()
         for spec in self._specs:
-            for partial in spec.folder.glob(".*.partial"):
-                partial.unlink(missing_ok=True)
+            remove_leftovers(spec.folder)
         self._scratch.cleanup()
 
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hdet.core import cost
-from hdet.core.cost import Job, Link
+from hdet.jobs import cost
+from hdet.jobs.cost import Job, Link
 
 __all__ = ["ARGUMENTS", "describe"]
 

@@ -23,7 +23,8 @@ from hdet.jobs.config import TrainConfig
 from hdet.jobs.data import Batch, Corpus, load_corpus, sample_batch
 from hdet.jobs.model import GPT, GPTConfig, cross_entropy, window_losses
 from hdet.jobs.place import Place
-from hdet.record import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, atomic_file, truncate_history
+from hdet.owned_folder import atomic_file
+from hdet.record import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, truncate_history
 
 __all__ = ["RunSpec", "check_run", "train_all"]
 
@@ -177,7 +178,7 @@ class Run:
         tokens, targets = self._batch(self.corpus.train, f"train/{replica}", self.step)
         with self.replicas.use(replica):
             loss = cross_entropy(self.forward(tokens), targets)
-        (loss / len(self.local)).backward()  # between processes DDP takes the mean
+            (loss / len(self.local)).backward()  # between processes DDP takes the mean
         return loss.detach()
 
     def _losses_again(self) -> torch.Tensor:

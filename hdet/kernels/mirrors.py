@@ -1,8 +1,9 @@
-"""What a plan's tables on a device hold: nothing is copied there twice, and nothing while a CUDA graph is captured."""
+"""What a plan's tables on a device hold, and which kernels it has launched: nothing is copied twice, and while a CUDA graph is captured
+nothing is copied and no kernel is launched for the first time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NoReturn
 
 import torch
@@ -13,16 +14,27 @@ captured: list[list[Tensor]] = []
 
 
 class Mirrors:
-    """Copies in host memory of what has been copied to a device. `capturing` says whether its stream is being captured."""
+    """Copies in host memory of what has been copied to a device, and names of kernels that were launched there. `capturing` says whether
+    its stream is being captured."""
 
     def __init__(self, capturing: Callable[[], bool]) -> None:
         self._capturing = capturing
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
+        self._launched: set[Hashable] = set()
 
     def check_new(self) -> None:
         """Raises RuntimeError where a new table cannot be made."""
         if self._capturing():
             _refuse("hdet prepares an operation for its tensors at the first call, which cannot be captured")
+
+    def check_launched(self, kernel: Hashable) -> None:
+        """Before each launch. Raises RuntimeError for the first launch of a kernel where it would be captured: compiling it or loading
+        its code is not allowed there."""
+        if kernel in self._launched:
+            return
+        if self._capturing():
+            _refuse("this step takes a norm, or ends, as no step before it did (max_grad_norm, zero_gradients, how it is averaged)")
+        self._launched.add(kernel)
 
     def refresh(self, table: Tensor, placed: Tensor, copy: Callable[[Tensor, Tensor], None]) -> None:
         """Copies the table to the device, unless it is what the device has. Raises RuntimeError where it cannot be copied."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from .interface import Column
 from .settings import CALL_SETTINGS, ROW_SETTINGS
 
-INTERFACE = 4
+INTERFACE = 5
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:

@@ -24,7 +24,6 @@ class NativeStepPlan:
         self.memory = memory
         self.plan = self._new_plan()
         self.count = len(tensors.params[0])
-        self.device_number = tensors.params[0][0].get_device()
         self.gradients = _C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
         self.gradient_types = [native.DTYPES[torch.float32]] * self.count
         self.chunks = self._chunks()

@@ -57,6 +57,12 @@ def lerp(a: Many, b: Many, weight: Tensor, rest: Tensor) -> Many:
     return where(weight < 0.5, a + way * weight, b - way * rest)
 
 
+def add_weighted(total: Many, weight: Tensor, x: Many) -> Many:
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN: a decay or a momentum that is off, a
+    replica that is not in the mean."""
+    return where(weight == 0, total, total + x * weight)
+
+
 class Row(NamedTuple):
     """HyperRow of csrc/core/hyper.h; of one row, or of all rows at once."""
 
@@ -81,7 +87,7 @@ def _adamw(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
 
 
 def _sgd(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
-    m = m * row.beta1 + g * row.lerp1
+    m = add_weighted(g * row.lerp1, row.beta1, m)
     return where(row.nesterov != 0, g + m * row.beta1, m), m, v
 
 
@@ -92,7 +98,7 @@ def _lion(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
 def direction(rule: str, row: Row, g: Many, p: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
     """u, which all replicas share, and the new moments. `p` is read where decay is part of the gradient."""
     if rule in ("adam", "sgd"):
-        g = g + p * row.coupled_decay
+        g = add_weighted(g, row.coupled_decay, p)
     return {"adamw": _adamw, "adam": _adamw, "sgd": _sgd, "lion": _lion}[rule](row, g, m, v)
 
 
@@ -101,10 +107,9 @@ def running_average(average: Many, param: Many, weight: Tensor) -> Many:
 
 
 def weighted_sum(values: Sequence[Many], weights: Tensor) -> Many:
-    """A replica of weight 0 is left out even where it holds NaN or infinity."""
     total = Many([torch.full_like(x, _EMPTY_SUM) for x in values[0].tensors])
     for value, weight in zip(values, weights, strict=True):
-        total = where(weight == 0, total, total + value * weight)
+        total = add_weighted(total, weight, value)
     return total
 
 

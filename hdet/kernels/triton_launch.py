@@ -88,6 +88,7 @@ class Memory:
         """One launch with as many programs on the current stream; none where there is nothing to do."""
         if programs == 0:
             return
+        self._mirrors.check_launched((kernel, *options.items()))
         if not self._on_cuda:
             kernel[(programs,)](*arguments, **options)
             return

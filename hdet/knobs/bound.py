@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from .cells import BetaCell, Cell, GroupCell
+from .cells import BetaCell, Cell, GroupCell, content
 
-__all__ = ["Bound", "GroupKnob", "Knob", "ProductKnob", "ScalarKnob"]
+__all__ = ["Bound", "GroupKnob", "Knob", "ProductKnob"]
 
 
 class Knob(Protocol):
@@ -27,8 +27,9 @@ class Knob(Protocol):
 class Bound:
     """One knob of a run: all its cells move by the same factor (on a linear scale: by the same amount).
 
-    At rest a cell holds the base value: the schedule's own (or the user's), corrected. `show_schedule` shows a scheduler its own
-    value before it steps, so that recursive schedulers never compound a correction; inside `fanned_out` there is the replica's value.
+    At rest a cell holds the base value: the schedule's own, corrected. `show_schedule` shows a scheduler its own value before it steps, so
+    that recursive schedulers never compound a correction; inside `fanned_out` there is the replica's value. What somebody else has written
+    at rest, `written` tells; `Schedule.take_writes` knows what it means.
 
     Args:
         name: unique in a run.
@@ -63,12 +64,17 @@ class Bound:
         self.name, self.spread, self.cells, self.scale, self.key = name, check_spread(spread), list(cells), scale or Scale(), key
         self.honest, self.acts, self.direct = honest, acts, direct
         self.on_gradients, self.parts_moments = on_gradients, parts_moments
-        self.scheduled: list[Any] = [_copy(cell.get()) for cell in self.cells]
+        self.scheduled: list[Any] = [content(cell.get()) for cell in self.cells]
         """[cell]: the untouched schedule's values."""
         self.rho = 1.0
         """This replica's multiplier in the running cycle."""
-        self._correction, self._base = 1.0, cast("float | None", None)  # what `write` was told
-        self._left: list[Any] = list(self.scheduled)  # what it has left in the cells
+        self.in_use = False
+        """Do the cells hold a replica's value now?"""
+        self.base: float | None = None
+        """Off the schedule, the value that it was left with, as `write` was told."""
+        self.left: list[Any] = list(self.scheduled)
+        """[cell]: what `write` has left there."""
+        self._correction = 1.0  # what it was told
         peaks = [self._peak(i) for i in range(len(self.cells))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
@@ -113,41 +119,63 @@ class Bound:
 
     def show_schedule(self) -> None:
         """Put the scheduler's own values back into the cells, except where somebody else has set another since."""
+        theirs = self.written()
         for i, cell in enumerate(self.cells):
-            if self._is_ours(i, cell.get()):
+            if i not in theirs:
                 cell.set(self.scheduled[i])
 
     def take_schedule(self) -> None:
         """Remember what the scheduler has written."""
-        self.scheduled = [_copy(value) for value in self._values()]
+        self.scheduled = [content(value) for value in self._values()]
 
     def write(self, correction: float, base: float | None = None) -> None:
         """Leave the base value in the cells: the schedule's, corrected; or, off the schedule, ``base`` (further cells keep the ratio of their peaks)."""
-        self._correction, self._base = correction, base
-        self._left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
-        for cell, value in zip(self.cells, self._left, strict=True):
+        self._correction, self.base = correction, base
+        self.rewrite()
+
+    def rewrite(self) -> None:
+        """`write`, as it was told last: something else has changed."""
+        self.left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
+        for cell, value in zip(self.cells, self.left, strict=True):
             cell.set(value)
         self._remember_marks()
 
     def _base_of(self, i: int, scheduled: Any) -> Any:
-        if self._base is not None:
-            return self.scale.hold(self._base * self._ratios[i])
+        if self.base is not None:
+            return self.scale.hold(self.base * self._ratios[i])
         return self.scale.corrected(scheduled, self._correction_of(i))
 
     def _correction_of(self, i: int) -> float:
         return self._correction
 
-    def _is_ours(self, i: int, value: Any) -> bool:
+    # -- what somebody else writes -----------------------------------------------------------------------------------------
+
+    def written(self) -> list[int]:
+        """The cells that hold what somebody else has written since `write`. None of them while a replica's values are in use."""
+        return [] if self.in_use else [i for i, cell in enumerate(self.cells) if not self.is_ours(i, cell.get())]
+
+    def differs(self, i: int, written: Any) -> bool:
+        """Has cell ``i`` another base value than the schedule's, before or after, so that it is a question which of them ``written`` is?"""
+        if self.base is not None or self._correction_of(i) != 1.0:
+            return True
+        return self.scale.bounded and (self.left[i] != self.scheduled[i] or self.scale.hold(written) != written)
+
+    def take_base(self, i: int, value: Any) -> None:
+        """``value`` is the base value of cell ``i``: the schedule's is the one whose correction gives it. `rewrite` follows."""
+        self.scheduled[i] = self.scale.uncorrected(content(value), self._correction_of(i))
+
+    def is_ours(self, i: int, value: Any) -> bool:
         """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device.
 
         A buffer of the model may have been averaged over the replicas, whose mean of equal values can be some ulps beside them.
         """
-        if _mark(value) == self._marks[i]:
+        mark = _mark(value)
+        if mark == self._marks[i]:
             return True
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not _close(value, self.left[i]):
             return False
-        left, rounding = float(self._left[i]), torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
-        return abs(float(value) - left) <= 8 * rounding * abs(left)
+        self._marks[i] = mark
+        return True
 
     def _remember_marks(self) -> None:
         self._marks = [_mark(value) for value in self._values()]
@@ -156,22 +184,41 @@ class Bound:
 
     @contextmanager
     def fanned_out(self, multiplier: float) -> Iterator[None]:
-        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises."""
+        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises.
+
+        Raises:
+            ValueError: somebody has written a value inside, which would be one of this replica alone.
+        """
         multipliers = [self._multiplier_of(i, multiplier) for i in range(len(self.cells))]
         if all(rho == 1.0 for rho in multipliers):
             yield
             return
         values = self._values()
-        before, marks = [_copy(value) for value in values], [_mark(value) for value in values]
+        before, marks = [content(value) for value in values], [_mark(value) for value in values]
+        self.in_use = True
         try:
-            for cell, value, rho in zip(self.cells, before, multipliers, strict=True):
-                cell.set(self.scale.fanned(value, rho))
+            used = [self.scale.fanned(value, rho) for value, rho in zip(before, multipliers, strict=True)]
+            for cell, value in zip(self.cells, used, strict=True):
+                cell.set(value)
+            inside = [_mark(value) for value in self._values()]
             yield
+            for value, mark, own in zip(self._values(), inside, used, strict=True):
+                if _mark(value) != mark and not (isinstance(value, torch.Tensor) and _close(value, own)):
+                    raise ValueError(self._written_inside(float(own), float(value)))
         finally:
             for i, (cell, value) in enumerate(zip(self.cells, before, strict=True)):
                 cell.set(value)
                 if marks[i] == self._marks[i]:  # else it is the user's since the last `write`, and stays so
                     self._marks[i] = _mark(cell.get())
+            self.in_use = False
+
+    def _written_inside(self, own: float, value: float) -> str:
+        where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
+        return (
+            f"{self.name} was changed to {value:g} inside {where}, where it holds this replica's own value, {own:g}: change it outside, where "
+            "it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
+            "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
+        )
 
     def _multiplier_of(self, i: int, multiplier: float) -> float:
         return multiplier
@@ -207,11 +254,11 @@ class GroupKnob(Bound):
 
     def effective(self, i: int, multiplier: float) -> float:
         """The multiplier that acts on the base value of cell ``i``; another one where a bound holds the replica's back."""
-        return self.scale.effective(float(self._left[i]), multiplier) if self.scale.bounded else multiplier
+        return self.scale.effective(float(self.left[i]), multiplier) if self.scale.bounded else multiplier
 
     def change(self, i: int) -> float:
         """Base value of cell ``i`` by its schedule's."""
-        if self._base is None and not self.scale.bounded:
+        if self.base is None and not self.scale.bounded:
             return self._correction
         scheduled = float(self.scheduled[i])
         return float(self._base_of(i, scheduled)) / scheduled if scheduled > 0 else 1.0
@@ -235,23 +282,12 @@ class ProductKnob(GroupKnob):
         return multiplier / rate[0].effective(rate[1], rate[0].rho)
 
 
-class ScalarKnob(Bound):
-    """A value that no scheduler moves: what stands there and is not ours is the user's new value."""
-
-    def show_schedule(self) -> None:
-        """Nobody looks."""
-
-    def take_schedule(self) -> None:
-        self.scheduled = [
-            scheduled if self._is_ours(i, value) else _copy(value)
-            for i, (scheduled, value) in enumerate(zip(self.scheduled, self._values(), strict=True))
-        ]
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def _mark(value: Any) -> Any:
     """Tells later whether somebody has written here: a tensor's version counter needs no device, a number is its own mark."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
+
+
+def _close(value: torch.Tensor, other: Any) -> bool:
+    """Equal but for some ulps of its format; waits for the device."""
+    rounding, expected = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0, float(other)
+    return abs(float(value) - expected) <= 8 * rounding * abs(expected)

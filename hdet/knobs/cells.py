@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["AttributeCell", "BetaCell", "CallCell", "Cell", "GroupCell", "ItemCell", "put"]
+__all__ = ["AttributeCell", "BetaCell", "CallCell", "Cell", "GroupCell", "ItemCell", "content", "put"]
 
 
 class Cell(Protocol):
@@ -23,6 +23,11 @@ class Cell(Protocol):
     def get(self) -> Any: ...
 
     def set(self, value: Any) -> None: ...
+
+
+def content(value: Any) -> Any:
+    """What it is now, whatever is written to it later."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def put(old: Any, value: Any) -> Any:

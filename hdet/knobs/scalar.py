@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from ..core.spread import check_spread
-from .bound import Bound, ScalarKnob
+from .bound import Bound
 from .cells import CallCell, Cell
 from .groups import Bounds, scale_of
 
@@ -22,8 +22,8 @@ class Scalar:
 
     Args:
         name: in records and states; unique in an Ensemble.
-        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` once a step, so it should not wait for a
-            device. Neither: the knob keeps the value itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
+        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` a few times a step, so it should not wait
+            for a device. Neither: the knob keeps the value itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
         spread: alpha in [0, 1).
         scale: "log" (value * rho, for values above 0) or "linear" (value + unit * (rho - 1); a correction c adds unit * ln c).
         unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed there.
@@ -94,7 +94,7 @@ def scalar_knob(
     honest: bool,
     direct: bool = False,
     on_gradients: bool = False,
-) -> ScalarKnob:
+) -> Bound:
     """A knob that acts inside ``explore()``. Raises ValueError for values that are not finite, that no factor moves, or outside of the bounds."""
     for value in (float(cell.get()) for cell in cells):
         if not math.isfinite(value):
@@ -102,7 +102,7 @@ def scalar_knob(
     still = [float(cell.get()) for cell in cells if not float(cell.get()) > 0]
     if scale == "log" and still:
         raise ValueError(f"{name} is {still[0]:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
-    return ScalarKnob(
+    return Bound(
         name, spread, cells, scale_of(bounds, scale, unit or 1.0),
         acts="forward", honest=honest, direct=direct, on_gradients=on_gradients, parts_moments=on_gradients,
     )  # fmt: skip

@@ -18,7 +18,7 @@ class FusedLion(FusedOptimizer):
 
     With gradient g and rate r = lr * multiplier (Eq. 2)::
 
-        u = sign(beta1 * m + (1 - beta1) * g)       sign(0) = 0
+        u = sign(beta1 * m + (1 - beta1) * g)       sign(0) = sign(NaN) = 0
         m = beta2 * m + (1 - beta2) * g             exp_avg
         p = p * (1 - r * weight_decay) - r * u
 

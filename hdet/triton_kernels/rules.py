@@ -49,6 +49,13 @@ def lerp(a, b, weight, rest):
 
 
 @triton.jit
+def add_weighted(total, weight, x):
+    """One term of a weighted sum, left out at weight 0, where 0 times NaN or infinity would be NaN: a decay or a momentum that is off, a
+    replica that is not in the mean."""
+    return tl.where(weight == 0, total, total + weight * x)
+
+
+@triton.jit
 def adamw(row, gradient, exp_avg, exp_avg_sq):
     exp_avg = lerp(exp_avg, gradient, row.lerp1, row.beta1)
     exp_avg_sq = row.beta2 * exp_avg_sq + row.lerp2 * gradient * gradient
@@ -59,7 +66,7 @@ def adamw(row, gradient, exp_avg, exp_avg_sq):
 @triton.jit
 def sgd(row, gradient, momentum_buffer):
     """lerp1 is 1 - dampening, and 1 in the first step."""
-    momentum_buffer = row.beta1 * momentum_buffer + row.lerp1 * gradient
+    momentum_buffer = add_weighted(row.lerp1 * gradient, row.beta1, momentum_buffer)
     return tl.where(row.nesterov != 0, gradient + row.beta1 * momentum_buffer, momentum_buffer), momentum_buffer
 
 
@@ -73,7 +80,7 @@ def lion(row, gradient, exp_avg):
 def direction(row, gradient, param, exp_avg, exp_avg_sq, RULE: tl.constexpr):
     """u and the new moments. `gradient` is scaled; `param` is read by coupled rules, and 0 where replicas differ."""
     if RULE == "adam" or RULE == "sgd":
-        gradient = gradient + row.coupled_decay * param
+        gradient = add_weighted(gradient, row.coupled_decay, param)
     if RULE == "sgd":
         u, exp_avg = sgd(row, gradient, exp_avg)
     elif RULE == "lion":
@@ -99,12 +106,6 @@ def running_average(average, param, weight):
 def empty_sum(BLOCK: tl.constexpr):
     """Where a weighted sum starts: -0, the neutral element of addition, by its bits. (As a number Triton takes it for +0.)"""
     return tl.full((BLOCK,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def add_weighted(total, weight, x):
-    """One term of a weighted mean. A replica of weight 0 is left out even where it holds NaN or infinity."""
-    return tl.where(weight == 0, total, total + weight * x)
 
 
 @triton.jit

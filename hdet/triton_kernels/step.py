@@ -92,7 +92,7 @@ def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
 def load_shared(shared, offsets, mask, V: tl.constexpr):
     """Gradient and moments."""
     gradient = load(shared.gradient, offsets, mask, V.gradient, True)
-    exp_avg = gradient * 0
+    exp_avg = tl.zeros_like(gradient)  # 0 times an infinite gradient would be NaN
     exp_avg_sq = exp_avg
     if V.exp_avg != NONE:
         exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)

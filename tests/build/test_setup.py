@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,17 @@ def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> Non
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert {"CMakeLists.txt", "setup.py", "hdet/py.typed", "hdet/_C.pyi", *sources} <= names
     assert not [name for name in names if name.endswith(".so")]
+
+
+def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: Path) -> None:
+    """As it is packed, but for the native module, which takes minutes."""
+    for folder in ("benchmarks", "examples", "tests"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
+    result = build(checkout, "build_py", "bdist_wheel", "--skip-build")
+    assert result.returncode == 0, result.stderr
+    (archive,) = (checkout / "dist").glob("*.whl")
+    names = zipfile.ZipFile(archive).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hdet"}
+    assert {"hdet/__init__.py", "hdet/py.typed", "hdet/jobs/cost.py"} <= set(names)
+    ours = [name for name in names if "evidence" in name or "recsys" in name or name == "hdet/core/cost.py"]
+    assert not ours, "what only our own measurements use"

@@ -278,14 +278,13 @@ def until_begun_again(run: Run, limit: int) -> Run:
 
 @pytest.mark.parametrize("lr", [1e-4, 1.0])
 def test_after_the_sweep_all_is_as_it_was_at_the_beginning(lr: float) -> None:
-    """Bitwise: weights, BatchNorm's statistics and count; moments and their count are 0."""
+    """Bitwise: weights, BatchNorm's statistics and count; moments are still to be made."""
     net = batch_norm()
     begin = {key: value.clone() for key, value in net.state_dict().items()}
     run = until_begun_again(Run(lr, net=net, total=400), 61)
     assert run.index > 10
     assert all(torch.equal(value, begin[key]) for key, value in net.state_dict().items())
-    for p in net.parameters():
-        assert not any(torch.as_tensor(value).any() for value in run.optimizer.state[p].values())
+    assert not run.optimizer.state
     scheduled, value = run.ensemble.schedule.values()[0], run.ensemble.values()["lr"]
     assert value < scheduled * run.ensemble.corrections["lr"] * 1.1 / FROM  # and the rate begins low
     run.steps(1)
@@ -343,6 +342,9 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
     run.steps(1)
     assert torch.equal(run.weights(), begin)
     for p in net.parameters():
+        if kind == "stock":  # made anew by its optimizer, as that makes it
+            assert p not in run.optimizer.state
+            continue
         state = run.optimizer.state[p]
         assert not state["exp_avg"].any() and not state["exp_avg_sq"].any() and not torch.as_tensor(state["step"]).any()
         if "master_param" in state:
@@ -408,7 +410,7 @@ def test_closed_it_gives_the_memory_back() -> None:
     run = Run(total=400).steps(5)
     assert run.line._way is not None
     run.ensemble.close()
-    assert run.line._way is None and run.line._buffers == []
+    assert run.line._way is None and run.line._beginning is None
 
 
 def test_the_model_of_another_optimizer_is_refused() -> None:

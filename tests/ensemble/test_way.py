@@ -191,3 +191,16 @@ def test_replicas_share_one_line(dtype: torch.dtype | None) -> None:
 def test_unknown_room_is_refused(place: Any, dtype: Any) -> None:
     with pytest.raises(ValueError, match="place must be|dtype must be"):
         check_room(place, dtype)
+
+
+def test_a_model_that_is_cast_before_the_first_sample_is_put_back_to_the_bit() -> None:
+    """Half of the digits would be lost in an average that was made for what it was before."""
+    layer = torch.nn.Linear(3, 2)
+    average = CycleAverage(list(layer.parameters()))
+    layer.double()
+    with torch.no_grad():
+        layer.weight.fill_(0.1)
+    average.add()
+    for _ in range(2):
+        average.exchange()
+    assert layer.weight.unique().tolist() == [0.1]

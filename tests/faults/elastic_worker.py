@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet import checkpoint
 
+from ..limits import HANG_S
+
 STEPS, INTERVAL, SAVE_EVERY, KILL_AT = 24, 4, 6, 21
 
 
@@ -53,7 +55,7 @@ def meet() -> None:
     agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=HANG_S))
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 60.0
-"""for a whole scenario: by then every process has ended by itself, or it counts as a hang"""
+from ..limits import HANG_S
+
 PATIENCE_S = 0.6
 """of the roll call"""
 
@@ -48,11 +48,11 @@ class Outcome:
 
 
 def run_faulty(
-    scenario: Callable[..., Any], world_size: int, folder: Path, *, timeout: float = 30.0, store: str = "file", **settings: Any
+    scenario: Callable[..., Any], world_size: int, folder: Path, *, timeout: float = HANG_S, store: str = "file", **settings: Any
 ) -> list[Outcome]:
     """`scenario(world, **settings)` on ranks of a gloo group; ``timeout``: of its collectives, in seconds; ``store``: "file" or "tcp".
 
-    Fails if a process is still there after `LIMIT_S`; no process is left in any case.
+    Fails if a process is still there after `HANG_S`; no process is left in any case.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # as tests.distributed does
@@ -63,7 +63,7 @@ def run_faulty(
         workers.append(context.Process(target=_main, args=(world, scenario, settings), daemon=True))
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     left = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     while left and time.monotonic() < deadline:
         for sentinel in connection.wait(list(left), max(0.0, deadline - time.monotonic())):
@@ -72,7 +72,7 @@ def run_faulty(
         if worker.is_alive():
             worker.kill()
         worker.join()
-    assert not left, f"ranks {sorted(left.values())} still ran after {LIMIT_S} s"
+    assert not left, f"ranks {sorted(left.values())} still ran after {HANG_S} s"
     return [_read(folder / f"outcome-{rank}.json", rank, worker.exitcode) for rank, worker in enumerate(workers)]
 
 
@@ -97,6 +97,11 @@ class World:
         """Now something goes wrong in this process."""
         (self.folder / "fault").write_text(repr(time.time()))
 
+    def wait_for_the_others(self) -> None:
+        """Until each has said what became of it."""
+        while not all((self.folder / f"outcome-{rank}.json").is_file() for rank in range(self.size) if rank != self.rank):
+            time.sleep(0.05)
+
     def die(self) -> None:
         self.fault()
         os.kill(os.getpid(), 9)
@@ -104,7 +109,7 @@ class World:
     def meet(self) -> None:
         import torch.distributed as dist
 
-        limit = datetime.timedelta(seconds=30)
+        limit = datetime.timedelta(seconds=HANG_S)
         if self.store == "file":
             store: Any = dist.FileStore(str(self.folder / "store"), self.size)
         else:
@@ -117,7 +122,7 @@ class World:
                 while not place.is_file():
                     time.sleep(0.01)
                 store = dist.TCPStore("127.0.0.1", int(place.read_text()), self.size, False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=datetime.timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
         # Connecting may take its time on a loaded machine; only what comes after is to be impatient.
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.timeout))
 

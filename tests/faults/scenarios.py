@@ -138,14 +138,15 @@ def _die_in(world: World, nth: int) -> None:
     dist.all_reduce = counted
 
 
-def late(world: World, *, seconds: float, straggler: int = 1, local: bool = True) -> list[float]:
-    """One rank sleeps in the middle of a cycle."""
+def late(world: World, *, straggler: int = 1, local: bool = True) -> list[float]:
+    """One rank comes to the middle of a cycle when all others have given up, a second and a half ago."""
     training = Training(world.rank, local=local)
     world.afterwards = training.refuses
     with training.ensemble.guard():
         for step in range(12):
             if step == 6 and world.rank == straggler:
                 world.fault()
-                time.sleep(seconds)
+                world.wait_for_the_others()
+                time.sleep(1.5)
             training.step()
     return training.numbers()

@@ -11,6 +11,7 @@ import torch
 
 from ..distributed import run_ranks
 from ..jobs.harness import ROOT, wait_until_gone
+from ..limits import HANG_S
 from . import elastic_worker
 from .elastic_worker import KILL_AT, SAVE_EVERY, STEPS
 
@@ -27,7 +28,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     done = subprocess.run(
         [*torchrun, "-m", elastic_worker.__name__, str(interrupted)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert (interrupted / "killed").exists()

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from ..limits import HANG_S
 from . import scenarios
 from .harness import Outcome, run_faulty
 
 
-def check_survivors(outcomes: list[Outcome], victim: int, *, phase: str, cycle: int, step: int, within: float = 15.0) -> list[Outcome]:
-    """Killed is the victim alone; everyone else has one error of the right name, long before the collectives' timeout of 30 s."""
+def check_survivors(outcomes: list[Outcome], victim: int, *, phase: str, cycle: int, step: int) -> list[Outcome]:
+    """Killed is the victim alone; everyone else has one error of the right name, long before the collectives' timeout."""
     assert outcomes[victim].exitcode == -9
     survivors = [one for one in outcomes if one.rank != victim]
     for one in survivors:
@@ -20,7 +21,7 @@ def check_survivors(outcomes: list[Outcome], victim: int, *, phase: str, cycle: 
         assert one.lost == (victim,), one.text
         assert f"cycle {cycle} (step {step})" in one.text and f"replica {victim} (rank {victim}) is gone (ended: pid " in one.text
         assert f"this is replica {one.rank} (rank {one.rank})" in one.text
-        assert one.seconds < within, one.seconds
+        assert one.seconds < HANG_S / 2, one.seconds
         for said in one.afterwards.split(" | "):
             assert "has lost a replica" in said and "from the last checkpoint" in said
     return survivors
@@ -60,7 +61,7 @@ def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
     for one in outcomes[1:]:
         assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "training step", 1, 6, (0,)), one
         assert "replica 0 (rank 0) is gone: the rendezvous store at 127.0.0.1:" in one.text
-        assert one.seconds < 15.0
+        assert one.seconds < HANG_S / 2
 
 
 def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
@@ -70,12 +71,12 @@ def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
     for one in outcomes[:3]:
         assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "slots", 1, 8, (3,)), one
         assert "replica 1 (rank 3) is gone" in one.text and f"this is replica {one.rank // 2} (rank {one.rank})" in one.text
-        assert set(one.late) <= {0, 1, 2} and one.seconds < 15.0
+        assert set(one.late) <= {0, 1, 2} and one.seconds < HANG_S / 2
 
 
 def test_a_straggler_beyond_the_timeout(tmp_path: Path) -> None:
     """It still runs, which is said; and when it comes, it is told that it was late. Nobody waits longer than the timeout asks."""
-    first, straggler = run_faulty(scenarios.late, 2, tmp_path, timeout=1.5, seconds=3.5)
+    first, straggler = run_faulty(scenarios.late, 2, tmp_path, timeout=5.0)
     assert (first.kind, first.phase, first.cycle) == ("ReplicaLost", "slots", 1) and first.lost == () and first.late == (1,)
     assert "replica 1 (rank 1) is late (still running: pid " in first.text
     assert (straggler.kind, straggler.phase, straggler.cycle) == ("ReplicaLost", "slots", 1) and straggler.lost == ()
@@ -84,7 +85,7 @@ def test_a_straggler_beyond_the_timeout(tmp_path: Path) -> None:
 
 def test_a_straggler_under_ddp(tmp_path: Path) -> None:
     """The others wait for it in their backward pass."""
-    outcomes = run_faulty(scenarios.late, 3, tmp_path, timeout=1.5, seconds=3.5, local=False)
+    outcomes = run_faulty(scenarios.late, 3, tmp_path, timeout=5.0, local=False)
     for one in outcomes:
         assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "training step", 1, 6, ()), one.text
         assert ("the other ranks had given up" if one.rank == 1 else "replica 1 (rank 1) is late (still running") in one.text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +18,8 @@ import torch.distributed as dist
 import hdet
 from hdet import faults
 from hdet.faults import ReplicaLost, during, is_communication_error
+
+from ..limits import HANG_S
 
 CLOSED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1714. This is typically "
@@ -175,24 +177,31 @@ def test_an_exit_status_nobody_has_fetched_is_no_process() -> None:
     with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.read()  # until it closes its end; then it is a zombie, soon
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HANG_S
         while faults._started(child.pid) is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert faults._started(child.pid) is None
 
 
-def test_a_late_rank_is_told_apart(store: Any) -> None:
-    timer = threading.Timer(0.15, answer, (store, 1))
-    timer.start()
+def test_a_late_rank_is_told_apart(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, seen = faults._RollCall._wait, []
+
+    def second_half(call: Any, ranks: list[int], seconds: float) -> list[int]:
+        seen.append(ranks)
+        if len(seen) == 2:
+            answer(store, 1)
+        return wait(call, ranks, seconds)
+
+    monkeypatch.setattr(faults._RollCall, "_wait", second_half)
     error = lost(replicas([0], [1]))
-    timer.join()
     assert error.lost == () and error.late == (1,) and "replica 1 (rank 1) came late, but within 0.2 s" in str(error)
 
 
 def test_the_late_one_knows_it(store: Any) -> None:
     answer(store, 1, 2, at=time.time() - 4)
     error = lost(replicas([0], [1], [2]))
-    assert error.lost == error.late == () and "the other ranks had given up 4.0 s before this one came: it was late" in str(error)
+    assert error.lost == error.late == ()
+    assert re.search(r"the other ranks had given up [45]\.\d s before this one came: it was late", str(error))
     answer(store, 1, 2)
     assert "every rank still answers" in str(lost(replicas([0], [1], [2])))
 
@@ -203,7 +212,7 @@ class Frozen:
     host, port = "node3", 29500
 
     def check(self, keys: list[str]) -> bool:
-        time.sleep(60)
+        time.sleep(HANG_S)
         return False
 
     set = check
@@ -223,7 +232,7 @@ def test_a_store_that_is_gone_takes_bounded_time(kind: Any, says: str, store: An
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     began = time.monotonic()
     error = lost(replicas([0], [1], [2]))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < HANG_S / 10
     assert error.lost == (0,) and f"replica 0 (rank 0) is gone: the rendezvous store at node3:29500, which it holds, {says}" in str(error)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     error = lost(replicas([0], [1], [2]))
@@ -311,7 +320,7 @@ def test_many_missing_are_counted_not_listed(store: Any) -> None:
     call = faults._RollCall(Slow(), 0, range(512), 0.2)
     began = time.monotonic()
     call.run()
-    assert call.error is None and len(call.absent) == 511 and time.monotonic() - began < 1.2
+    assert call.error is None and len(call.absent) == 511 and time.monotonic() - began < 10, "without giving up it would ask for 40 s"
 
 
 def test_it_pickles() -> None:

@@ -8,7 +8,7 @@ import torch
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 ELEMENTS = 2**31 + 17
 SETTINGS = [StepSettings(0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)]

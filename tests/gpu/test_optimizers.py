@@ -82,6 +82,7 @@ def test_a_step_never_waits(backend: str) -> None:
     assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 0
 
 
+@pytest.mark.alone
 def test_a_stream_of_its_own_with_a_producer_that_is_late(backend: str) -> None:
     """Gradients are written 50 ms after step() has returned, on the stream the step runs on."""
     ours, theirs = parameters(), parameters()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from hdet.jobs import train, worker
 
+from ..limits import HANG_S
+
 
 def _happen(fault: str, rank: int) -> None:
     if rank == 1 and fault == "raise":
@@ -25,7 +27,7 @@ def _happen(fault: str, rank: int) -> None:
     if rank == 0 and fault == "interrupt":
         os.killpg(os.getpgrp(), signal.SIGINT)
     if fault in ("kill-parent", "interrupt"):
-        time.sleep(60)  # only the watch over the parent, or the parent itself, ends this
+        time.sleep(10 * HANG_S)  # only the watch over the parent, or the parent itself, ends this
 
 
 def main() -> None:

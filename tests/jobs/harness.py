@@ -13,6 +13,8 @@ import pytest
 
 from hdet.cli import main
 
+from ..limits import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 CLI_WITH_FAULTS = "import sys; from hdet.jobs import launch; launch.WORKER = (sys.executable, '-m', 'tests.jobs.faulty_worker'); "
 CLI_WITH_FAULTS += "from hdet.cli import main; raise SystemExit(main())"
@@ -42,9 +44,7 @@ def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def run_cli(
-    *arguments: str, fault: str | None = None, pids: Path | None = None, scratch: Path | None = None, timeout: float = 60
-) -> Finished:
+def run_cli(*arguments: str, fault: str | None = None, pids: Path | None = None, scratch: Path | None = None) -> Finished:
     """``fault``: see `faulty_worker`. ``pids``: a folder in which each worker leaves a file named by its process id.
     ``scratch``: where temporary files go."""
     command = [sys.executable, "-c", CLI_WITH_FAULTS] if fault else [sys.executable, "-m", "hdet"]
@@ -54,7 +54,7 @@ def run_cli(
     for name in ("RANK", "WORLD_SIZE", "FORCE_COLOR"):
         environment.pop(name, None)
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=timeout, env=environment, start_new_session=True, check=False
+        [*command, *arguments], capture_output=True, text=True, timeout=HANG_S, env=environment, start_new_session=True, check=False
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -82,7 +82,7 @@ def alive(pid: int) -> bool:
         return not Path("/proc").is_dir()
 
 
-def wait_until_gone(pids: Path, expected: int, seconds: float = 5) -> None:
+def wait_until_gone(pids: Path, expected: int, seconds: float = HANG_S) -> None:
     numbers = [int(file.name) for file in pids.iterdir()]
     assert len(numbers) == expected
     deadline = time.monotonic() + seconds

@@ -16,6 +16,7 @@ import hdet
 from hdet.cli import main
 from hdet.jobs.command import printable
 
+from ..limits import HANG_S
 from .harness import Finished, one_line, tiny
 
 pytestmark = pytest.mark.usefixtures("no_processes")
@@ -123,7 +124,7 @@ def test_help_answers_without_torch() -> None:
     script = (
         "import sys\nfrom hdet.cli import main\nmain(['train', '--help'])\nassert 'torch' not in sys.modules and 'rich' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "--max-lr" in done.stdout and "30 times" in done.stdout
 

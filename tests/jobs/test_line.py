@@ -70,14 +70,13 @@ def test_report_draws_it(straight: tuple[Path, Finished], tmp_path: Path, capsys
     assert picture.read_bytes().startswith(b"\x89PNG") and "straight" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_run_goes_on_with_what_was_learned(straight: tuple[Path, Finished], text_folder: Path, tmp_path: Path) -> None:
     """kill -9 of the parent at step 12, four steps after the checkpoint of step 8. The interval under way begins anew, so not to the bit."""
     pids, folder = tmp_path / "pids", tmp_path / "killed"
     pids.mkdir()
     killed = run_cli("train", *lined(text_folder, 2), "--out", str(folder), fault="kill-parent@12", pids=pids)
     assert killed.code == -9
-    wait_until_gone(pids, expected=2, seconds=3)
+    wait_until_gone(pids, expected=2)
     saved = load_checkpoint(folder)
     assert saved["step"] == 8 and saved["ensemble"]["controller"] == "line"
     resumed = run_cli("train", "--resume", str(folder))

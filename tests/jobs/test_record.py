@@ -11,7 +11,8 @@ import torch
 
 from hdet.jobs.checkpoint import load_checkpoint, save_checkpoint
 from hdet.jobs.config import TrainConfig
-from hdet.record import CHECKPOINT, Recorder, RunFolderError, atomic_file, read_history, truncate_history
+from hdet.owned_folder import atomic_file
+from hdet.record import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
 
 
 def history(path: Path, *records: dict) -> Path:

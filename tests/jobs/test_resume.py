@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -101,10 +103,14 @@ def test_scheduler_alone_carries_the_fixed_run(capsys: pytest.CaptureFixture[str
     assert "the schedule is at step 0, the run at 24" in one_line(capsys, "train", "--resume", str(run))
 
 
-def test_resuming_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str], begun: Path) -> None:
-    (begun / f".{CONFIG}.partial").mkdir()  # stands in the way of root as well, whom no permission stops
+def test_resuming_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, begun: Path) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")  # root as well, whom no permission stops
+
+    monkeypatch.setattr(os, "replace", refuse)
     message = one_line(capsys, "train", "--resume", str(begun))
-    assert f"resume is '{begun}'" in message and "cannot be written (Is a directory): make it writable" in message
+    assert f"resume is '{begun}'" in message and "cannot be written (Read-only file system): make it writable" in message
+    assert not list(begun.glob(".*"))
 
 
 def test_resuming_a_finished_run_starts_nothing(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:

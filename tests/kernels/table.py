@@ -34,6 +34,10 @@ class Format:
     average: torch.dtype | None = None
 
 
+SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1e-30)
+"""squares overflow from 1e20 on, sums of moments at 1e38, and float16 holds neither"""
+COMBINATIONS = len(SPECIAL_VALUES) ** 2
+
 SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1)  # multipliers are filled in
 
 
@@ -58,6 +62,7 @@ class Case:
     weights: tuple[float, ...] = ()
     stochastic: int | None = None
     spoiled: tuple[int, ...] = ()  # steps with a gradient that holds NaN
+    special: tuple[str, ...] = ()  # "param", "gradient": what begins with every combination of SPECIAL_VALUES
     changing: bool = False  # gradients have other dtypes and other addresses in each step
     steps: int = 2
 
@@ -246,5 +251,31 @@ SPECIAL = [
     Case("clipped by little", sizes=(50, 60), max_norm=10.6),
     Case("not clipped", sizes=(50, 60), max_norm=1e4),
     Case("skipped from the first step", sizes=(50, 60), spoiled=(0,), max_norm=math.inf),
+    *(
+        replace(Case(f"special {name}{also}", sizes=(COMBINATIONS, 5), special=("param", "gradient"), steps=3, **choice), **more)
+        for name, choice in RULES.items()
+        for also, more in (("", {}), (" no decay", {"settings": choice.get("settings", SETTINGS)._replace(weight_decay=0.0)}))
+    ),
+    *(
+        Case(
+            f"special {name} {finish} of {k}, mixed",
+            sizes=(COMBINATIONS,) * 5,
+            formats=tuple(Format(*kinds, F32, None if name == "sgd" else BF16, BF16, F32) for kinds in STORAGE["mixed"]),
+            special=("param", "gradient"),
+            replicas=k,
+            finish=finish,
+            weights=(0.5, 0.0, 0.5)[:k],
+            average_weights=(1.0, 0.25, 0.75),
+            stochastic=3,
+            steps=3,
+            **{**choice, "settings": choice.get("settings", SETTINGS)._replace(weight_decay=0.0)},
+        )
+        for name, choice in RULES.items()
+        for finish, k in (("mean", 3), ("pack", 1))
+    ),
+    *(
+        Case(f"special parameters {name}, clipped", sizes=(50, 60), special=("param",), max_norm=1.0, rule=name, settings=NO_DECAY)
+        for name in ("adamw", "adam", "sgd", "lion")
+    ),
 ]
 CASES = [*(_case(i, choice) for i, choice in enumerate(covering())), *SPECIAL]

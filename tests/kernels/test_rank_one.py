@@ -14,7 +14,9 @@ from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
 
 from . import reference
 from .cases import BACKENDS, SIZES, Guarded, device_of
+from .problem import special_values
 from .reference import Bounded, OnLine
+from .table import COMBINATIONS, SPECIAL_VALUES
 
 RULES = ("adamw", "adam", "sgd", "lion")
 BASE = {
@@ -109,6 +111,25 @@ def test_a_line_goes_where_stored_sets_go(rule: str, replicas: int, backend: str
             assert torch.equal(ours, theirs)
     for part in (line.base, line.displacement, *line.outputs, line.first, line.second):
         part.assert_guards()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_infinities_and_nan_are_where_stored_sets_have_them(rule: str, backend: str) -> None:
+    line = Line(rule, [COMBINATIONS], 3, backend)
+    line.base.tensors[0].copy_(special_values(line.base.tensors[0], 1, 0))
+    sets = [[t.clone() for t in line.base.tensors] for _ in range(3)]
+    first, second = [torch.zeros_like(t) for t in sets[0]], [torch.zeros_like(t) for t in sets[0]]
+    steps = [torch.zeros((), device=device_of(backend))]
+    stored = kernels.step_plan(StepTensors(rule, sets, [0], steps, first, second if line.tensors.exp_avg_sqs else None), backend)
+    for turn in range(6):
+        gradients = [special_values(first[0], len(SPECIAL_VALUES), turn)]
+        options = StepOptions(finish="mean", weights=[0.5, 0.0, 0.5]) if turn == 2 else StepOptions()
+        for plan in (stored, line.plan):
+            plan.step(gradients, settings_of(rule, [0.5, 1.0, 2.0])[:1], options)
+        for ours, theirs in zip([line.outputs[k].tensors[0] for k in range(3)], [s[0] for s in sets], strict=True):
+            for is_so in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert torch.equal(is_so(ours), is_so(theirs)), f"{is_so.__name__} in turn {turn}"
 
 
 class Twin:

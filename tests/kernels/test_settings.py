@@ -14,6 +14,8 @@ from hdet import _C
 from hdet.kernels import StepOptions, StepSettings
 from hdet.kernels.settings import CALL_SETTINGS, ROW_SETTINGS, count_settings, settings_numbers
 
+from ..limits import HANG_S
+
 HYPER = Path(__file__).parents[2] / "csrc/core/hyper.h"
 
 
@@ -49,7 +51,7 @@ print(native.missing)
 @pytest.mark.parametrize(("more_interface", "more_call", "more_row"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
 def test_a_module_built_with_another_table_is_not_used(more_interface: int, more_call: int, more_row: int) -> None:
     script = OTHER_BUILD.format(interface=_C.INTERFACE + more_interface, call=CALL_SETTINGS + more_call, row=ROW_SETTINGS + more_row)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     other = bool(more_interface or more_call or more_row)
     assert ("built from other sources: reinstall hdet" in done.stdout) == other, done.stdout

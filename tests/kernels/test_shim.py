@@ -41,6 +41,7 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, *command], cwd=build.ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.timeout(600)  # against a hang: the build, and a thousand tests under sanitizers
 def test_the_cuda_sources_on_the_host(environment: dict[str, str]) -> None:
     files = [str(HERE / name) for name in ("shim/checks.py", *TABLES)]
     result = run(environment, "-m", "pytest", "-p", "tests.kernels.shim.plugin", "-q", "-x", "-p", "no:cacheprovider", *files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -96,11 +97,15 @@ def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes
     run.engine.corrections = [2.0]
     run.schedule.write(run.engine)
     assert (held.value, held.writes) == (8.0, 1)
-    held.value = 3.0  # a schedule of the user's own
+    held.value = 3.0  # the new base value, in which the correction is counted
+    with pytest.warns(UserWarning, match="mine was set to 3 while"):
+        run.step()
+    assert (held.value, held.writes) == (3.0, 1) and run.schedule.values() == [1.5]
+    with run.rescheduling():  # a schedule of the user's own
+        assert held.value == 1.5
+        held.value = 3.0
     run.step()
     assert held.value == 6.0 and run.schedule.values() == [3.0]
-    run.step()
-    assert held.value == 6.0
 
 
 @pytest.mark.parametrize("index", [0, 7])
@@ -126,12 +131,46 @@ def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users()
     for _ in range(3):
         run.schedule.write(run.engine)
         net.temperature.copy_(torch.nextafter(net.temperature, torch.tensor(9.0)))
-        run.schedule.advance()
+        run.schedule.take_writes(run.engine)
     run.schedule.write(run.engine)
     assert float(net.temperature) == 2.0 and run.schedule.values() == [1.0]
     net.temperature.fill_(3.0)
-    run.schedule.advance()
-    assert run.schedule.values() == [3.0]
+    with pytest.warns(UserWarning, match="temperature was set to 3 while"):
+        run.schedule.take_writes(run.engine)
+    assert run.schedule.values() == [1.5] and float(net.temperature) == 3.0
+
+
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_a_value_that_is_changed_between_steps_is_the_base_of_exploring(scale: str) -> None:
+    """Noticed when it is next used, in `explore`; corrected once, and never again."""
+    held = Held(4.0)
+    run = ensemble(Net(), [held.knob(scale=scale, unit=None if scale == "log" else 2.0)], **LOCAL)
+    run.engine.corrections = [2.0]
+    run.schedule.write(run.engine)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mine was set")
+        for _ in range(3):
+            held.value *= 0.5
+            base = held.value
+            with run.explore():
+                assert held.value == pytest.approx(
+                    base * run.multipliers["mine"] if scale == "log" else base + 2.0 * (run.multipliers["mine"] - 1)
+                )
+            run.step()
+            assert held.value == pytest.approx(base) and run.values()["mine"] == pytest.approx(base)
+
+
+def test_what_is_written_inside_explore_is_refused() -> None:
+    net = Net()
+    run = ensemble(net, [hdet.Dropout(net)], **LOCAL)
+    with pytest.raises(ValueError, match=r"dropout was changed to 0.5 inside `with ensemble.explore"), run.explore():
+        net.drop.p = 0.5
+    assert net.drop.p == 0.2
+    with pytest.raises(KeyError), run.explore():  # what happened first counts
+        net.drop.p = 0.5
+        raise KeyError
+    assert net.drop.p == 0.2
+    run.step()
 
 
 def test_dropout_moves_what_it_is_told_to() -> None:

@@ -55,9 +55,9 @@ class Traffic:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """First and second moments and the count of steps."""
+    """First and second moments and the count of steps; nothing if they are still to be made."""
     states = list(optimizer.state.values())
-    return [*(flat(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq")), states[0]["step"].clone()]
+    return states and [*(flat(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq")), states[0]["step"].clone()]
 
 
 def local(rank: int, world: int, policy: str, sharded: bool) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_moments_are_kept_averaged_or_reset(runs: list[dict[str, Any]], policy: 
             if policy == "keep":
                 assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
             if policy == "reset":
-                assert not any(x.any() for x in after), "zeros, and the count of steps too"
+                assert before and not after, "made anew by the next step, the count of steps too"
         if policy == "average":
             for k in (0, 1):
                 mean = (one["states"][last][k] + two["states"][last][k]) / 2
@@ -206,7 +206,7 @@ def skipping(rank: int, world: int, steps: int) -> Any:
 
 def test_a_step_that_one_replica_leaves_out_counts_for_all() -> None:
     """Else cycles would end at different steps, the schedule's values that the controller sees differ, and the last average hang."""
-    one, two = run_ranks(skipping, 2, 4 * INTERVAL + 1, timeout=20)
+    one, two = run_ranks(skipping, 2, 4 * INTERVAL + 1)
     assert one[:4] == two[:4] and one[0][-1] == 5 and one[1] == 1
     for last in (2, 5, 8, 11, 12):
         assert torch.equal(one[4][last], two[4][last])

@@ -19,6 +19,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.layouts.common import full
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL = 20, 4
@@ -74,7 +75,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eight(text: Path) -> list[dict[str, Any]]:
-    return run_ranks(train, 8, [*ARGUMENTS, "--data", str(text)], timeout=120.0)
+    return run_ranks(train, 8, [*ARGUMENTS, "--data", str(text)])
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_runs_as_a_user_starts_it(text: Path) -> None:
         *("examples/parallel.py", "--tp", "1", "--pp", "2", "--steps", "4", "--sync-interval", "2", "--data", str(text)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[1] for line in lines] == ["2", "4"], done.stdout

@@ -221,21 +221,22 @@ def test_a_fully_sharded_model_trains_as_the_plain_one_to_the_last_bit(kind: str
 def equals_torchs(rank: int, world_size: int, kind: str) -> None:
     for clip in (None, 0.5):
         found: list[list[Tensor]] = []
-        for make in (FusedAdamW, AdamW):
-            model = model_of(kind)
+        for make, on in ((FusedAdamW, kind), (AdamW, "plain")):
+            model = model_of(on)
             optimizer: Any = make(model.parameters(), lr=1e-2)
             if clip is not None and make is FusedAdamW:
                 optimizer.max_grad_norm = clip
-            train(model, optimizer, kind, range(4), clip if make is AdamW else None)
+            train(model, optimizer, on, range(4), clip if make is AdamW else None)
             found.append(weights(model))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp x tp", 4)])
-def test_torchs_adamw_on_the_same_model(kind: str, ranks: int) -> None:
-    """With sequence parallelism the gradients of norms arrive as Partial sums. The bound is torch's own for the pair, see common.py,
-    times the ten that clipping and another order of the sums cost."""
+def test_torchs_adamw_on_the_plain_model(kind: str, ranks: int) -> None:
+    """With sequence parallelism the gradients of norms arrive as Partial sums. torch's own run on such a model is off in torch 2.11, so its
+    optimizer trains the plain one. The bound is torch's own for the pair, see common.py, times the ten that clipping and another order of
+    the sums cost."""
     run_ranks(equals_torchs, ranks, kind)
 
 

@@ -282,3 +282,13 @@ def test_states_of_another_rule_are_refused_by_name(of: type, into: type[FusedOp
         return
     with pytest.raises(ValueError, match=f"lacks .*{lacks}"):
         ours.load_state_dict(other.state_dict())
+
+
+def test_a_counter_that_is_assigned_counts_from_there() -> None:
+    pair = Pair()
+    pair.go(3)
+    for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
+        optimizer.state[params[1]]["step"] = torch.tensor(1000.0)
+    pair.go(range(3, 6))
+    pair.check()
+    assert [float(state["step"]) for state in state_of(pair.a)] == [6, 1003, 6, 6, 6, 6]

@@ -264,7 +264,7 @@ FINE = ("from_layout", {"tp": 2})
     ],
 )
 def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: list[str]) -> None:
-    results = run_ranks(ask_differently, 4, calls, timeout=20.0)
+    results = run_ranks(ask_differently, 4, calls)
     assert len(set(results)) == 1 and results[0][0] == "ReplicaDisagreement"
     assert all(part in results[0][1] for part in parts), results[0][1]
     assert "on all ranks with the same arguments" in results[0][1]
@@ -286,7 +286,7 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
     ],
 )
 def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) -> None:
-    for kind, text in run_ranks(ask_differently, 4, [call] * 4, timeout=20.0):
+    for kind, text in run_ranks(ask_differently, 4, [call] * 4):
         with pytest.raises(ValueError, match=message):
             assert kind == "ValueError"
             raise ValueError(text)
@@ -348,7 +348,7 @@ STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different 
     ],
 )
 def test_settings_are_compared_once(common: Any, by_member: Any, twist: str, message: str) -> None:
-    results = run_ranks(agree, 4, common, by_member, twist, timeout=20.0)
+    results = run_ranks(agree, 4, common, by_member, twist)
     assert len(set(results)) == 1
     if message:
         with pytest.raises(ValueError, match=message):

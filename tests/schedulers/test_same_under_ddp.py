@@ -58,4 +58,4 @@ def _compare(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_spread_zero_is_torch_under_ddp(world):
-    assert run_ranks(_compare, world, timeout=120) == [[]] * world
+    assert run_ranks(_compare, world) == [[]] * world

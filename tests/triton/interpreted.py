@@ -31,7 +31,7 @@ from .twin import Twin
 def cut(case: Case) -> Case:
     """Seven tensors, the first and the last; 5 replicas, one more than a batch, for 8 or 16; one step if nothing changes between steps."""
     sizes = case.sizes if len(case.sizes) <= 7 else case.sizes[:4] + case.sizes[-3:]
-    changes = case.changing or case.spoiled or case.found_inf or len(case.average_weights) > 1
+    changes = case.changing or case.spoiled or case.special or case.found_inf or len(case.average_weights) > 1
     case = replace(case, sizes=sizes, steps=min(case.steps, 2) if changes else 1)
     if case.replicas <= 5 or case.name.startswith("6:"):
         return case
@@ -239,6 +239,11 @@ def test_a_line_has_the_bits_of_the_cpu(rule: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("rule", test_rank_one.RULES)
+def test_infinities_and_nan_on_a_line(rule: str) -> None:
+    test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outputs_of_16_bits(dtype: torch.dtype) -> None:
     test_rank_one.test_outputs_of_16_bits_are_the_rounded_ones(dtype, "triton")
@@ -300,6 +305,29 @@ def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.Mon
     for new in (lambda: memory.place(table), lambda: memory.room(2, torch.float32)):
         with pytest.raises(RuntimeError, match="first call, which cannot be captured"):
             new()
+
+
+def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be compiled and loaded under capture: the norm's, and another end of a step."""
+    p, g, capturing = torch.zeros(3), torch.ones(3), [False]
+    monkeypatch.setattr(triton_launch, "_capturing", lambda device: capturing[0])
+    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
+    plan.step([g], [StepSettings(0.5)])
+    for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):
+        plan.upload([StepSettings(0.5)], options)
+        capturing[0] = True
+        with pytest.raises(
+            RuntimeError, match=r"as no step before it did \(max_grad_norm, zero_gradients.*before the capture run one step"
+        ):
+            plan.step([g], [StepSettings(0.5)], options)
+        capturing[0] = False
+        plan.step([g], [StepSettings(0.5)], options)
+        g.fill_(1)
+        capturing[0] = True
+        plan.step([g], [StepSettings(0.5)], options)
+        g.fill_(1)
+        capturing[0] = False
+    assert p.tolist() == [-2.5] * 3
 
 
 def test_tensors_that_the_interpreter_cannot_read_are_refused() -> None:

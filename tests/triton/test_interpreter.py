@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ..limits import HANG_S
+
 pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
 HERE = Path(__file__).parent
 
 
-def run(*command: str, limit: float = 120, **environment: str) -> str:
+def run(*command: str, limit: float = HANG_S, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=HERE.parent.parent,
@@ -27,10 +29,9 @@ def run(*command: str, limit: float = 120, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(900)
 def test_in_the_interpreter() -> None:
     arguments = ("-q", "-p", "no:cacheprovider", "--no-header", os.fspath(HERE / "interpreted.py"))
-    output = run("-m", "pytest", *arguments, limit=840, TRITON_INTERPRET="1")
+    output = run("-m", "pytest", *arguments, limit=2 * HANG_S, TRITON_INTERPRET="1")
     summary = output.rstrip().splitlines()[-1]  # test names have these words, too
     assert "passed" in summary and "failed" not in summary and "skipped" not in summary, output[-2000:]
 

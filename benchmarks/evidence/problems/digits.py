@@ -11,9 +11,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .problem import Batch, Problem
-
-__all__ = ["DIGITS"]
+from .problem import Batch, Problem, mean_loss
 
 STEPS, IMAGES = 600, 32
 NOISE = 0.3
@@ -91,14 +89,6 @@ def held_out() -> Batch:
     return disturbed(images.repeat(4, 1, 1, 1), _generator("validation")), labels.repeat(4)
 
 
-@torch.no_grad()
-def validate(model: nn.Module) -> float:
-    model.eval()
-    found = losses(model, held_out()).mean().item()
-    model.train()
-    return found
-
-
 DIGITS = Problem(
     name="digits",
     steps=STEPS,
@@ -108,5 +98,5 @@ DIGITS = Problem(
     batch=batch,
     spare=lambda seed, step, number: batch(seed, STEPS + number),
     losses=losses,
-    validate=validate,
+    validate=lambda model: mean_loss(model, losses, [held_out()]),
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-
-__all__ = ["Batch", "Problem"]
 
 Batch = tuple[Tensor, ...]
 """Tensors with the examples along their first dimension."""
@@ -35,3 +34,12 @@ class Problem:
     """(examples,) training losses in nats."""
     validate: Callable[[nn.Module], float]
     """Mean held-out loss in nats, in eval mode, always of the same data."""
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, losses: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]) -> float:
+    """Over the examples of all batches, in eval mode."""
+    model.eval()
+    found = torch.cat([losses(model, batch) for batch in batches]).mean().item()
+    model.train()
+    return found

@@ -1,4 +1,4 @@
-"""The recommender of examples/recsys.py: one pass through a year of interactions, judged by its last day."""
+"""The recommender of `benchmarks.recsys`: one pass through a year of interactions, judged by its last day."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from hdet.jobs.recsys import InteractionLog, Interactions, Recommender, engagement_losses
-
-from .problem import Batch, Problem
-
-__all__ = ["RECSYS", "interactions"]
+from ...recsys.recommender import InteractionLog, Interactions, Recommender, engagement_losses
+from .problem import Batch, Problem, mean_loss
 
 STEPS, INTERACTIONS = 800, 128
 LOG = InteractionLog()
@@ -38,14 +35,6 @@ def held_out() -> Interactions:
     return LOG.sample(16384, 1.0, seed=0, stream="validation", index=0)
 
 
-@torch.no_grad()
-def validate(model: nn.Module) -> float:
-    model.eval()
-    found = losses(model, held_out()).mean().item()
-    model.train()
-    return found
-
-
 RECSYS = Problem(
     name="recsys",
     steps=STEPS,
@@ -55,5 +44,5 @@ RECSYS = Problem(
     batch=lambda seed, step: interactions(INTERACTIONS, step, STEPS, seed),
     spare=lambda seed, step, number: LOG.sample(INTERACTIONS, min(step / STEPS, 1.0), seed=seed, stream="probe", index=number),
     losses=losses,
-    validate=validate,
+    validate=lambda model: mean_loss(model, losses, [held_out()]),
 )

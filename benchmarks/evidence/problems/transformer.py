@@ -11,9 +11,7 @@ from torch.nn import functional as F
 from hdet.jobs.data import Corpus, load_corpus, sample_batch
 from hdet.jobs.model import GPT, GPTConfig
 
-from .problem import Batch, Problem
-
-__all__ = ["TRANSFORMER"]
+from .problem import Batch, Problem, mean_loss
 
 SHAPE = GPTConfig()
 STEPS, WINDOWS = 1000, 8
@@ -46,14 +44,6 @@ def held_out() -> list[Batch]:
     return [sample_batch(corpus().validation, 64, SHAPE.context, seed=0, stream="validation", index=i) for i in range(8)]
 
 
-@torch.no_grad()
-def validate(model: nn.Module) -> float:
-    model.eval()
-    found = torch.cat([losses(model, batch) for batch in held_out()]).mean().item()
-    model.train()
-    return found
-
-
 TRANSFORMER = Problem(
     name="transformer",
     steps=STEPS,
@@ -63,5 +53,5 @@ TRANSFORMER = Problem(
     batch=batch,
     spare=lambda seed, step, number: batch(seed, STEPS + number),
     losses=losses,
-    validate=validate,
+    validate=lambda model: mean_loss(model, losses, held_out()),
 )

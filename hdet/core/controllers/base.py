@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .protocol import Controller, Decision, Evidence, require_keys
+from ..schema import Flag, Kind, Or, Plain, read
+from .protocol import Controller, Decision, Evidence
 
 __all__ = [
     "BaseController",
     "RuledController",
     "check_run",
+    "check_state",
     "cycle_steps",
     "is_idle",
     "needs_replicas",
@@ -42,8 +44,9 @@ class BaseController:
     """The correction with which a run begins."""
     regresses = False
     """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1. (Every one with a probe does.)"""
-    state_keys: Sequence[str] = ()
-    """Attributes that are the state: numbers, booleans, and lists of them. Hyperparameters are not state."""
+    state_keys: Mapping[str, Kind] | Sequence[str] = ()
+    """Attributes that are the state, and their kinds (hdet/core/schema.py), which a state is held to before it is loaded. Names alone: numbers,
+    booleans, and lists of them. Hyperparameters are not state."""
 
     def __init__(self, freeze_after: float | None = None) -> None:
         whole = isinstance(freeze_after, int) and not isinstance(freeze_after, bool) and freeze_after >= 1
@@ -107,13 +110,19 @@ class BaseController:
         """Plain data."""
         return {"frozen": self.frozen, **{key: _plain(getattr(self, key)) for key in self.state_keys}}
 
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        """The values of `state_keys` in it; changes nothing. Further keys are those of older versions. ``knobs``: how many, where that is known.
+
+        Raises:
+            ValueError: a key is missing, or its value of another kind.
+        """
+        kinds = self.state_keys if isinstance(self.state_keys, Mapping) else dict.fromkeys(self.state_keys, Plain())
+        return read(state, {"frozen": Or(Flag(), False), **kinds}, f"{type(self).__name__}'s", knobs)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state without one of the keys; nothing is changed then. Further keys are those of older versions."""
-        require_keys(state, self.state_keys, f"{type(self).__name__}'s")
-        loaded = {key: _plain(state[key]) for key in self.state_keys}
-        self.frozen = bool(state.get("frozen", False))
-        for key, value in loaded.items():
-            setattr(self, key, value)
+        """Raises as `check_state`; nothing is changed then."""
+        for key, value in self.check_state(state).items():
+            setattr(self, key, _plain(value))
 
 
 class RuledController(BaseController):
@@ -151,6 +160,9 @@ class RuledController(BaseController):
 
     def update(self, evidence: Evidence) -> list[Decision]:
         return self.rule.update(evidence)
+
+    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+        return check_state(self.rule, state, knobs)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()
@@ -208,3 +220,8 @@ def see(controller: Controller, evidence: Evidence) -> None:
 def check_run(controller: Controller, total_steps: int | None, floor: Sequence[float]) -> None:
     """`BaseController.check_run`; without it every run will do."""
     getattr(controller, "check_run", lambda *_: None)(total_steps, floor)
+
+
+def check_state(controller: Controller, state: Any, knobs: int | None) -> Any:
+    """`BaseController.check_state`; without it every state will do."""
+    return getattr(controller, "check_state", lambda *_: None)(state, knobs)

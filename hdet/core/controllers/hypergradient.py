@@ -36,7 +36,6 @@ class HypergradientRule(PeakController):
 
     name = "hypergradient"
     needs_replicas = False
-    state_keys = ("warm", "phase")
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from ..schema import COUNT, Kind, ListOf, Number, Row
 from .base import BaseController
 from .protocol import Decision, Evidence
 from .reading import FARTHEST, Reading, edge, read_line
@@ -78,7 +79,11 @@ class LineRule(BaseController):
     needs_replicas = False
     spreads = False
     opening = OPENING
-    state_keys = ("phase", "began", "ended", "untrained", "octaves", "total", "cycles", "edge", "late", "scheduled", "risen")
+    state_keys: Mapping[str, Kind] | Sequence[str] = {
+        "phase": Number(FEEL, DONE, whole=True), "began": COUNT, "ended": COUNT, "untrained": ListOf(Number()),
+        "octaves": ListOf(Row(Number(0), Number(high=math.inf), Number(0), Number())), "total": Number(-math.inf, math.inf), "cycles": COUNT,
+        "edge": Number(0), "late": Number(0, len(LATE), whole=True), "scheduled": Number(0), "risen": COUNT,
+    }  # fmt: skip
 
     def __init__(self, significant: float = 1.5, farthest: float = 256.0, freeze_after: float | None = None, octave: int = STEPS) -> None:
         super().__init__(freeze_after)
@@ -116,7 +121,7 @@ class LineRule(BaseController):
 
     @property
     def idle(self) -> bool:
-        return self.phase == DONE or (self.frozen and not self.sweeping)
+        return self.phase == DONE or (not self.sweeping and (self.frozen or self.late >= len(LATE)))
 
     @property
     def sweeping(self) -> bool:
@@ -164,10 +169,12 @@ class LineRule(BaseController):
             return [Decision() for _ in evidence.knobs]
         if self.phase == READ:
             return self._read(evidence, evidence.line)
-        if evidence.line.mean(1.0)[0] >= BROKEN and evidence.line.mean(0.0)[0] >= BROKEN:
-            # The mini-batch is bad, and not the weights: the next cycle is read in its place.
+        # The next cycle is read in the place of one whose mini-batch is bad, and not the weights, or that ends where the schedule is at 0.
+        bad = evidence.line.mean(1.0)[0] >= BROKEN and evidence.line.mean(0.0)[0] >= BROKEN
+        if bad or _value(evidence) <= 0:
             late = self._used(evidence) >= LIMIT
-            return self._end(evidence, None, "nothing finite so far") if late else [Decision() for _ in evidence.knobs]
+            why = "nothing finite so far" if bad else "the schedule is at 0"
+            return self._end(evidence, None, why) if late else [Decision() for _ in evidence.knobs]
         loss = self._octaves_loss(evidence)
         self.ended = float(evidence.step)
         return self._feel(evidence, evidence.line, loss) if self.phase == FEEL else self._sweep(evidence, evidence.line, loss)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+from ..schema import Flag, Kind, ListOf, Number
 from .base import BaseController
 from .protocol import Decision, Evidence
 
@@ -20,6 +22,7 @@ class PeakController(BaseController):
     schedule has fallen below ``end`` the rule is idle. The correction multiplies the schedule and stays within [1 / bound, bound].
     """
 
+    state_keys: Mapping[str, Kind] = {"warm": ListOf(Flag(), "seen"), "phase": ListOf(Number(), "seen")}
     warm: list[bool]
     """[knob]: has the schedule been near its peak?"""
     phase: list[float]

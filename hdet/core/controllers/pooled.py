@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+from ..schema import POSITIVE, Flag, Kind, ListOf
 from .peak import PeakController
 from .protocol import Evidence
 
@@ -23,7 +24,7 @@ class PooledController(PeakController):
         begin, end, bound, freeze_after: see `PeakController` and `BaseController`.
     """
 
-    state_keys: Sequence[str] = ("warm", "phase", "counted", "last")
+    state_keys: Mapping[str, Kind] = {**PeakController.state_keys, "counted": Flag(), "last": ListOf(POSITIVE, "seen")}
 
     def __init__(
         self,

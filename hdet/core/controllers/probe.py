@@ -24,7 +24,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .peak import PeakController, gated, ratio
+from ..schema import Kind, ListOf, Number, Or, Row, read
+from .peak import LARGEST_T, PeakController, gated, ratio
 from .protocol import Decision, Evidence
 from .regression import mean_and_error, slopes, unexplained
 
@@ -56,7 +57,7 @@ class ProbeRule(PeakController):
 
     name = "probe"
     needs_probe = True
-    state_keys = ("warm", "phase", "last")
+    state_keys: Mapping[str, Kind] = {**PeakController.state_keys, "last": ListOf(Number(-LARGEST_T, LARGEST_T), "seen")}
 
     def __init__(
         self,
@@ -107,9 +108,9 @@ class ProbeRule(PeakController):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "noise": list(self.noise)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.noise = [float(x) for x in state.get("noise", (0.0, 0.0))]  # older versions had none
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        older = Or(Row(Number(0), Number(0)), [0.0, 0.0])
+        return {**super().check_state(state, knobs), **read(state, {"noise": older}, "ProbeRule's")}
 
     def _move(self, t: float, before: float, scale: float) -> float:
         """Change of ln(correction) for this vote and the one before it: of two for a rise the weaker."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Controller", "Decision", "Evidence", "require_keys"]
+__all__ = ["Controller", "Decision", "Evidence"]
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,3 @@ class Controller(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def require_keys(state: Mapping[str, Any], keys: Sequence[str], what: str) -> None:
-    """Refuse a state that lacks a key, before anything is changed.
-
-    Raises:
-        ValueError: names what is missing and what was expected.
-    """
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise ValueError(
-            f"the {what} state lacks {', '.join(map(repr, missing))}: it was saved by something else or cut short; keys expected: {', '.join(keys)}"
-        )

@@ -11,8 +11,9 @@ cycle knows of the variance. The larger of the two counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ..schema import Kind, ListOf, Number
 from .peak import gated, ratio
 from .pooled import PooledController
 from .protocol import Decision, Evidence
@@ -43,7 +44,9 @@ class RankController(PooledController):
     """
 
     name = "rank"
-    state_keys = (*PooledController.state_keys, "gradients", "variances", "weight")
+    state_keys: Mapping[str, Kind] = {
+        **PooledController.state_keys, "gradients": ListOf(Number(), "seen"), "variances": ListOf(Number(0), "seen"), "weight": Number(0),
+    }  # fmt: skip
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)

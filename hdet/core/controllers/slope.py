@@ -11,8 +11,9 @@ s^2 V = s^2 A^-1 B A^-1 is the covariance of g, B <- f^2 B + M. So s^2 is the ru
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ..schema import Kind, ListOf, Number
 from .peak import gated, ratio
 from .pooled import PooledController
 from .protocol import Decision, Evidence
@@ -26,6 +27,7 @@ NOISE_MEMORY = 0.9
 """Weight of the cycle before in the noise, which changes more slowly than the slope."""
 
 Matrix = list[list[float]]
+_SQUARE = ListOf(ListOf(Number(), "seen"), "seen")
 
 
 class SlopeController(PooledController):
@@ -38,7 +40,10 @@ class SlopeController(PooledController):
 
     name = "slope"
     regresses = True
-    state_keys = (*PooledController.state_keys, "information", "squares", "moments", "noise", "seen")
+    state_keys: Mapping[str, Kind] = {
+        **PooledController.state_keys, "information": _SQUARE, "squares": _SQUARE, "moments": ListOf(Number(), "seen"),
+        "noise": Number(0), "seen": Number(0),
+    }  # fmt: skip
 
     def begin_run(self, knobs: int) -> None:
         super().begin_run(knobs)
@@ -75,9 +80,10 @@ class SlopeController(PooledController):
             shares = []
             for k, row in enumerate(gram):
                 expected = row[k] + dot(row, [dot(v, row) for v in covariance])
+                beyond = cross[k] - dot(row, slope)
                 if expected > 0:
-                    shares.append((cross[k] - dot(row, slope)) ** 2 / expected)
-            if shares:
+                    shares.append(beyond * beyond / expected)
+            if shares and all(map(math.isfinite, shares)):
                 self.noise = NOISE_MEMORY * self.noise + math.fsum(shares) / len(shares)
                 self.seen = NOISE_MEMORY * self.seen + 1
         self.information = _added(self.information, gram, fade)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..schema import POSITIVE, Kind, ListOf, Number
 from .base import BaseController
 from .protocol import Decision, Evidence
 
@@ -64,7 +65,9 @@ class SoftmaxController(BaseController):
     """
 
     name = "softmax"
-    state_keys = ("velocities", "gammas", "ceilings")
+    state_keys: Mapping[str, Kind] = {
+        "velocities": ListOf(Number(), "moved"), "gammas": ListOf(Number(), "left"), "ceilings": ListOf(POSITIVE, "left"),
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class SoftmaxController(BaseController):
         if self.decay is None:
             # Relative values keep a stale velocity harmless while the schedule falls; exp keeps the value positive.
             self.velocities[k], moved = momentum_update(self.velocities[k], relative, 1.0, momentum=self.momentum, step_size=self.step_size)
-            return Decision(factor=math.exp(moved - 1.0), note=note)
+            return Decision(factor=math.exp(min(max(moved - 1.0, -700.0), 700.0)), note=note)
         # What is in force, and not what was decided: a cycle that was taken back has lowered it.
         before = evidence.values[k]
         self.velocities[k], base = momentum_update(

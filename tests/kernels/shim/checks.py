@@ -285,6 +285,22 @@ def test_a_captured_step_copies_nothing_and_says_what_it_needs() -> None:
     assert state.copies == 0
 
 
+def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
+    """Its kernel's code would be loaded under capture. Uploading that there is one does not load it."""
+    problem, plan, gradients, settings = prepared()
+    options = StepOptions(max_norm=1.0)
+    plan.upload(settings, options)
+    state.capturing = True
+    before, launches = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}, launched()
+    with pytest.raises(RuntimeError, match=r"takes a norm.*as no step before it did \(max_grad_norm.*before the capture run one step"):
+        plan.step(gradients, settings, options)
+    assert launched() == launches and all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
+    state.capturing = False
+    plan.step(gradients, settings, options)
+    state.capturing = True
+    plan.step(gradients, settings, options)
+
+
 def test_tables_that_a_graph_holds_outlive_their_plan() -> None:
     _, plan, gradients, settings = prepared()
     count = len(cuda.captured)

@@ -6,4 +6,5 @@
 EXPORTED long shim_accesses(int bytes) { return shim::accesses[bytes]; }
 EXPORTED long shim_launches() { return shim::launches; }
 EXPORTED int shim_device() { return shim::device; }
+EXPORTED void shim_set_device(int device) { shim::device = device; }
 

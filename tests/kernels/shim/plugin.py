@@ -5,10 +5,13 @@ Loaded before anything of hdet: `pytest -p tests.kernels.shim.plugin`. HDET_SHIM
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 loader = importlib.machinery.ExtensionFileLoader("hdet._C", os.environ["HDET_SHIM"])
@@ -37,6 +40,20 @@ def _copy(table: torch.Tensor, placed: torch.Tensor) -> None:
     placed.copy_(table)
 
 
+counted = ctypes.CDLL(os.environ["HDET_SHIM"])
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Puts back what was the device, as torch does; what is launched outside of it leaves the device changed."""
+    before = counted.shim_device()
+    try:
+        yield
+    finally:
+        counted.shim_set_device(before)
+
+
+cuda._on = _on
 cuda._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
 cuda._capturing = lambda device: state.capturing  # type: ignore[misc]
 cuda._placed = lambda table, device: table.clone()  # type: ignore[misc]

@@ -1,0 +1,3 @@
+from .page import main
+
+main()

@@ -1,0 +1,232 @@
+"""The figures of the page: from lines to a figure for each benchmark."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hdet.report import COLOURS, GREY
+
+from . import horizon, scalars, search, signal
+from .curves import Curve, Record, best_rate, by, curves, of_one_kind, score
+from .goals import HDET, ONE_CYCLE, Methods, lowest_of_all
+from .hero import rank, untrained
+from .tables import percent, standard_error, start
+
+
+def _panels(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Figure, Any]:
+    """A figure and its [row][column] of axes; inches."""
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **more)
+
+
+def _dress(axes: Axes, title: str = "", xlabel: str = "", *, size: int = 11, grid: bool = True) -> None:
+    axes.set_title(title, fontsize=size, loc="left")
+    axes.set_xlabel(xlabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    if grid:
+        axes.grid(True, color="#E3E3E3", linewidth=0.7)
+        axes.set_axisbelow(True)
+
+
+def _legend(figure: Figure, panels: Iterable[Axes], columns: int) -> None:
+    """Below all, what any of the panels has."""
+    handles = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+# -- hero ------------------------------------------------------------------------------------------------------------------
+
+
+def hero_figure(records: Sequence[Record]) -> Figure:
+    """A column for each problem: loss against start, mean and range over seeds; below, the base rate from every start under HDET."""
+    found = curves(records, rank)
+    figure, panels = _panels(2, len(found), max(4.8 * len(found), 7.2) + 0.6, 7.4, gridspec_kw={"height_ratios": [3, 2]})
+    for column, (problem, methods) in enumerate(found.items()):
+        _draw_losses(panels[0][column], problem, methods)
+        _draw_rates(panels[1][column], _steadiest(methods))
+    panels[0][0].set_ylabel("validation loss, nats")
+    panels[1][0].set_ylabel("base rate / best peak rate")
+    _legend(figure, panels[0], 6)
+    return figure
+
+
+def _draw_losses(axes: Axes, problem: str, methods: Methods) -> None:
+    for curve in methods.values():
+        style = _style(curve.method, methods)
+        axes.plot(curve.starts, [curve.mean(e) for e in curve.starts], label=curve.method, **style)
+        low, high = ([extreme(curve.scores(e)) for e in curve.starts] for extreme in (min, max))
+        axes.fill_between(curve.starts, low, high, color=style["color"], alpha=0.2 if curve.method.startswith(HDET) else 0.08, linewidth=0)
+    axes.axhline(untrained(methods), color="black", linestyle=":", linewidth=1, label="untrained")
+    _dress(axes, problem, "log2 (starting rate / best rate of the method)")
+
+
+def _steadiest(methods: Methods) -> Curve:
+    """The method of ours that the start matters least to; without one, the first of all."""
+    ours = [curve for curve in methods.values() if curve.method.startswith(HDET)]
+    lowest = lowest_of_all(methods)
+    return min(ours or [next(iter(methods.values()))], key=lambda curve: (-len(curve.starts), curve.sensitivity(lowest)))
+
+
+def _draw_rates(axes: Axes, curve: Curve) -> None:
+    points = max(map(len, curve.of("rates")))  # a run that crashed has fewer
+    for exponent, runs in curve.runs.items():
+        first = next(iter(runs.values()))
+        rates = [rate / best_rate(first) for rate in first["rates"]]
+        axes.plot([i / points for i in range(len(rates))], rates, color=GREY if exponent else "black", linewidth=1)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(2.0**-10, 2.0**7)
+    _dress(axes, f"{curve.method}: the base rate from every start, first seed", "part of the run", size=9)
+
+
+def _style(method: str, methods: Methods) -> dict[str, Any]:
+    """HDET in strong colours; fixed schedules grey; peers thin; a variant has the same colour, dotted."""
+    schedules = (ONE_CYCLE, "wsd")
+    if method.startswith(HDET):
+        families = list(dict.fromkeys(name.split("-")[1] for name in methods if name.startswith(HDET)))
+        _, family, *variant = method.split("-")
+        colour = COLOURS[families.index(family) % 3]
+        return {"color": colour, "linewidth": 2.4, "linestyle": ":" if variant else "-", "marker": "o", "markersize": 4, "zorder": 4}
+    if method in schedules:
+        return {"color": GREY, "linewidth": 1.6, "linestyle": "-" if method == ONE_CYCLE else "--", "zorder": 3}
+    peers = list(dict.fromkeys(name.split("-")[0] for name in methods if not name.startswith(HDET) and name not in schedules))
+    colours = (*COLOURS[3:], "#8C6D31")
+    colour = colours[peers.index(method.split("-")[0]) % len(colours)]
+    return {"color": colour, "linewidth": 1.3, "linestyle": ":" if "-" in method else "-"}
+
+
+# -- search ----------------------------------------------------------------------------------------------------------------
+
+
+def search_figure(records: Sequence[Record]) -> Figure:
+    """A panel for each problem: the best loss so far against examples seen; means, and for HDET a band from its best to its worst run."""
+    problems = of_one_kind(records, search.RUN)
+    figure, panels = _panels(1, len(problems), 4.8 * len(problems) + 1.2, 4.6)
+    for axes, (problem, lines) in zip(panels[0], problems.items(), strict=True):
+        colours, styles = iter(COLOURS), iter(("-", "--", "-.", ":", (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3))))
+        for name, results in search.searches(lines).items():
+            end = max(points[-1][0] for points, _ in results)
+            at = [end * i / 400 for i in range(401)]
+            values = list(zip(*(search.best_so_far(points, at) for points, _ in results), strict=True))
+            runs = [samples / search.run_length(lines) for samples in at]
+            ours = name.startswith(HDET)
+            colour, style = (next(colours), "-") if ours else (GREY, next(styles, "-"))
+            axes.plot(runs, list(map(statistics.mean, values)), color=colour, linestyle=style, linewidth=2.4 if ours else 1.4, label=name)
+            if ours:
+                axes.fill_between(runs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(left=1 / max(len(line["curve"]) for line in lines))
+        axes.legend(frameon=False, fontsize=8)
+        _dress(axes, problem, "examples seen, in runs")
+    panels[0][0].set_ylabel("best held-out loss so far, nats")
+    return figure
+
+
+# -- signal ----------------------------------------------------------------------------------------------------------------
+
+
+def signal_figure(records: Sequence[Record]) -> Figure:
+    """A row for each problem, a panel for each controller with an error: t against the truth, with the truth's error; right signs lie in
+    the shaded quarters, what lies between the dotted lines is not significant."""
+    rows = {problem: signal.heard(lines) for problem, lines in of_one_kind(records, signal.RUN).items()}
+    names = list(dict.fromkeys(name for said in rows.values() for name, all_of in said.items() if any(one.t is not None for one in all_of)))
+    columns = max(len(names), 1)
+    figure, panels = _panels(len(rows), columns, 2.7 * max(len(names), 2) + 0.8, 3.3 * len(rows) + 0.5, sharex=True, sharey=True)
+    for row, (problem, said) in zip(panels, rows.items(), strict=True):
+        for axes, name in zip(row, names, strict=False):
+            _draw_heard(axes, [one for one in said.get(name, []) if one.t is not None])
+            _dress(axes, name, size=10, grid=False)
+        row[0].set_ylabel(f"{problem}: t of the controller's slope")
+    figure.supxlabel("truth: d final loss / d ln(rate), nats (below 0: higher is better)", fontsize=10)
+    _legend(figure, panels.flat, 4)
+    return figure
+
+
+def _draw_heard(axes: Axes, said: Sequence[signal.Heard]) -> None:
+    style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "elinewidth": 0.8}
+    for moment, colour in zip(sorted({one.moment for one in said}), COLOURS, strict=False):
+        own = [one for one in said if one.moment == moment]
+        axes.errorbar(
+            [one.truth for one in own], [one.t or 0.0 for one in own], xerr=[one.uncertainty for one in own], yerr=1.0,
+            color=colour, label=f"at {percent(moment)} of the run", **style,
+        )  # fmt: skip
+    axes.set_xscale("symlog", linthresh=0.02)
+    axes.set_yscale("symlog", linthresh=signal.CERTAIN)
+    for sign in (-1, 1):
+        axes.axhline(sign * signal.CERTAIN, color=GREY, linestyle=":", linewidth=0.8)
+        axes.fill([0, sign * 10, sign * 10, 0], [0, 0, sign * 1e3, sign * 1e3], color="#E9F2EA", zorder=0)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+
+
+# -- horizon ---------------------------------------------------------------------------------------------------------------
+
+
+def horizon_figure(records: Sequence[Record]) -> Figure:
+    """A column for each problem: the final loss against the cycle, below it where the rate went; a colour for each start."""
+    problems = of_one_kind(records, horizon.RUN)
+    figure, panels = _panels(2, len(problems), 5.2 * len(problems) + 1.6, 6.8, sharex="col")
+    for (above, below), (problem, lines) in zip(panels.T, problems.items(), strict=True):
+        _draw_cycles(above, lines, lambda own: statistics.mean(map(score, own)))
+        _draw_cycles(below, lines, horizon.went_to)
+        below.axhline(0, color=GREY, linewidth=0.8)
+        _dress(above, problem)
+        _dress(below, "", "cycle, % of the run")
+    panels[0][0].set_ylabel("final held-out loss, nats")
+    panels[1][0].set_ylabel("log2 (rate / best fixed rate)")
+    _legend(figure, panels[0], 3)
+    return figure
+
+
+def _draw_cycles(axes: Axes, lines: Sequence[Record], value: Callable[[Sequence[Record]], float]) -> None:
+    for (e, of_start), colour in zip(sorted(by(lines, "exponent").items()), COLOURS, strict=False):
+        methods = by(of_start, "method")
+        for method, style in ((horizon.AVERAGED, "-"), (horizon.LAST, "--")):
+            cycles = sorted(by(methods.get(method, []), "interval").items())
+            axes.plot(
+                [100 * interval for interval, _ in cycles], [value(own) for _, own in cycles], color=colour, linestyle=style,
+                marker="o", markersize=3, label=f"from {start(e)}, {horizon.NAMES[method]}",
+            )  # fmt: skip
+        if horizon.FIXED in methods:
+            axes.axhline(value(methods[horizon.FIXED]), color=colour, linestyle=":", linewidth=0.9)
+    axes.set_xscale("log")
+
+
+# -- scalars ---------------------------------------------------------------------------------------------------------------
+
+
+def scalars_figure(records: Sequence[Record]) -> Figure:
+    """A panel for each corner: the loss against the examples seen, of tuning after each trial."""
+    found = scalars.corners(records)
+    count = max(len(found), 1)
+    figure, panels = _panels(1, count, 5.0 * count + 1.6, 4.4, sharey=True)
+    for axes, (corner, methods) in zip(panels[0], found.items(), strict=True):
+        colours = iter(COLOURS)
+        for method, own in methods.items():
+            if method == "one-at-a-time":
+                curve = scalars.tuned_curve(own)
+                seen = [k * scalars.of_a_trial(methods) / 1000 for k in range(1, len(curve) + 1)]
+                axes.plot(seen, curve, color=GREY, drawstyle="steps-post", label="one at a time")
+                continue
+            losses, at = scalars.losses(own), scalars.examples(method, methods) / 1000
+            axes.errorbar(
+                [at], [statistics.mean(losses)], yerr=[standard_error(losses)],
+                marker="o", linestyle="none", color=next(colours), label=scalars.METHODS[method],
+            )  # fmt: skip
+        _dress(axes, f"from the corner {corner!r}", "examples seen, thousands")
+    panels[0][0].set_ylabel("held-out loss, nats")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+FIGURES: dict[str, Callable[[Sequence[Record]], Figure]] = {
+    "hero": hero_figure,
+    "search": search_figure,
+    "signal": signal_figure,
+    "horizon": horizon_figure,
+    "scalars": scalars_figure,
+}

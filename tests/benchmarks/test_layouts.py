@@ -1,0 +1,245 @@
+"""The machinery of benchmarks.layouts, converge, controller and gpu: what is averaged and counted, the fit, whether the cost model
+counts what the code does, and what is kept where a run is cut off. No figure is judged here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hdet
+from benchmarks import controller, converge, gpu, harness, layouts
+from hdet.jobs import cost
+from hdet.jobs.cost import Job, Link, Traffic
+from tests.distributed import run_ranks
+
+WIDTH = 16
+
+
+def agree(rank: int, world_size: int) -> list[str]:
+    """Names of layouts and sides whose tensors are not the mean over this rank's peers."""
+    wrong = []
+    for layout, build in layouts.LAYOUTS.items():
+        torch.manual_seed(rank)
+        tensors, replicas = build(WIDTH)
+        for tensor in tensors:
+            tensor.normal_()  # DDP has made them alike
+        sides = layouts.sides(tensors, replicas)
+        rows = torch.zeros(replicas.count, sum(t.numel() for t in tensors))
+        rows[replicas.index] = torch.cat([t.reshape(-1) for t in tensors])
+        torch.distributed.all_reduce(rows, group=replicas.peer_group)
+        for name, (call, result) in sides.items():
+            call()
+            mean = rows.sum(0) if name == "floor" else rows.mean(0)
+            found = torch.cat([t.reshape(-1) for t in result()])
+            if not (torch.allclose(found, mean, rtol=1e-5, atol=1e-6) and rows.std(0).max() > 0):
+                wrong.append(f"{layout}: {name}")
+    return wrong
+
+
+def test_every_side_of_every_layout_averages_its_peers() -> None:
+    assert run_ranks(agree, 4) == [[]] * 4
+
+
+def test_layouts_print_write_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(layouts, "spawn", lambda function, count, *arguments: run_ranks(layouts.measure, 4, *arguments)[0])
+    path = tmp_path / "lines.jsonl"
+    layouts.main(["--quick", "--json", str(path)])
+    assert "HSDP, 2 processes, 2 replicas: 32 tensors" in capsys.readouterr().out  # the 2 of --quick, though 4 ran
+
+    records = {record["layout"]: record for record in map(json.loads, path.read_text().splitlines())}
+    norms, matrices = 4 * 4 * 4 * WIDTH, 4 * 4 * 12 * WIDTH * WIDTH  # 4 layers in fp32, of 4 vectors and 12 squares
+    whole = norms + matrices
+    expected = {"DDP": (4, whole), "HSDP": (2, whole // 2), "tp x pp x dp": (2, norms + matrices // 2)}
+    assert {name: (record["replicas"], record["bytes"]) for name, record in records.items()} == expected
+    for record in records.values():
+        assert record["tensors"] == 32 and record["processes"] == 4
+        for side, row in record["rows"].items():
+            ring = 2 * (record["replicas"] - 1)
+            assert row["sent"] == pytest.approx(ring / record["replicas"] * record["bytes"])
+            assert row["calls"] == row["messages"] / ring == (32 if side == "per parameter" else 1)
+            assert row["ratio"] > 0 and row["median_ms"] >= row["best_ms"] > 0
+
+
+def record(layout: str, processes: int, replicas: int, size: int, calls: int, link: tuple[float, float]) -> dict[str, Any]:
+    """A line as if the model were the truth: alpha + n / B, and two cores."""
+    alpha, bandwidth = link
+    seconds = processes / 2 * (calls * 2 * (replicas - 1) * alpha + 2 * (replicas - 1) / replicas * size / bandwidth)
+    row = {"median_ms": 1e3 * seconds, "messages": calls * 2 * (replicas - 1), "sent": 2 * (replicas - 1) / replicas * size}
+    return {
+        "benchmark": "layouts", "layout": layout, "processes": processes, "replicas": replicas, "bytes": size,
+        "rows": {"floor": row, "ours": row}, "on": {"cores": 2},
+    }  # fmt: skip
+
+
+def test_the_fit_predicts_what_it_has_not_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = (1e-4, 2e9)
+    lines = [record("DDP", n, n, size, 1, link) for n in (2, 4) for size in (10**5, 10**7)]
+    lines += [record("HSDP", 8, 2, 10**6, 3, link), {"benchmark": "converge"}]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    layouts.main(["--fit", str(path)])
+    out = capsys.readouterr().out
+    assert "floor: alpha 100 us a message, B 2.00 GB/s a rank" in out and "ours: alpha" in out
+    assert "not fitted: 1 points, off by a factor of 1.00 in the median, 1.00 at worst" in out
+
+
+@given(
+    st.floats(1e-6, 1e-2),
+    st.floats(1e6, 1e12),
+    st.lists(st.tuples(st.floats(1, 1e12), st.integers(2, 64), st.floats(1, 8)), min_size=2, max_size=20),
+)
+def test_a_fit_finds_what_made_the_points(latency: float, bandwidth: float, measured: list[tuple[float, int, float]]) -> None:
+    link = Link(bandwidth, latency)
+    points = [layouts.Point(cost.ring_all_reduce(size, ranks), 1.0, slow) for size, ranks, slow in measured]
+    points = [dataclasses.replace(point, seconds=layouts.predict(point, link)) for point in points]
+    parts = [point.traffic.messages * latency * point.slowdown / point.seconds for point in points]
+    if max(parts) - min(parts) > 0.1:  # else latency and bandwidth can hardly be told apart
+        found = layouts.fit(points)
+        assert (found.latency, found.bandwidth) == (pytest.approx(latency, rel=1e-3), pytest.approx(bandwidth, rel=1e-3))
+
+
+def test_a_fit_stays_physical() -> None:
+    falling = [layouts.Point(Traffic(2, 1e3), 1e-6), layouts.Point(Traffic(2, 1e6), 1e-2)]
+    assert layouts.fit(falling).latency == 0.0
+    constant = [layouts.Point(Traffic(2, 1e3), 1e-2), layouts.Point(Traffic(4, 1e6), 1e-2)]
+    assert layouts.fit(constant).latency > 0 and layouts.fit(constant).bandwidth > 0
+    shrinking = [layouts.Point(Traffic(2, 1e3), 1.0), layouts.Point(Traffic(2, 1e6), 0.5)]
+    assert layouts.fit(shrinking).bandwidth == math.inf
+
+
+@pytest.mark.parametrize(
+    "points", [[], [layouts.Point(Traffic(2, 100), 1.0)], [layouts.Point(Traffic(2, 100), 1.0), layouts.Point(Traffic(4, 200), 2.0)]]
+)
+def test_points_that_determine_nothing_are_refused(points: list[layouts.Point]) -> None:
+    with pytest.raises(ValueError, match="measured points"):
+        layouts.fit(points)
+
+
+# -- the cost model beside the code ------------------------------------------------------------------------------------------
+
+TENSORS, SIZE, BUCKET = 24, 1024, 32 * 1024  # in fp32: three buckets of 32 KiB, without a gap
+
+
+def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
+    """Messages and bytes of a rank in one cycle of each way, through the real implementation."""
+    ways = {
+        "plain": hdet.converge.Plain(),
+        "hierarchical": hdet.converge.Hierarchical(2),
+        "compressed bf16": hdet.converge.Compressed("bf16"),
+        "compressed int8": hdet.converge.Compressed("int8"),
+        "streaming, 2 fragments": hdet.converge.Streaming(2),
+        "overlapped, 3 steps": hdet.converge.Overlapped(3),
+        "exact local": hdet.converge.ExactLocal(),
+    }
+    if world_size < 4:
+        del ways["hierarchical"]
+    found = {}
+    for name, way in ways.items():
+        cycle = converge.cycle_of(way, [SIZE] * TENSORS, BUCKET)
+        with harness.counted() as calls:
+            cycle()
+        found[name] = (sum(c.messages for c in calls), sum(c.sent for c in calls))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second a message and any bandwidth, the model's seconds are messages. Whether an all-reduce is a ring or a tree is for the
+    library to choose; `counted` takes rings."""
+    monkeypatch.setattr(cost, "all_reduce", lambda size, ranks, link: cost.ring_all_reduce(size, ranks))
+    slow = Link(1e30, 1.0)
+    job = Job(
+        ranks, TENSORS * SIZE, converge.INTERVAL, across=slow, inside=slow, bucket_bytes=BUCKET,
+        ranks_per_node=ranks // 2, fragments=2, overlap_steps=3,
+    )  # fmt: skip
+    expected = {way.name: (pytest.approx(way.seconds), pytest.approx(way.sent)) for way in cost.ways(job)}
+    expected["exact local"] = (0, 0)  # its seconds are spent in memory
+    assert run_ranks(count, ranks) == [expected] * ranks
+
+
+def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["controller.py", "--replicas", "16", "--repeats", "2"])
+    controller.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(line["controller"], line["knobs"]) for line in lines] == [("probe", 1), ("probe", 4), ("softmax", 1), ("softmax", 4)]
+    assert [line["slots_bytes"] for line in lines] == [16 * 12 * 8] * 2 + [16 * 2 * 8] * 2
+
+
+# -- what make gpu leaves behind where the machine or a test does not last ---------------------------------------------------
+
+
+def test_a_figure_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> None:
+    path, seen = tmp_path / "records.jsonl", []
+
+    class Benchmark:
+        __name__ = "benchmark"
+
+        @staticmethod
+        def run(options: Any) -> None:
+            for number in range(3):
+                print(json.dumps({"number": number}), flush=True)
+                seen.append([json.loads(line)["number"] for line in path.read_text().splitlines()])
+            raise ValueError("too late for the others")
+
+    records = gpu.Records(path)
+    reason = gpu._run(Benchmark, gpu.compare.Options("cpu", "auto", True, False), 60.0, records)
+    assert reason == "ValueError: too late for the others"
+    assert seen == [[0], [0, 1], [0, 1, 2]] and [record["number"] for record in records.records] == [0, 1, 2]
+
+
+WORKERS = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.parametrize("killable", [True, False], ids=["killed", "in the driver"])
+def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
+    killable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, kill, groups = tmp_path / "tests.log", os.killpg, []
+
+    def killpg(group: int, number: int) -> None:
+        groups.append(group)
+        if killable:
+            kill(group, number)
+
+    monkeypatch.setattr(gpu.os, "killpg", killpg)
+    monkeypatch.setattr(gpu, "GRACE", 10.0 if killable else 0.1)
+    with log.open("ab") as file:
+        assert gpu.run_bounded([sys.executable, "-c", WORKERS], file, 5.0) == 1
+    text = log.read_text()
+    assert "stopped: no time was left" in text and ("was left behind" in text) != killable
+    if not killable:
+        kill(groups[0], signal.SIGKILL)
+    (worker,) = map(int, re.findall(r"^\d+", text))
+    for _ in range(1000):  # an orphan is somebody else's to reap
+        state = Path(f"/proc/{worker}/stat")
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the worker lives on")
+
+
+def test_what_counts_time_runs_after_the_others_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(gpu, "_pytest", lambda arguments, budget, log: (runs.append(arguments), (0, "3 passed"))[1])
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
+    assert gpu.run_tests("cuda", gpu.Budget(1), tmp_path / "tests.log")["counts"] == {"passed": 6}
+    assert [arguments[0] for arguments in runs] == ["gpu and not alone", "gpu and alone"]
+    assert ["-n" in arguments for arguments in runs] == [True, False]

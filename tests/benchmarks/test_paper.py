@@ -1,0 +1,155 @@
+"""benchmarks.evidence.paper: what each configuration of the paper's table switches on, what counts as a crash, and that a benchmark goes
+on where it stopped. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.evidence import paper
+from benchmarks.evidence.problems import recsys
+from benchmarks.evidence.report.paper import paper_tables
+
+STEPS, RATE = 40, 1e-2
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out data, which is a part of the problem's cache, is cut to a few interactions."""
+    held_out = recsys.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
+    monkeypatch.setattr(recsys, "held_out", lambda: held_out)
+
+
+def run(method: str, steps: int = STEPS, rate: float = RATE) -> dict[str, Any]:
+    return paper.run("paper", "recsys", method, 1.0, rate, 0, steps)
+
+
+def plain(steps: int = STEPS) -> float:
+    """The baseline without anything of ours."""
+    model = paper.PROBLEM.build(0)
+    optimizer = torch.optim.AdamW(paper.PROBLEM.groups(model), lr=RATE, betas=(0.9, 0.95))
+    schedule = paper.onecycle(optimizer, RATE, steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        paper.PROBLEM.losses(model, paper.interactions(paper.BATCH, step, steps, 0)).mean().backward()
+        optimizer.step()
+        schedule.step()
+    return float(paper.PROBLEM.validate(model))
+
+
+def test_the_baseline_is_plain_training() -> None:
+    line = run("baseline")
+    assert line["validation"] == pytest.approx(plain(), abs=1e-5)
+    assert not line["crashed"] or line["train"] > line["constant"]
+    passed = (STEPS / 2 - 3) / (STEPS - 1 - 3)  # the rise takes 3 steps; OneCycle's last rate is the last step's
+    half_way = 1 / 25e4 + (1 - 1 / 25e4) * (1 + math.cos(math.pi * passed)) / 2
+    assert list(line["bases"][1].values()) == pytest.approx([half_way] * 4)
+
+
+def test_shared_and_local_gradients_of_one_replica_are_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(paper.METHODS, "alone", paper.Setup("alone", replicas=1, noise=0, local=True))
+    monkeypatch.setattr(paper, "noisy_starts", lambda setup, seed: [paper.PROBLEM.build(seed)])
+    assert run("alone")["validation"] == pytest.approx(plain(), abs=1e-5)
+
+
+def test_the_decay_of_eq_7_ends_at_the_floor_and_is_the_same_for_all_groups() -> None:
+    (*_, half, late, last) = run("decay", steps=80, rate=1e-9)["bases"]  # a rate at which nothing else happens
+    assert len({f"{value:.9g}" for value in half.values()}) == 1
+    half_way, near, end = (next(iter(bases.values())) for bases in (half, late, last))
+    assert end == pytest.approx(1 / 25e4, rel=1e-6)
+    assert half_way / near == pytest.approx(near / end)  # a quarter of the run, the same factor
+
+
+def test_without_averaging_replicas_stay_apart() -> None:
+    warm = run("warm-init", steps=20)
+    assert warm["validation"] != warm["averaged"]
+
+
+def test_the_controller_tells_the_groups_apart() -> None:
+    assert len(set(run("no-warm")["bases"][1].values())) == 4
+    (onecycle,) = set(run("no-auto")["bases"][1].values())  # there is none
+    steered = list(run("on-onecycle")["bases"][1].values())
+    assert len(set(steered)) == 4 and steered == pytest.approx([onecycle] * 4, rel=0.05)  # the schedule keeps its shape
+
+
+def test_the_noise_is_of_the_papers_size_and_each_replicas_own() -> None:
+    first, second, *_ = (model.user.weight for model in paper.noisy_starts(paper.METHODS["local"], 0))
+    assert (first - second).norm().item() == pytest.approx(0.01 * 2**0.5 * first.norm().item(), rel=0.05)
+
+
+def test_the_plain_mean_of_local_replicas() -> None:
+    models = paper.noisy_starts(paper.METHODS["local"], 0)
+    mean = torch.stack([model.out.weight.detach() for model in models]).mean(0)
+    paper.average_(models)
+    assert all(torch.equal(model.out.weight, mean) for model in models)
+    line = run("local", steps=20)
+    assert math.isfinite(line["validation"]) and "bases" not in line
+
+
+def test_what_a_crash_is() -> None:
+    engagement = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    constant = 2 / 3 * math.log(2)  # of three tasks two are tossed, one never happens
+    for loss, crashed in ((constant + 0.01, True), (constant - 0.01, False)):
+        history = paper.History(10)
+        for step in range(9):
+            history.add(step, [5.0], engagement)  # what was before the last tenth does not count
+        history.add(9, [loss - 0.1, loss + 0.1], engagement)
+        found = history.summary()
+        assert found == {"train": pytest.approx(loss), "constant": pytest.approx(constant, abs=1e-6), "crashed": crashed}
+    with pytest.raises(paper.Diverged):
+        history.add(9, [0.1, math.nan], engagement)
+    assert history.summary() == {"train": None, "constant": None, "crashed": True}
+
+
+def test_a_run_that_is_not_finite_has_crashed() -> None:
+    line = run("baseline", steps=20, rate=1e30)
+    assert line["crashed"] and line["validation"] is None and line["train"] is None
+    json.dumps(line, allow_nan=False)
+
+
+def test_the_best_rate_is_chosen_on_other_seeds_and_the_grid_has_the_baseline_below_it_alone() -> None:
+    tasks = list(paper.search(STEPS, [1e-3, 1e-2], (1000, 1001)))
+    assert len(tasks) == 4 and not {task["seed"] for task in tasks} & set(range(10))
+    losses = iter([0.6, 0.5, 0.6, None])
+    records = [{**task, "validation": next(losses)} for task in tasks]
+    assert paper.best_rate(records, STEPS) == 1e-3  # a crash is infinitely bad
+    options = type("Options", (), {"seeds": 2, "factors": [1 / 9, 4.0], "methods": ["baseline", "full"], "steps": STEPS})
+    grid = list(paper.grid(options, 1e-3))
+    assert [(t["seed"], t["method"]) for t in grid] == [(s, m) for s in (0, 1) for m in ("baseline", "baseline", "full")]
+    assert [t["rate"] for t in grid[:3]] == pytest.approx([1e-3 / 9, 4e-3, 4e-3])
+
+
+def test_quick_looks_for_the_best_rate_first(tmp_path: Path, in_this_process: None) -> None:
+    path = tmp_path / "paper.jsonl"
+    paper.main(["--quick", "--methods", "baseline", "--json", str(path)])
+    assert [json.loads(line)["benchmark"] for line in path.read_text().splitlines()] == ["paper-find"] * 2 + ["paper"] * 2
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------------------
+
+
+def line(method: str, factor: float, train: float | None, bases: list[float] | None = None) -> dict[str, Any]:
+    names = ("lr/embedding", "lr/no_decay", "lr/non_embedding", "lr/transformer")
+    return {
+        "benchmark": "paper", "problem": "recsys", "method": method, "factor": factor, "seed": 0, "steps": 4, "validation": train,
+        "train": train, "crashed": train is None or train > 0.6, "bases": [dict(zip(names, bases, strict=True))] * 4 if bases else [],
+    }  # fmt: skip
+
+
+def test_the_page_counts_crashes_and_tells_who_decays_first() -> None:
+    lines = [
+        line("baseline", 1 / 9, 0.55, [0.5] * 4),
+        *(line("baseline", 8.0, train, [0.5] * 4) for train in (0.5, 0.7, None)),
+        line("full", 8.0, 0.5, [0.4, 0.8, 0.4, 0.2]),
+    ]
+    page = paper_tables(lines)
+    assert "| baseline | 0 of 1 | 2 of 3 |" in page
+    assert "| baseline | 0.5500 | 0.6000 ± 0.1000 |" in page
+    assert "| configuration | 1/9 x | 8 x |" in page
+    assert "| full | 8 x | 0.0 | 100.0 | 0.0 | -50.0 | transformer, embedding, non_embedding, no_decay |" in page
+    assert "| baseline | 8 x | " not in page  # nobody has steered its groups

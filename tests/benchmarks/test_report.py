@@ -1,0 +1,187 @@
+"""benchmarks.evidence.report: what the tables say of lines with known answers, what is missing, what the figure draws, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evidence.report.curves import Curve, Record, curves
+from benchmarks.evidence.report.figures import hero_figure
+from benchmarks.evidence.report.goals import goals_table, recovered
+from benchmarks.evidence.report.hero import STARTS, hero_tables, rank, seeds_of
+from benchmarks.evidence.report.page import main
+from benchmarks.evidence.report.tables import standard_error
+
+Losses = dict[int, list[float | None]]
+
+
+def lines(method: str, losses: Losses, problem: str = "digits", **more: Any) -> list[Record]:
+    """A line for each start and seed; an untrained model has 2.0, the best rate is 0.01."""
+    return [
+        {
+            "benchmark": "hero", "problem": problem, "method": method, "exponent": e, "rate": 0.01 * 2.0**e, "seed": seed, "steps": 600,
+            "validation": loss, "untrained": 2.0, "rates": [0.01] * 20, "probe_percent": 0.0, "copies": 0.0, **more,
+        }
+        for e, values in losses.items() for seed, loss in enumerate(values)
+    ]  # fmt: skip
+
+
+def curve(losses: Losses) -> Curve:
+    return curves(lines("onecycle", losses))["digits"]["onecycle"]
+
+
+def cells(text: str, first: str) -> list[str]:
+    """What stands beside ``first`` in a table."""
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+def test_sensitivity_is_over_starts_even_in_the_logarithm() -> None:
+    found = curve({-2: [1.0], 0: [0.5], 4: [3.0]})  # 3.0 counts as 2.0
+    mean = (2 * (1.0 + 0.5) / 2 + 4 * (0.5 + 2.0) / 2) / 6
+    assert found.sensitivity(0.5) == pytest.approx(mean - 0.5)
+    assert found.sensitivity(0.4) == pytest.approx(mean - 0.4)
+    assert (found.best, found.worst, found.lowest) == (0, 4, 0.5)
+    # A denser grid of the same function is the same.
+    assert curve({-2: [1.0], -1: [0.75], 0: [0.5], 4: [3.0]}).sensitivity(0.5) == pytest.approx(mean - 0.5)
+    assert curve({0: [0.7]}).sensitivity(0.5) == pytest.approx(0.2)
+
+
+def test_a_crash_counts_as_an_untrained_model_of_its_seed() -> None:
+    records = lines("onecycle", {0: [0.5, None, 9.0]})
+    records[1]["untrained"] = 2.5
+    found = curves(records)["digits"]["onecycle"]
+    assert found.scores(0) == [0.5, 2.5, 2.0] and found.mean(0) == pytest.approx(5 / 3)
+    assert found.failed == 2
+    assert standard_error(found.scores(0)) == pytest.approx(1.0408 / 3**0.5, rel=1e-3)  # standard deviation of three over the root of three
+
+
+def test_gap_recovered() -> None:
+    fixed = curve({-3: [1.0], 0: [0.5], 1: [0.4], 2: [0.41], 6: [None]})
+    ours = curve({-3: [0.55], 0: [0.5], 2: [0.4], 6: [0.4]})
+    assert recovered(ours, fixed, -3) == pytest.approx(0.45 / 0.6)  # the best start is 1, not 0
+    assert recovered(ours, fixed, 6) == pytest.approx(1.0)
+    assert recovered(fixed, fixed, -3) == 0
+    assert recovered(ours, fixed, 2) is None  # 0.01 nats: nothing to recover
+    assert recovered(ours, fixed, 1) is None and recovered(ours, fixed, -8) is None
+
+
+def test_goals_met_and_missed() -> None:
+    fixed = lines("wsd", {-8: [2.0], -3: [1.5], 0: [0.5, 0.7], 2: [0.61], 6: [None]})
+    peer = lines("prodigy", {-8: [1.0], -3: [0.8], 0: [0.5], 2: [0.8], 6: [1.0]})
+    partial = lines("dog", {0: [0.9]})
+    ours = lines("hdet-probe", {-8: [0.7], -3: [0.7], 0: [0.5, 0.75], 2: [0.6], 6: [None]}, probe_percent=2.5, copies=2.0)
+    text = goals_table(curves(fixed + peer + partial + ours)["digits"])
+    assert cells(text, "gap recovered, starting 8 times too low") == ["≥ 97 %", "88.9 % **missed**"]  # 0.8 of 0.9
+    assert cells(text, "gap recovered, starting 256 times too low") == ["≥ 90 %", "92.9 % met"]
+    assert cells(text, "gap recovered, starting 32 times too low")[1] == "-"
+    assert cells(text, "gap recovered, starting 4 times too high")[1] == "no gap (-0.010)"
+    assert cells(text, "gap recovered, starting 64 times too high")[1] == "0.0 % **missed**"
+    assert cells(text, "runs that crashed or learned nothing")[1] == "1 of 6 **missed**"
+    # Seed by seed: 0 and +0.05.
+    assert cells(text, "from the best rate: loss minus the schedule's alone, nats")[1] == "+0.0250 ± 0.0250 **missed**"
+    # Areas over 14 powers of 2, less l* = 0.5; dog, with one start, has none.
+    areas = [(5 * 0.9 + 3 * 0.65 + 2 * 0.65 + 4 * 0.9) / 14 - 0.5, (5 * 0.7 + 3 * 0.6625 + 2 * 0.6125 + 4 * 1.3) / 14 - 0.5]
+    ratio = areas[0] / areas[1]
+    assert cells(text, "LR sensitivity: the best peer's over its own")[1] == f"{ratio:.2f} (prodigy) **missed**"
+    assert cells(text, "loss at the best start, against the best peer's best")[1] == "+20.00 % (prodigy) **missed**"  # 0.6 against 0.5
+    assert cells(text, "compute of the probe")[1] == "2.50 % **missed**"
+    assert cells(text, "extra memory, copies of the parameters")[1] == "2 met"
+
+
+def test_each_is_measured_against_the_schedule_that_it_steers() -> None:
+    fixed = lines("wsd", {-3: [1.5], 0: [0.5]}) + lines("onecycle", {-3: [2.5], 0: [0.6]})
+    text = goals_table(curves(fixed + lines("hdet-line", {-3: [0.6], 0: [0.5]}) + lines("hdet-softmax", {-3: [0.6], 0: [0.5]}))["digits"])
+    assert cells(text, "gap recovered, starting 8 times too low")[1:] == ["90.0 % **missed**", "100.0 % met"]
+    assert cells(text, "from the best rate: loss minus the schedule's alone, nats")[1:] == ["+0.0000 ± 0.0000 met", "-0.1000 ± 0.0000 met"]
+
+
+def test_an_own_lowest_makes_evenly_bad_look_good_and_the_common_one_does_not() -> None:
+    text = hero_tables(lines("onecycle", {0: [0.5], 2: [0.9]}) + lines("wsd", {0: [1.5], 2: [1.5]}) + lines("dog", {0: [1.0]}))
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|") and "±" in line]
+    assert [[row[1], *row[5:7]] for row in rows] == [
+        ["onecycle", "0.200", "0.200"], ["wsd", "1.000", "0.000"], ["dog", "- (1 of 2 starts)", "-"],
+    ]  # fmt: skip
+    assert "goal" not in text  # nothing of ours
+
+
+def test_order_of_methods() -> None:
+    names = ["hdet-new", "hdet-line", "adam", "hdet-probe", "dog", "onecycle"]
+    assert sorted(names, key=rank) == ["onecycle", "dog", "adam", "hdet-probe", "hdet-line", "hdet-new"]
+
+
+# -- what belongs together ------------------------------------------------------------------------------------------------------
+
+
+def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
+    short = lines("onecycle", {0: [0.1], 3: [0.1]}, steps=40)
+    old = [{**line, "rate": line["rate"] * 2} for line in lines("onecycle", {0: [0.2], 2: [0.2]})]
+    again = lines("onecycle", {0: [0.3]})
+    found = curves([*short, *old, *again, *lines("onecycle", {0: [0.4, 0.6]}), *lines("wsd", {0: [0.7]}, steps=40)])["digits"]
+    assert list(found) == ["onecycle"]
+    assert {e: found["onecycle"].scores(e) for e in found["onecycle"].starts} == {0: [0.4, 0.6]}
+
+
+def test_missing_seeds_are_named() -> None:
+    whole: Losses = {e: [0.5] * 5 for e in STARTS}
+    few: Losses = {**{e: [0.5] * 4 for e in STARTS}, -8: [0.5], 6: []}
+    text = hero_tables(lines("onecycle", whole) + lines("dog", few) + lines("hdet-line", {e: [0.5] * 3 for e in STARTS}))
+    missing = text[text.index("Missing:") :]
+    assert "- onecycle:" not in missing and "- wsd: every run\n" in missing and "- hdet-softmax: every run\n" in missing
+    assert "- dog: seeds 1, 2, 3, 4 at 2^-8; seed 4 at 2^-5, 2^-3, 2^-1, 2^0, 2^1, 2^2, 2^4; seeds 0, 1, 2, 3, 4 at 2^6\n" in missing
+    assert "- hdet-line: seeds 3, 4 at every start\n" in missing
+    assert "- hdet-line:" not in hero_tables(lines("hdet-line", {e: [0.5] * 3 for e in STARTS}, problem="transformer"))
+    assert list(seeds_of("transformer")) == [0, 1, 2]
+
+
+# -- the figure and the command --------------------------------------------------------------------------------------------------
+
+
+def test_figure_draws_means_ranges_and_the_untrained_loss() -> None:
+    records = lines("onecycle", {-2: [1.0, 1.2], 0: [0.5, 0.6], 2: [None, 0.9]}) + lines("hdet-probe", {-2: [0.6], 0: [0.5], 2: [0.7]})
+    records += lines("dog", {0: [None]}, problem="recsys", rates=[])
+    figure = hero_figure(records)
+    losses, recsys, rates = figure.axes[0], figure.axes[1], figure.axes[2]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in losses.get_lines()}
+    assert drawn["onecycle"] == pytest.approx([1.1, 0.55, 1.45]) and drawn["hdet-probe"] == [0.6, 0.5, 0.7]
+    assert drawn["untrained"] == [2.0, 2.0] and losses.get_lines()[-1].get_linestyle() == ":"
+    band = losses.collections[0].get_paths()[0].vertices
+    assert {(x, y) for x, y in band} == {(-2, 1.0), (-2, 1.2), (0, 0.5), (0, 0.6), (2, 0.9), (2, 2.0)}
+    assert "hdet-probe" in rates.get_title(loc="left") and len(rates.get_lines()) == 3
+    assert (losses.get_title(loc="left"), recsys.get_title(loc="left")) == ("digits", "recsys")
+
+
+def write(path: Path, records: list[Record], tail: str = "") -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return str(path)
+
+
+def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = lines("wsd", {0: [0.5]}) + [{"benchmark": "hero-find", "problem": "digits"}, {"benchmark": "weather"}]
+    first = write(tmp_path / "a.jsonl", records, tail='{"benchmark": "her')  # a benchmark is just writing
+    second = write(tmp_path / "b.jsonl", lines("hdet-probe", {0: [0.4]}))
+    main([first, second])
+    page = capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    assert "-0.1000 ± 0.0000 met" in page and "No table is made of the 1 lines of 'weather'" in page and "hero-find" not in page
+    out = tmp_path / "out"
+    main([first, second, "--out", str(out)])
+    assert capsys.readouterr().out.startswith(page)
+    assert (out / "evidence.md").read_text() == page
+    assert sorted(path.name for path in out.iterdir()) == ["evidence.md", "hero.png"]
+    assert (out / "hero.png").read_bytes().startswith(b"\x89PNG") and "(hero.png)" in page
+
+
+def test_files_that_have_no_tables_are_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit):
+            main(arguments)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    good = write(tmp_path / "good.jsonl", lines("onecycle", {0: [0.5]}))
+    assert "'absent' cannot be read" in refused("absent")
+    assert "File exists" in refused(good, "--out", good)
+    assert "no line is of hero or search" in refused(write(tmp_path / "other.jsonl", [{"benchmark": "weather"}, {"step": 1}]))

@@ -1,0 +1,240 @@
+"""benchmarks.evidence.search and pbt: the rule of population-based training, what is counted, how searches are played through from
+recorded trials, and that a benchmark goes on where it stopped. No figure is judged here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.evidence import methods, pbt, problems, search, training
+from benchmarks.evidence.report import search as played
+from benchmarks.evidence.report.figures import search_figure
+
+from .problem import tiny
+
+
+class Scripted(random.Random):
+    """Draws what it is told; `choice` takes the first or the last."""
+
+    def __init__(self, *draws: float, last: bool = False) -> None:
+        super().__init__()
+        self.draws, self.last = list(draws), last
+
+    def random(self) -> float:
+        return self.draws.pop(0)
+
+    def choice(self, values: Any) -> Any:
+        return values[-1 if self.last else 0]
+
+
+# -- population-based training -------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_quarter_copies_the_best_quarter() -> None:
+    rates = [1.0, 2.0, 3.0, 4.0]
+    # Member 3 is the worst of four, member 1 the best; 0.9 and 0.3: no resampling.
+    assert pbt.perturb([3.0, 1.0, 2.0, 4.0], rates, Scripted(0.9), lambda: 7.0) == [(3, 1, 2.0 * 1.2)]
+    assert pbt.perturb([3.0, 1.0, 2.0, 4.0], rates, Scripted(0.3, last=True), lambda: 7.0) == [(3, 1, 2.0 * 0.8)]
+    assert pbt.perturb([3.0, 1.0, 2.0, 4.0], rates, Scripted(0.2), lambda: 7.0) == [(3, 1, 7.0)]
+    # Of eight, two: worst 5 and 0; best 3 and 6, in that order from the second best.
+    losses = [7.0, 3.0, 4.0, 1.5, 5.0, 8.0, 1.0, 6.0]
+    moves = pbt.perturb(losses, [float(m) for m in range(8)], Scripted(0.9, 0.1), lambda: 70.0)
+    assert moves == [(5, 3, 3.0 * 1.2), (0, 3, 70.0)]
+    assert [m[:2] for m in pbt.perturb(losses, [1.0] * 8, Scripted(0.9, 0.9, last=True), lambda: 0.0)] == [(5, 6), (0, 6)]
+
+
+@pytest.mark.parametrize(("members", "moved"), [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (8, 2), (16, 4)])
+def test_a_quarter_is_rounded_up_and_at_most_half(members: int, moved: int) -> None:
+    moves = pbt.perturb([float(m) for m in range(members)], [1.0] * members, random.Random(0), lambda: 1.0)
+    assert [m for m, _, _ in moves] == list(range(members))[::-1][:moved]
+    assert all(source < moved for _, source, _ in moves)
+
+
+def test_a_population_of_one_is_the_fixed_run() -> None:
+    problem = tiny()
+    rate, curve = pbt.train(problem, 1, 3, random.Random(0), lambda: 0.1, training.wsd_shape(problem.steps), 5)
+    fixed = training.train(problem, methods.METHODS["wsd"], 0.1, 3)
+    assert rate == 0.1
+    assert curve[-1][1] == pytest.approx(fixed.validation, rel=1e-5)
+    assert [samples for samples, _ in curve] == [0, 40, 80, 120, 160]  # 8 examples a step
+
+
+def test_who_exploits_gets_weights_state_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pbt, "RESAMPLE", 0.0)
+    monkeypatch.setattr(pbt, "FACTORS", (1.0,))
+    plain, seen = tiny(), []
+
+    def batch(seed: int, step: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[:4].repeat(2, 1) for tensor in plain.batch(seed, step))  # the same for both members
+
+    def validate(model: nn.Module) -> float:
+        seen.append(plain.validate(model))
+        return seen[-1]
+
+    rates = iter([0.0, 0.1])
+    problem = replace(plain, batch=batch, validate=validate)
+    rate, curve = pbt.train(problem, 2, 0, random.Random(0), lambda: next(rates), training.wsd_shape(20), 5)
+    pairs = list(zip(seen[::2], seen[1::2], strict=True))
+    assert pairs[0][0] == pairs[0][1] == pairs[1][0] > pairs[1][1]  # until then the first one has not learned
+    assert all(first == second for first, second in pairs[2:])  # then it is a copy, and goes on like one
+    assert rate == 0.1 and [loss for _, loss in curve] == [min(pair) for pair in pairs]
+
+
+def test_a_member_with_nan_is_the_worst_and_recovers() -> None:
+    problem = tiny()
+    rates = iter([math.nan, 0.1, *[0.1] * 100])
+    _, curve = pbt.train(problem, 2, 0, random.Random(0), lambda: next(rates), training.wsd_shape(20), 5)
+    assert all(math.isfinite(loss) for _, loss in curve) and curve[-1][1] < curve[0][1]
+    with pytest.raises(ValueError, match="members=3 do not divide the batch of 8 examples of tiny"):
+        pbt.train(problem, 3, 0, random.Random(0), lambda: 0.1, training.wsd_shape(20), 5)
+
+
+# -- what is counted -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["wsd", "hdet-probe"])
+def test_watching_counts_every_pass_and_changes_nothing(method: str) -> None:
+    problem = replace(problems.PROBLEMS["digits"], steps=12)
+    watch = search.Watch(problem)
+    watched = training.train(watch.problem, methods.METHODS[method], 0.01, 0)
+    assert watched.validation == training.train(problem, methods.METHODS[method], 0.01, 0).validation
+    assert watch.samples == pytest.approx(12 * 32 * (1 + watched.probe_percent / 100))
+    assert (watched.probe_percent > 0) is (method != "wsd")
+    assert len(watch.curve) == 12 and watch.curve[0] == (0, problem.validate(problem.build(0)))
+    seen = [samples for samples, _ in watch.curve]
+    if method == "wsd":
+        assert seen == [32 * i for i in range(12)]
+    else:  # in the first cycle the batch is scored at several points of the line, forward alone
+        scored = 3 * (seen[1] - 32) / 32
+        assert seen[0] == 0 and scored >= 2 and scored == pytest.approx(round(scored)) and sorted(seen) == seen
+
+
+def test_a_run_has_twenty_points_and_draws_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(problems.PROBLEMS, "tiny", tiny())
+    lines = {m: search.run("tiny", m, draw=1, seed=2, best=0.1, steps=40) for m in (search.TRIAL, "hdet-probe", "pbt-4")}
+    assert lines["hdet-probe"]["rate"] == lines[search.TRIAL]["rate"] != search.run("tiny", search.TRIAL, 0, 2, 0.1, 40)["rate"]
+    for line in lines.values():
+        assert len(line["curve"]) == 21 and line["curve"][-1] == (line["samples"], line["validation"])
+        assert line["rate"] == pytest.approx(0.1 * 2 ** line["exponent"])
+    assert lines[search.TRIAL]["samples"] == lines["pbt-4"]["samples"] == 40 * 8
+    assert lines["hdet-probe"]["samples"] > 40 * 8
+
+
+def test_a_crash_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny()
+
+    def batch(seed: int, step: int) -> Any:
+        x, y = plain.batch(seed, step)
+        return x, y if step < 6 else y * math.nan
+
+    monkeypatch.setitem(problems.PROBLEMS, "tiny", replace(plain, batch=batch))
+    line = search.run("tiny", search.TRIAL, 0, 0, 0.1, 20)
+    assert (line["validation"], line["samples"]) == (None, 7 * 8)
+    assert line["curve"][-1] == (7 * 8, None) and len(line["curve"]) == 8
+    assert played.final(line) == line["curve"][0][1]
+    json.loads(json.dumps(line), parse_constant=pytest.fail)  # plain JSON, no NaN
+
+
+# -- searches, from recorded trials ------------------------------------------------------------------------------------------------
+
+
+def test_expected_minimum_is_the_mean_over_all_subsets() -> None:
+    losses = [random.Random(0).random() for _ in range(7)]
+    for k in range(1, 8):
+        assert played.expected_minimum(losses, k) == pytest.approx(statistics.mean(map(min, itertools.combinations(losses, k))))
+    assert played.expected_minimum([3.0, 1.0, 2.0], 2) == pytest.approx(4 / 3)  # 1, 1, 2
+    with pytest.raises(ValueError, match=r"k=4 is not one of 1 \.\. 3"):
+        played.expected_minimum([3.0, 1.0, 2.0], 4)
+    assert [played.trials_needed([[3.0, 1.0, 2.0]], target) for target in (2.5, 1.9, 1.0, 0.9)] == [1, 2, 3, None]
+
+
+def line(*losses: float | None, method: str = "trial", problem: str = "digits", seed: int = 0, draw: int = 0) -> dict[str, Any]:
+    """A run of 160 examples a step that was validated at each step; None at its end: it crashed there."""
+    curve = [[160 * i, loss] for i, loss in enumerate(losses)]
+    return {
+        "problem": problem, "method": method, "seed": seed, "draw": draw, "best": 0.01, "steps": 16, "batch": 160,
+        "validation": losses[-1], "samples": curve[-1][0], "curve": curve,
+    }  # fmt: skip
+
+
+def falling(end: float) -> list[float]:
+    """Seventeen losses from 3 to ``end``."""
+    return [3 + (end - 3) * i / 16 for i in range(17)]
+
+
+def test_random_search_adds_samples_up_and_keeps_the_best() -> None:
+    trials = [line(3, 2, 1.5), line(3, None), line(3, 1, 1.2)]
+    curve, final = played.played(trials, [3, 2, 3])
+    assert curve == [(0, 3), (160, 2), (320, 1.5), (320, 3), (480, math.inf), (480, 3), (640, 1), (800, 1.2)]
+    assert final == 1.2  # the best end, not the best on the way
+    assert played.best_so_far(curve, [0, 159, 160, 320, 640, 5000]) == [3, 3, 2, 1.5, 1, 1]
+
+
+def test_successive_halving_prunes_at_its_rungs() -> None:
+    early = falling(2.0)
+    crashing = [*early[:8], None]
+    trials = [line(*early), line(*falling(2.5)), line(*falling(1.0)), line(3, 1, 1, 1, *[2.9] * 13), line(*crashing)]
+    # 1: the first of its rungs; 2: worse at the first; 3: better at each; 4: better at the first alone; 5: worse at the first
+    assert played.halved(trials) == [17, 2, 17, 5, 2]
+    assert played.halved([line(*early), line(3, 0.9, 2.9, 2.9, *[0.9] * 13)], first=2) == [17, 3]  # a rung at 2
+    assert played.halved([trials[-1], trials[0]])[0] == 9  # a crash ends it where it happened
+    curve, final = played.played(trials, played.halved(trials))
+    assert (curve[-1][0], final) == (160 * (16 + 1 + 16 + 4 + 1), 1.0)
+    assert played.halved([line(*early[:4], None), line(*early)]) == [5, 17]  # nobody is measured against a crash
+    assert played.halved([line(*early), line(3, 0.9, 2.9, 2.9, *[0.9] * 13)]) == [17, 17]  # no rungs at 2 and 3
+    late = [line(*early), line(*[3.0] * 16, 0.5)]
+    assert played.played(late, played.halved(late))[1] == 2.0  # nobody knows how well the second one would have ended
+
+
+def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(played, "ORDERS", 3)
+    lines = [line(*falling(end), draw=i, seed=seed) for seed in (0, 1) for i, end in enumerate((2.9, 2.5, 2.0, 1.5))]
+    lines += [line(*falling(1.9), method="hdet-probe"), line(*falling(2.1), method="hdet-probe", seed=1)]
+    lines += [line(*falling(1.2), method="hdet-line"), line(*falling(9), method="pbt-4")]
+    text = played.search_tables(lines)
+    assert "| digits | random search, 1 trial | 1 | 2.2250 |  |  |" in text
+    assert "| digits | random search, 4 trials | 4 | 1.5000 | 1.5000 ... 1.5000 |  |" in text
+    # The expected best of two is (1.5 * 3 + 2.0 * 2 + 2.5) / 6 = 1.83.
+    assert "| digits | hdet-probe | 1 | 2.0000 | 1.9000 ... 2.1000 | k = 2 |" in text
+    assert "| digits | hdet-line | 1 | 1.2000 | 1.2000 ... 1.2000 | k > 4 |" in text
+    assert "| digits | pbt-4 | 1 | 3.0000 | 3.0000 ... 3.0000 | k = 1 |" in text  # never worse than untrained
+    (axes,) = search_figure(lines).axes
+    drawn = {drawn.get_label(): drawn for drawn in axes.get_lines()}
+    halvings = {f"successive halving from {part} % on, 4 trials" for part in (5, 20)}
+    assert set(drawn) == {"random search, 4 trials", "hdet-probe", "hdet-line", "pbt-4"} | halvings
+    x, y = drawn["random search, 4 trials"].get_data()
+    assert x[-1] == 4 and y[-1] == 1.5 and all(a >= b for a, b in itertools.pairwise(y))
+    assert drawn["hdet-probe"].get_data()[1][-1] == pytest.approx(2.0)
+    assert (
+        played.search_tables([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text
+    )  # of a shorter run: not mixed with the others
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------------
+
+
+def test_quick_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, in_this_process: None
+) -> None:
+    monkeypatch.setattr(played, "ORDERS", 2)
+    path = tmp_path / "search.jsonl"
+    search.main(["--quick", "--methods", "hdet-probe", "--json", str(path)])
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert sorted(line["method"] for line in found) == ["hdet-probe", "pbt-4"] + ["trial"] * 4
+    assert "| digits | successive halving from 5 % on, 4 trials |" in capsys.readouterr().out
+    assert search.key({**found[0], "best": 0.02}) != search.key(found[0])
+
+
+def test_without_the_best_fixed_rate_there_is_no_prior(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="benchmarks.evidence.hero --find --methods wsd --problems digits"):
+        search.main(["--problems", "digits", "--hero", str(tmp_path / "none"), "--json", str(tmp_path / "lines")])

@@ -1,0 +1,185 @@
+"""Activation checkpointing with co-resident replicas: the forward pass that backward runs again is at the right weights, or there is an error."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hdet
+
+from .helpers import batch
+from .test_coresident import apart
+
+BOTH = pytest.mark.parametrize("reentrant", [False, True])
+REMEDY = r"call backward inside the same `with replicas.use\(k\):`"
+
+
+class Blocks(nn.Module):
+    """The blocks are checkpointed, all or but for the first layer."""
+
+    def __init__(self, reentrant: bool | None, first_too: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        self.last = nn.Linear(8, 1)
+        self.reentrant, self.first_too = reentrant, first_too
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            again = self.reentrant is not None and (i > 0 or self.first_too)
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if again else layer(x)
+        return self.last(x)
+
+
+def loss_at(net: nn.Module, k: int) -> torch.Tensor:
+    x, y = batch(k)
+    return nn.functional.mse_loss(net(x.requires_grad_()), y)
+
+
+def by_hand(count: int) -> list[torch.Tensor]:
+    """A model of its own for each replica, and no checkpointing."""
+    totals: list[torch.Tensor] = []
+    for k in range(count):
+        net = Blocks(None)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(k)
+        (loss_at(net, k) / count).backward()
+        own = [p.grad for p in net.parameters()]
+        totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]  # type: ignore[assignment,operator]
+    return totals
+
+
+@BOTH
+@pytest.mark.parametrize("first_too", [False, True])
+def test_inside_of_use_gradients_are_those_of_training_by_hand(reentrant: bool, first_too: bool) -> None:
+    net = Blocks(reentrant, first_too)
+    replicas = apart(net)
+    for k in range(3):
+        with replicas.use(k):
+            (loss_at(net, k) / 3).backward()
+    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))  # type: ignore[arg-type]
+
+
+@BOTH
+@pytest.mark.parametrize("first_too", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_outside_of_use_backward_is_an_error(reentrant: bool, first_too: bool, k: int) -> None:
+    net = Blocks(reentrant, first_too)
+    replicas = apart(net)
+    with replicas.use(k):
+        loss = loss_at(net, k)
+    with pytest.raises(ValueError, match=REMEDY):
+        loss.backward()
+
+
+@BOTH
+@pytest.mark.parametrize(("k", "j"), [(0, 1), (1, 0), (1, 2)])
+def test_inside_of_another_use_it_is_too(reentrant: bool, k: int, j: int) -> None:
+    net = Blocks(reentrant)
+    replicas = apart(net)
+    with replicas.use(k):
+        loss = loss_at(net, k)
+    with pytest.raises(ValueError, match=f"replica {k}'s backward .* those of replica {j}: {REMEDY}"), replicas.use(j):
+        loss.backward()
+
+
+def test_one_backward_pass_of_all_replicas_is_an_error_too() -> None:
+    net = Blocks(False)
+    replicas = apart(net)
+    total = torch.zeros(())
+    for k in range(3):
+        with replicas.use(k):
+            total = total + loss_at(net, k)
+    with pytest.raises(ValueError, match=REMEDY), replicas.use(0):
+        total.backward()
+
+
+@BOTH
+def test_the_model_by_itself_is_replica_zero_with_or_without_use(reentrant: bool) -> None:
+    """Backward where no replica has been in use, and where an Ensemble has been closed, whatever is checkpointed."""
+    net = Blocks(reentrant)
+    apart(net)
+    loss_at(net, 0).backward()
+    for closed in (False, True):
+        net = Blocks(reentrant, first_too=closed)
+        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
+        ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(net, 2))
+        if closed:
+            ensemble.close()
+        loss_at(net, 0).backward()
+        expected = by_hand(1)
+        assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_without_checkpointing_backward_may_be_anywhere() -> None:
+    net = Blocks(None)
+    replicas = apart(net)
+    losses = []
+    for k in range(3):
+        with replicas.use(k):
+            losses.append(loss_at(net, k) / 3)
+    with replicas.use(1):
+        for loss in losses:
+            loss.backward()
+    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> None:
+    torch._dynamo.reset()
+    net = Blocks(False)
+    if way == "blocks":
+        for i in (1, 2):
+            net.layers[i] = torch.compile(net.layers[i], backend="aot_eager")  # type: ignore[assignment]
+    replicas = apart(net)
+    run = torch.compile(net, backend="aot_eager") if way == "whole" else net
+    for k in range(3):
+        with replicas.use(k):
+            (loss_at(run, k) / 3).backward()
+    assert all(torch.allclose(p.grad, total, rtol=1e-4) for p, total in zip(net.parameters(), by_hand(3), strict=True))  # type: ignore[arg-type]
+    if way == "blocks":
+        with replicas.use(1):
+            loss = loss_at(run, 1)
+        with pytest.raises(ValueError, match=REMEDY):
+            loss.backward()
+    torch._dynamo.reset()
+
+
+def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:
+    net = Blocks(True, first_too=True)
+    apart(net)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+        loss_at(other, 0).backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), by_hand(1), strict=True))
+
+
+def train(net: nn.Module, replicas: Any, optimizer: Any) -> list[torch.Tensor]:
+    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3)], replicas=replicas, sync_interval=3)
+    for step in range(6):
+        for k in range(3):
+            with replicas.use(k):
+                loss = loss_at(net, 10 * step + k)
+                ensemble.observe(loss.detach())
+                (loss / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@BOTH
+def test_whole_runs_are_those_without_checkpointing_to_the_bit(reentrant: bool) -> None:
+    ends = []
+    for net in (Blocks(None), Blocks(reentrant, first_too=True)):
+        ends.append(train(net, hdet.CoresidentReplicas(net, 3), hdet.FusedAdamW(net.parameters(), lr=1e-2)))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

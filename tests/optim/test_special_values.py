@@ -1,0 +1,175 @@
+"""All four optimizers beside torch's where numbers end: zeros, infinities, NaN, the largest float and the smallest.
+
+One parameter holds every combination of SPECIAL for itself and for the gradients of two steps, or for its state and one gradient. What is
+infinite or NaN has to be so in both, with its sign; what is finite has to agree. torch's loops run one operation after the other in
+float32, as the kernels do.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .common import BACKENDS, RULES, Rule
+
+LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
+SPECIAL = [0.0, -0.0, 1.0, -0.3, math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e20, -1e20, 1e-25, NORMAL, -SMALLEST]
+MOMENTS = [0.0, 1.0, 1e20, LARGEST, math.inf, math.nan]  # of a state that is loaded; first moments also with the other sign
+STEPS = 4
+MULTIPLIERS = [0.5, 1.0, 0.0]
+
+
+class LerpLion(Optimizer):
+    """Lion as torch would write it: one tensor after the other in float32, with the averages of its Adam."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, maximize: bool = False):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                m = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                g = -param.grad if group["maximize"] else param.grad
+                if group["weight_decay"] != 0:
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(m.lerp(g, 1 - beta1).sign(), alpha=-group["lr"])
+                m.lerp_(g, 1 - beta2)
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "adamw": [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.1},
+        {"betas": (0.4, 0.6), "weight_decay": 0.0},
+        {"betas": (0.0, 0.0)},
+        {"maximize": True},
+    ],
+    "adam": [{}, {"weight_decay": 0.1}, {"betas": (0.4, 0.6)}, {"betas": (0.0, 0.0)}, {"maximize": True, "weight_decay": 0.1}],
+    "sgd": [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "dampening": 1.0},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.1},
+    ],
+    "plain sgd": [{}, {"weight_decay": 0.1}, {"maximize": True}, {"lr": 0.0}],
+    "lion": [{}, {"weight_decay": 0.1}, {"betas": (0.4, 0.6)}, {"maximize": True}],
+}
+CASES = [pytest.param(rule, options, id=f"{rule.name} {options}") for rule in RULES for options in OPTIONS[rule.name]]
+
+
+def peer_of(rule: Rule, param: Parameter, options: dict[str, Any]) -> Optimizer:
+    options = {"lr": 1e-2, **options}
+    return LerpLion([param], **options) if rule.name == "lion" else rule.peer([param], foreach=False, fused=False, **options)
+
+
+def grid() -> tuple[Tensor, list[Tensor]]:
+    """Every (parameter, first gradient, second gradient)."""
+    param, *gradients = torch.tensor(list(itertools.product(SPECIAL, repeat=3))).T.contiguous()
+    return param, gradients
+
+
+def assert_alike(rule: Rule, ours: Tensor, theirs: Tensor, what: str, begin: list[Tensor]) -> None:
+    """NaN with NaN, infinities by sign, finite numbers up to rounding: SGD is linear in what it began with, and Adam's and Lion's steps
+    have the size of the rate. `begin`: what each element began with."""
+    ours, theirs = ours.detach(), theirs.detach()
+    slack = torch.full_like(ours, 1e-20)
+    if "sgd" in rule.name:
+        slack += 1e-6 * torch.stack(begin).abs().nan_to_num(nan=0, posinf=0).amax(0)
+    near = (ours - theirs).abs() <= 1e-5 * theirs.abs() + slack
+    right = (ours == theirs) | (ours.isnan() & theirs.isnan()) | (ours.isfinite() & theirs.isfinite() & near)
+    if not right.all():
+        i = int((~right).nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int((~right).sum())} of {len(right)} differ from torch's, the first began with {[float(x[i]) for x in begin]}: "
+            f"{float(ours[i])} instead of {float(theirs[i])}"
+        )
+
+
+def compare(rule: Rule, options: dict[str, Any], backend: str, start: Tensor, gradients: list[Tensor], state: dict[str, Tensor]) -> None:
+    """Steps both. `state`: the moments to begin with, in the sixth step; none: in the first."""
+    one, other = Parameter(start.clone()), Parameter(start.clone())
+    a = rule.fused([one], backend=backend, **{"lr": 1e-2, **options})
+    b = peer_of(rule, other, options)
+    if state:
+        b.state[other] = {"step": torch.tensor(5.0), **{name: moment.clone() for name, moment in state.items()}}
+        a.load_state_dict(copy.deepcopy({**a.state_dict(), "state": b.state_dict()["state"]}))
+    begin = [start, *state.values(), *gradients]
+    for step in range(STEPS):
+        gradient = gradients[step % len(gradients)]
+        one.grad, other.grad = gradient.clone(), gradient.clone()
+        a.step()
+        b.step()
+        assert_alike(rule, one, other, f"parameter after step {step}", begin)
+        for name in rule.moments:
+            assert_alike(rule, a.state[one][name], b.state[other][name], f"{name} after step {step}", begin)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_every_combination(rule: Rule, options: dict[str, Any], backend: str) -> None:
+    compare(rule, options, backend, *grid(), {})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rule", "options"), [case for case in CASES if case.values[0].moments])
+def test_every_state(rule: Rule, options: dict[str, Any], backend: str) -> None:
+    """Moments that have overflown, or were loaded so.
+
+    Left out are those that no gradients make: a first moment beside a second that is less than its square by 30 orders. Their quotient
+    overflows before the rate makes it smaller, and torch multiplies by the rate first.
+    """
+    firsts = [*MOMENTS, *(-x for x in MOMENTS)]
+    columns = [SPECIAL, firsts, *([MOMENTS] * (len(rule.moments) - 1)), SPECIAL]
+    rows = [row for row in itertools.product(*columns) if len(row) == 3 or not (abs(row[1]) == LARGEST and row[2] < LARGEST)]
+    start, *moments, gradient = torch.tensor(rows).T.contiguous()
+    compare(rule, options, backend, start, [gradient], dict(zip(rule.moments, moments, strict=True)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rule", "options"), [case for case in CASES if not case.values[1].get("weight_decay")])
+def test_replicas_are_torchs_at_their_own_rates(rule: Rule, options: dict[str, Any], backend: str) -> None:
+    start, gradients = grid()
+    options = {"lr": 1e-2, **options, "weight_decay": 0.0}
+    shared = Parameter(start.clone())
+    starts = [start, start.roll(7), start.roll(100)]
+    copies = [shared, *(s.clone() for s in starts[1:])]
+    a = rule.fused([shared], backend=backend, **options)
+    a.set_replicas(3, lambda param: copies)
+    a.multipliers = [[multiplier] for multiplier in MULTIPLIERS]
+    others = [Parameter(s.clone()) for s in starts]
+    peers = [peer_of(rule, other, {**options, "lr": options["lr"] * m}) for other, m in zip(others, MULTIPLIERS, strict=True)]
+    for step in range(STEPS):
+        for param in (shared, *others):
+            param.grad = gradients[step % 2].clone()
+        for optimizer in (a, *peers):
+            optimizer.step()
+        for k, (ours, theirs) in enumerate(zip(copies, others, strict=True)):
+            assert_alike(rule, ours, theirs, f"replica {k} after step {step}", [starts[k], *gradients])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_clipped_gradients_of_any_parameter(rule: Rule, options: dict[str, Any], backend: str) -> None:
+    start = torch.tensor(SPECIAL * 3)
+    gradient = torch.linspace(-2, 2, len(start))
+    one, other = Parameter(start.clone()), Parameter(start.clone())
+    a = rule.fused([one], backend=backend, max_grad_norm=0.5, **{"lr": 1e-2, **options})
+    b = peer_of(rule, other, options)
+    for step in range(STEPS):
+        one.grad, other.grad = gradient.clone(), gradient.clone()
+        torch.nn.utils.clip_grad_norm_([other], 0.5)
+        a.step()
+        b.step()
+        assert_alike(rule, one, other, f"parameter after step {step}", [start, gradient])

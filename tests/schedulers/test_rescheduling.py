@@ -1,0 +1,757 @@
+"""Values that somebody else writes between steps: the user's own scheduler, once an epoch, or the user's own hand.
+
+What a torch scheduler writes is the schedule's, corrected once, whether it computes from what stands in the group or from scratch. What
+anybody else writes is the new base value: it is neither undone nor corrected again.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torchs
+
+import hdet
+from hdet.core.controllers import Decision
+from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, sgd, sgd_tensor_lr
+from tests.schedulers.test_any_scheduler import SCHEDULERS, Forced, PairOnPaper, pretend_one_of_four
+
+EPOCHS, STEPS = 12, 3
+
+
+class FromScratch(torchs.LRScheduler):
+    """A subclass of a user's: computed from the base rates, with a warm-up."""
+
+    def get_lr(self) -> list[Any]:
+        return [base * min(1.0, (self.last_epoch + 1) / 4) / (1 + self.last_epoch) for base in self.base_lrs]
+
+
+class Both(torchs.LRScheduler):
+    """From scratch while it warms up, from what stands there afterwards, with a least value."""
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch < 4:
+            return [base * (self.last_epoch + 1) / 4 for base in self.base_lrs]
+        return [max(group["lr"] * 0.7, 0.04) for group in self.optimizer.param_groups]
+
+
+class StepOfItsOwn(torchs.LRScheduler):
+    """As some that are copied from one repository to the next: overrides step, keeps no _last_lr."""
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+    def get_lr(self) -> list[Any]:
+        return [base / (1 + self.last_epoch) for base in self.base_lrs]
+
+
+USERS: dict[str, Callable[[Optimizer], Any]] = {
+    **SCHEDULERS,
+    "CosineAnnealingLR, twice there and back": lambda opt: torchs.CosineAnnealingLR(opt, 3, eta_min=0.01),
+    "LinearLR up from almost nothing": lambda opt: torchs.LinearLR(opt, 1e-3, total_iters=9),
+    "LambdaLR from zero": lambda opt: torchs.LambdaLR(opt, lambda t: t / 10),
+    "OneCycleLR with momenta": lambda opt: torchs.OneCycleLR(opt, 0.1, EPOCHS + 2),
+    "CyclicLR with momenta": lambda opt: torchs.CyclicLR(opt, 0.01, 0.1, 4),
+    "SequentialLR of LambdaLR and StepLR": lambda opt: torchs.SequentialLR(
+        opt, [torchs.LambdaLR(opt, lambda t: 0.1 + t / 10), torchs.StepLR(opt, 2, 0.5)], milestones=[5]
+    ),
+    "ChainedScheduler of LambdaLR and ExponentialLR": lambda opt: torchs.ChainedScheduler(
+        [torchs.LambdaLR(opt, lambda t: 1 / (1 + t)), torchs.ExponentialLR(opt, 0.9)]
+    ),
+    "ChainedScheduler of SequentialLR": lambda opt: torchs.ChainedScheduler(
+        [
+            torchs.SequentialLR(opt, [torchs.LinearLR(opt, 0.1, total_iters=4), torchs.CosineAnnealingLR(opt, 9)], milestones=[4]),
+            torchs.ExponentialLR(opt, 0.9),
+        ]
+    ),
+    "subclass from scratch": FromScratch,
+    "subclass of both kinds": Both,
+    "subclass with a step of its own": StepOfItsOwn,
+}
+
+
+def ensemble_on(toy: Toy, factors: list[float], *, knobs: list[Any] | None = None, cycle: int = 0, **settings: Any) -> hdet.Ensemble:
+    """No scheduler: it is the user's. The correction comes at the end of the first epoch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="one replica")
+        return hdet.Ensemble(
+            toy.optimizer,
+            None,
+            knobs=[hdet.LearningRate(0.3, groups="each" if len(factors) > 1 else None)] if knobs is None else knobs,
+            sync_interval=STEPS,
+            controller=Forced(factors, cycle),
+            **settings,
+        )
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def seen_in_step(optimizer: Optimizer) -> list[list[float]]:
+    seen: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(rates(opt)))
+    return seen
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """No warning of ours, and none of torch's beside those that it gives without us."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="The epoch parameter in")
+        warnings.filterwarnings("ignore", message="Detected call of")
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+@pytest.mark.parametrize(("optimizer", "rho"), [(sgd, 1.0), (adamw, 1.3), (sgd_tensor_lr, 1.3), (adamw_tensor_lr, 1.0)])
+@pytest.mark.parametrize("name", USERS)
+def test_a_scheduler_that_the_user_steps_once_an_epoch_is_corrected_once(name: str, optimizer: Any, rho: float) -> None:
+    """Schedule times correction: in every optimizer step, at rest after it, and for the scheduler's other values too."""
+    plain, ours = Toy(optimizer), Toy(optimizer)
+    schedulers = [USERS[name](toy.optimizer) for toy in (plain, ours)]
+    ensemble = ensemble_on(ours, [2.0, 0.3])
+    if rho != 1.0:
+        pretend_one_of_four(ensemble, rho)
+    seen = seen_in_step(ours.optimizer)
+    tolerance = 1e-13 if optimizer in (sgd, adamw) else 1e-5
+    for epoch in range(EPOCHS):
+        factors = list(ensemble.corrections.values())
+        own = rates(plain.optimizer)
+        for _ in range(STEPS):
+            plain.step()
+            loss = ours.step()
+            if any(own):  # a step of rate 0 is nobody's
+                assert seen[-1] == pytest.approx([rate * c * rho for rate, c in zip(own, factors, strict=True)], rel=tolerance), epoch
+            with silent():
+                ensemble.step(loss)
+        factors = list(ensemble.corrections.values())
+        assert rates(ours.optimizer) == pytest.approx([rate * c for rate, c in zip(own, factors, strict=True)], rel=tolerance), epoch
+        assert ensemble.schedule.values() == pytest.approx(own, rel=tolerance)
+        for scheduler in schedulers:
+            scheduler.step()
+        for mine, theirs in zip(ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True):
+            assert {k: mine[k] for k in ("momentum", "betas") if k in mine} == {k: theirs[k] for k in ("momentum", "betas") if k in theirs}
+
+
+def test_the_cosine_of_the_issue() -> None:
+    toy = Toy(sgd)
+    scheduler = torchs.CosineAnnealingLR(toy.optimizer, 10)
+    plain = Toy(sgd)
+    other = torchs.CosineAnnealingLR(plain.optimizer, 10)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(8):
+        for _ in range(STEPS):
+            ensemble.step(toy.step())
+            plain.step()
+        scheduler.step()
+        other.step()
+    ensemble.step(toy.step())
+    assert rates(toy.optimizer) == pytest.approx([2 * rate for rate in rates(plain.optimizer)], rel=1e-13)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_rate_that_is_halved_by_hand_is_halved(tensor: bool) -> None:
+    toy = Toy(sgd_tensor_lr if tensor else sgd)
+    for group in toy.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.01) if tensor else 0.01
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == pytest.approx([0.02, 0.02])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            for group in toy.optimizer.param_groups:
+                group["lr"] *= 0.5
+            for _ in range(2):
+                ensemble.step(toy.step())
+    (once,) = warned
+    assert "taken as the base value in force" in str(once.message) and "rescheduling()" in str(once.message)
+    assert rates(toy.optimizer) == pytest.approx([0.000625, 0.000625])
+    assert ensemble.values() == pytest.approx({"lr": 0.000625}) and ensemble.schedule.values() == pytest.approx([0.0003125])
+
+
+def test_corrections_after_a_write_are_relative_to_it() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    ensemble.engine.controller.cycle = 1  # once more
+    toy.optimizer.param_groups[0]["lr"] = 0.375
+    with pytest.warns(UserWarning, match="taken as the base value in force"):
+        toy.step()
+    ensemble.step()
+    for _ in range(STEPS - 1):
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == [0.75, 2.0] and ensemble.corrections == {"lr": 4.0}
+
+
+def test_one_group_of_several_is_written() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0, 0.25])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    toy.optimizer.param_groups[1]["lr"] = 0.25
+    with pytest.warns(UserWarning, match="lr/1 was set"):
+        toy.step()
+    assert rates(toy.optimizer) == [1.0, 0.25] and ensemble.schedule.values() == [0.5, 1.0]
+
+
+def test_a_plateau_that_the_user_steps_is_not_undone() -> None:
+    plain, ours = Toy(sgd), Toy(sgd)
+    schedulers = [torchs.ReduceLROnPlateau(toy.optimizer, factor=0.5, patience=0) for toy in (plain, ours)]
+    ensemble = ensemble_on(ours, [2.0])
+    for epoch in range(6):
+        for _ in range(STEPS):
+            plain.step()
+            with silent():
+                ensemble.step(ours.step())
+        if epoch:
+            assert rates(ours.optimizer) == [2 * rate for rate in rates(plain.optimizer)]
+        for scheduler in schedulers:
+            scheduler.step(1.0)
+    assert rates(plain.optimizer) == [0.5 * 0.5**5] * 2
+
+
+@pytest.mark.parametrize("order", ["closed first", "recursive first"])
+def test_two_schedulers_that_are_chained_by_hand(order: str) -> None:
+    """One from scratch, one not: what the second one saw tells which came first."""
+    toys = [Toy(sgd), Toy(sgd)]
+    pairs = [(torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t)), torchs.ExponentialLR(toy.optimizer, 0.9)) for toy in toys]
+    ensemble = ensemble_on(toys[1], [2.0])
+    for epoch in range(6):
+        for _ in range(STEPS):
+            toys[0].step()
+            ensemble.step(toys[1].step())
+        if epoch:
+            assert rates(toys[1].optimizer) == pytest.approx([2 * rate for rate in rates(toys[0].optimizer)], rel=1e-13)
+        for pair in pairs:
+            for scheduler in pair if order == "closed first" else reversed(pair):
+                scheduler.step()
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "ExponentialLR"])
+def test_a_scheduler_that_is_told_its_epoch_computes_from_scratch(name: str) -> None:
+    toys = [Toy(sgd), Toy(sgd)]
+    schedulers = [USERS[name](toy.optimizer) for toy in toys]
+    ensemble = ensemble_on(toys[1], [2.0])
+    for epoch in range(6):
+        for _ in range(STEPS):
+            toys[0].step()
+            ensemble.step(toys[1].step())
+        if epoch:
+            assert rates(toys[1].optimizer) == pytest.approx([2 * rate for rate in rates(toys[0].optimizer)], rel=1e-13)
+        for scheduler in schedulers:
+            scheduler.step(epoch + 1)
+
+
+def test_a_scheduler_of_the_users_beside_the_ensembles_own() -> None:
+    """A warm-up by hand on top of what the Ensemble steps: the next value of a recursive scheduler goes on from it."""
+    toy, plain = Toy(sgd), Toy(sgd)
+    steps = [torchs.ExponentialLR(t.optimizer, 0.9) for t in (toy, plain)]
+    with pytest.warns(UserWarning, match="one replica"):
+        ensemble = hdet.Ensemble(toy.optimizer, steps[0], sync_interval=STEPS, controller=Forced([2.0], cycle=0))
+    for step in range(9):
+        plain.step()
+        steps[1].step()
+        ensemble.step(toy.step())
+        if step == 5:
+            for group in plain.optimizer.param_groups:
+                group["lr"] *= 0.5
+            for group in toy.optimizer.param_groups:
+                group["lr"] *= 0.5
+    assert rates(toy.optimizer) == pytest.approx([2 * rate for rate in rates(plain.optimizer)], rel=1e-13)
+
+
+def test_a_scheduler_may_write_what_stands_there_already() -> None:
+    """Twice the rate of the epoch before, where the correction is 2: no value has changed, but the schedule has."""
+    toy = Toy(sgd)
+    scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 2**t / 64)
+    ensemble = ensemble_on(toy, [2.0])
+    for epoch in range(6):
+        for _ in range(STEPS):
+            ensemble.step(toy.step())
+        assert rates(toy.optimizer) == [2 * 0.5 * 2**epoch / 64] * 2
+        scheduler.step()
+
+
+# -- what cannot be told apart ------------------------------------------------------------------------------------------------
+
+
+class Unknowable(torchs.LRScheduler):
+    """Its rates are no function that can be asked again."""
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.3 / (1 + self.last_epoch)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_lr(self) -> list[Any]:
+        raise NotImplementedError
+
+
+class Noisy(torchs.LRScheduler):
+    def get_lr(self) -> list[Any]:
+        return [base * (1 + float(torch.rand(()))) for base in self.base_lrs]
+
+
+@pytest.mark.parametrize("where", ["optimizer", "ensemble", "state"])
+@pytest.mark.parametrize("kind", [Unknowable, Noisy])
+def test_a_scheduler_that_cannot_be_judged_is_refused_by_name(kind: Any, where: str) -> None:
+    toy = Toy(sgd)
+    scheduler = kind(toy.optimizer)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    scheduler.step()
+    before, weights = rates(toy.optimizer), exact(toy.parameters())
+    state = torch.get_rng_state()
+    for _ in range(2):  # and goes on to be
+        with pytest.raises(ValueError, match=rf"{kind.__name__}.*rescheduling\(\)"):
+            {"optimizer": toy.optimizer.step, "ensemble": ensemble.step, "state": toy.optimizer.state_dict}[where]()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert rates(toy.optimizer) == before and exact(toy.parameters()) == weights
+    with ensemble.rescheduling():  # the way out: what stands there is the schedule's
+        pass
+    assert rates(toy.optimizer) == [2 * rate for rate in before]
+    ensemble.step(toy.step())
+
+
+def test_what_was_written_over_a_value_from_scratch_is_refused() -> None:
+    """Half of the schedule's own value, or of the corrected one?"""
+    toy = Toy(sgd)
+    scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    scheduler.step()
+    for group in toy.optimizer.param_groups:
+        group["lr"] *= 0.7
+    with pytest.raises(ValueError, match=r"lr.*0\.175.*LambdaLR.*rescheduling\(\)"):
+        toy.step()
+
+
+def test_a_scheduler_that_was_built_on_corrected_rates_is_refused() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    late = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+    ensemble.step(toy.step())
+    late.step()
+    with pytest.raises(ValueError, match=r"LambdaLR was built while .*rescheduling\(\)"):
+        toy.step()
+
+
+def test_a_scheduler_that_is_built_inside_rescheduling_begins_at_the_schedules_own_rates() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    with ensemble.rescheduling():
+        assert rates(toy.optimizer) == [0.5, 0.5]
+        late = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+    assert rates(toy.optimizer) == [1.0, 1.0]
+    for t in range(1, 4):
+        late.step()
+        ensemble.step(toy.step())
+        assert rates(toy.optimizer) == pytest.approx([1 / (1 + t)] * 2)
+
+
+# -- the way out -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_inside_rescheduling_is_the_schedules() -> None:
+    """timm's schedulers, and loops that compute the rate by themselves."""
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    with silent():
+        for step in range(9):
+            with ensemble.rescheduling():
+                if step > STEPS:
+                    assert rates(toy.optimizer) == [0.5 / step] * 2
+                for group in toy.optimizer.param_groups:
+                    group["lr"] = 0.5 / (1 + step)
+            assert rates(toy.optimizer) == [(2.0 if step >= STEPS else 1.0) * 0.5 / (1 + step)] * 2
+            ensemble.step(toy.step())
+
+
+def test_rescheduling_puts_corrections_back_after_an_error() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    with pytest.raises(KeyError), ensemble.rescheduling():
+        toy.optimizer.param_groups[0]["lr"] = 0.25
+        raise KeyError
+    assert rates(toy.optimizer) == [0.5, 1.0]
+
+
+def test_nothing_is_stepped_or_saved_inside_rescheduling() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    calls = (
+        toy.step, ensemble.step, ensemble.converge, ensemble.state_dict, lambda: ensemble.load_state_dict({}), toy.optimizer.state_dict,
+        ensemble.values, lambda: ensemble.rescheduling().__enter__(), lambda: ensemble.explore().__enter__(),
+    )  # fmt: skip
+    with ensemble.rescheduling():
+        for call in calls:
+            with pytest.raises(ValueError, match=r"inside `with ensemble.rescheduling\(\):`"):
+                call()
+    with ensemble.explore(), pytest.raises(ValueError, match="inside `with ensemble.explore"):
+        ensemble.rescheduling().__enter__()
+    ensemble.step(toy.step())
+
+
+# -- states ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "LambdaLR", "StepLR"])
+@pytest.mark.parametrize("order", ["optimizer", "scheduler", "ensemble"])
+def test_states_saved_after_the_schedulers_step_hold_base_values_and_go_on(name: str, order: str) -> None:
+    """The usual place to save is the end of an epoch, where the scheduler has just written its own values."""
+    whole = Toy(sgd)
+    theirs = USERS[name](whole.optimizer)
+    ensemble = ensemble_on(whole, [2.0])
+    for _ in range(3):
+        for _ in range(STEPS):
+            ensemble.step(whole.step())
+        theirs.step()
+    saved = copy.deepcopy({"optimizer": whole.optimizer.state_dict(), "scheduler": theirs.state_dict(), "ensemble": ensemble.state_dict()})
+    assert [group["lr"] for group in saved["optimizer"]["param_groups"]] == rates(whole.optimizer) == [
+        2 * x for x in theirs.get_last_lr()
+    ] or name != "LambdaLR"
+
+    fresh = Toy(sgd)
+    scheduler = USERS[name](fresh.optimizer)
+    resumed = ensemble_on(fresh, [2.0])
+    for new, old in zip(fresh.parameters(), whole.parameters(), strict=True):
+        new.copy_(old)
+    loads = {"optimizer": fresh.optimizer.load_state_dict, "scheduler": scheduler.load_state_dict, "ensemble": resumed.load_state_dict}
+    for key in sorted(loads, key=lambda key: key != order):
+        loads[key](saved[key])
+    with silent():
+        for _ in range(3):
+            for _ in range(STEPS):
+                ensemble.step(whole.step())
+                resumed.step(fresh.step())
+                assert rates(fresh.optimizer) == rates(whole.optimizer)
+            theirs.step()
+            scheduler.step()
+    assert exact(fresh.parameters()) == exact(whole.parameters())
+
+
+# -- controllers that do more ------------------------------------------------------------------------------------------------
+
+
+def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
+    """SoftmaxController's decay leaves the schedule: there is no correction of it, but a base value that decays from where it is."""
+    toy = Toy(sgd)
+    for group, rate in zip(toy.optimizer.param_groups, (0.01, 0.005), strict=True):
+        group.update(lr=rate, initial_lr=rate, min_lr=1e-4)
+    ensemble = hdet.Ensemble(
+        toy.optimizer, None, controller=hdet.SoftmaxController(decay="floor"), sync_interval=3, total_steps=60, replicas=PairOnPaper()
+    )
+    for _ in range(6):
+        ensemble.step(toy.step())
+    before = rates(toy.optimizer)
+    assert before[0] < 0.01 and before[1] == pytest.approx(before[0] / 2)
+    for group in toy.optimizer.param_groups:
+        group["lr"] *= 0.5
+    with pytest.warns(UserWarning, match="taken as the base value in force"):
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == pytest.approx([rate / 2 for rate in before])
+    toy.optimizer.param_groups[1]["lr"] *= 0.5
+    with pytest.raises(ValueError, match="groups"):
+        toy.step()
+
+
+def test_a_line_and_a_cosine_of_the_users_once_an_epoch() -> None:
+    """The sweep's corrections change by the octave, and the user's scheduler in between."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedulers = [torchs.CosineAnnealingLR(opt, 12) for opt in (optimizer, plain)]
+    ensemble = hdet.Ensemble(optimizer, None, controller=hdet.LineController(net), sync_interval=10, total_steps=240)
+    x = torch.randn(32, 6)
+    losses = lambda: (net(x) - x.sum(1, keepdim=True)).square().mean(1)
+    for _ in range(12):
+        for _ in range(20):
+            loss = losses().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with silent():
+                ensemble.step(loss, closure=losses)
+            in_force = ensemble.engine.in_force(0)
+            assert rates(optimizer) == pytest.approx([rate * in_force for rate in rates(plain)], rel=1e-12)
+        for scheduler in schedulers:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scheduler.step()
+
+
+def test_bounds_hold_what_is_written() -> None:
+    toy = Toy(sgd)
+    scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(bounds=(0.1, 0.8))], sync_interval=100)
+    ensemble.engine.corrections = [4.0]
+    for rate in (0.8, 0.8, 0.5, 0.25, 0.125, 0.1, 0.1):  # of 2.0, 1.0, 0.5 ...: the schedule goes on behind the bound
+        ensemble.step(toy.step())
+        assert rates(toy.optimizer) == [rate, rate]
+        scheduler.step()
+    toy.step()
+    toy.optimizer.param_groups[0]["lr"] = 5.0
+    with pytest.warns(UserWarning, match="taken as the base value in force"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.8, 0.1] and ensemble.schedule.values() == [pytest.approx(0.2)]
+
+
+def test_a_schedule_beyond_a_bound_is_a_schedule_without_a_correction_too() -> None:
+    toy = Toy(sgd)
+    scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
+    ensemble = ensemble_on(toy, [1.0], knobs=[hdet.LearningRate(bounds=(0.2, 0.8))])
+    for own in (0.5, 0.25, 0.125, 0.0625):
+        ensemble.step(toy.step())
+        assert rates(toy.optimizer) == [max(own, 0.2)] * 2 and ensemble.schedule.values() == [own]
+        scheduler.step()
+
+
+def test_looking_for_schedulers_is_done_when_there_is_something_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in steps without a write, not without a correction, and not in each step of a loop that writes in each."""
+    import gc
+
+    looked = []
+    monkeypatch.setattr(gc, "get_objects", lambda *a: looked.append(1) or [])
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0], cycle=2)
+    for step in range(3 * STEPS - 1):
+        toy.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        ensemble.step(toy.step())
+    assert not looked
+    for _ in range(20):
+        ensemble.step(toy.step())
+    assert len(looked) <= 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="lr was set")
+        for step in range(200):
+            toy.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            ensemble.step(toy.step())
+    assert len(looked) < 12
+
+
+def test_decisions_are_of_what_was_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controllers are shown the user's schedule without the correction, and the value in force with it."""
+    seen = []
+
+    class Looks(Forced):
+        def update(self, evidence: Any) -> list[Decision]:
+            seen.append((evidence.scheduled[0], evidence.values[0], evidence.peak[0]))
+            return super().update(evidence)
+
+    toy = Toy(sgd)
+    scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
+    with pytest.warns(UserWarning, match="one replica"):
+        ensemble = hdet.Ensemble(toy.optimizer, None, sync_interval=STEPS, controller=Looks([2.0], cycle=0))
+    for _ in range(4):
+        for _ in range(STEPS):
+            ensemble.step(toy.step())
+        scheduler.step()
+    assert seen == [(0.5, 0.5, 0.5), (0.25, 0.5, 0.5), (0.125, 0.25, 0.5), (0.0625, 0.125, 0.5)]
+
+
+# -- odd moments -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_inside_the_optimizers_step_is_refused() -> None:
+    """A scheduler in a hook would compute from this replica's rate, or write what is taken back at the step's end."""
+    toy = Toy(sgd)
+    scheduler = torchs.ExponentialLR(toy.optimizer, 0.9)
+    toy.optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    ensemble = ensemble_on(toy, [1.0])
+    ensemble.step(toy.step())  # a single replica explores nothing
+    assert rates(toy.optimizer) == [0.5 * 0.9] * 2
+    pretend_one_of_four(ensemble, 1.3)
+    with pytest.raises(ValueError, match=r"lr was changed to .* inside optimizer.step\(\)"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.5 * 0.9] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_a_write_that_comes_before_the_step_is_what_the_step_uses(kind: Any) -> None:
+    """A user's write of decay and rate together; the decay of a product follows the new rate's correction, not twice."""
+    net = torch.nn.Linear(3, 1)
+    optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.2)
+    run = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3), hdet.WeightDecay(0.3, product=True)], replicas=PairOnPaper())
+    run.engine.corrections = [2.0, 0.5]
+    run.schedule.write(run.engine)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.2, pytest.approx(0.05))
+    run._fan_out.assign([1.0, 1.0])
+    group["lr"], group["weight_decay"] = 0.4, 0.01
+    with pytest.warns(UserWarning, match="lr was set to 0.4"):
+        optimizer.step()
+    assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.4), pytest.approx(0.01))
+    assert run.schedule.values() == [pytest.approx(0.2), pytest.approx(0.04)]
+    run.engine.corrections = [4.0, 0.5]
+    run.schedule.write(run.engine)
+    assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.8), pytest.approx(0.005))
+
+
+def test_betas_are_written_like_rates() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    run = hdet.Ensemble(optimizer, knobs=[hdet.Betas(0.0, which=[0])])
+    run.engine.corrections = [2.0]
+    run.schedule.write(run.engine)
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.999)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    with pytest.warns(UserWarning, match=r"beta1 was set to 0\.9"):
+        run.step()
+    assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.9), 0.99) and run.schedule.values() == [pytest.approx(0.8)]
+
+
+def test_a_scheduler_that_moves_momentum_is_corrected_there_too() -> None:
+    plain, ours = Toy(sgd), Toy(sgd)
+    schedulers = [torchs.OneCycleLR(toy.optimizer, 0.1, 12) for toy in (plain, ours)]
+    run = hdet.Ensemble(ours.optimizer, knobs=[hdet.GroupValue("momentum", 0.0, honest=True)])
+    run.engine.corrections = [2.0]
+    run.schedule.write(run.engine)
+    for _ in range(10):
+        for scheduler in schedulers:
+            scheduler.step()
+        ours.step()
+        own = plain.optimizer.param_groups[0]["momentum"]
+        assert ours.optimizer.param_groups[0]["momentum"] == pytest.approx(1 - (1 - own) / 2)
+        assert rates(ours.optimizer) == rates(plain.optimizer)
+        run.step()
+
+
+def test_a_rate_that_the_log_writes_counts() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [2.0])
+    ensemble.log = lambda record, step: toy.optimizer.param_groups[0].update(lr=0.125)
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    with pytest.warns(UserWarning, match="taken as the base value"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.125, 1.0]
+
+
+def test_an_earlier_state_of_the_optimizer_brings_its_rates() -> None:
+    toy = Toy(sgd)
+    before = copy.deepcopy(toy.optimizer.state_dict())
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    toy.optimizer.load_state_dict(before)
+    with pytest.warns(UserWarning, match="taken as the base value"):
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == [0.5, 0.5] and ensemble.schedule.values() == [0.25]
+
+
+def test_a_rate_in_place_of_one_that_is_a_tensor() -> None:
+    """In place, by a new tensor, by a number."""
+    toy = Toy(sgd_tensor_lr)
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    first, second = toy.optimizer.param_groups
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="lr was set")
+        first["lr"].mul_(0.5)
+        second["lr"] = torch.tensor(0.25)
+        ensemble.step(toy.step())
+        assert rates(toy.optimizer) == [0.5, 0.25]
+        second["lr"] = 0.125
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == [0.5, 0.125] and isinstance(second["lr"], float)
+
+
+def test_the_drop_in_goes_on_with_its_schedule_after_a_write() -> None:
+    """As torch's OneCycleLR does: its next step overwrites what was written. Until then it is in force."""
+    toy, plain = Toy(sgd), Toy(sgd)
+    other = torchs.OneCycleLR(plain.optimizer, 0.1, 20)
+    with pytest.warns(UserWarning, match="one replica"):
+        scheduler = hdet.OneCycleAutoLR(
+            toy.optimizer, 0.1, 20, auto_lr_warmup_steps=0, model_sync_interval=2, controller=Forced([2.0, 2.0], 0)
+        )
+    seen = seen_in_step(toy.optimizer)
+    for step in range(10):
+        if step == 5:
+            toy.optimizer.param_groups[0]["lr"] = 0.3
+            with pytest.warns(UserWarning, match="taken as the base value"):
+                toy.step()
+        else:
+            toy.step()
+        own = (2.0 if step >= 2 else 1.0) * plain.optimizer.param_groups[0]["lr"]
+        assert seen[-1] == pytest.approx([0.3 if step == 5 else own, own])
+        scheduler.step(1.0)
+        plain.step()
+        other.step()
+    assert scheduler.get_last_lr() == rates(toy.optimizer) == pytest.approx([2 * rate for rate in rates(plain.optimizer)])
+
+
+def test_a_scheduler_of_another_optimizer_and_one_that_is_gone_say_nothing() -> None:
+    toy, stranger = Toy(sgd), Toy(sgd)
+    foreign = torchs.LambdaLR(stranger.optimizer, lambda t: 1 / (1 + t))
+    gone = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+    ensemble = ensemble_on(toy, [2.0])
+    for _ in range(STEPS):
+        ensemble.step(toy.step())
+    foreign.step()
+    gone.step()
+    del gone
+    for group in toy.optimizer.param_groups:
+        group["lr"] = 0.25
+    with pytest.warns(UserWarning, match="taken as the base value"):
+        toy.step()
+    assert rates(toy.optimizer) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the ensemble steps it", "the user steps it"])
+@pytest.mark.parametrize("order", ["optimizer first", "ensemble first"])
+def test_a_rate_that_is_lowered_by_hand_after_a_resume_is_lowered(order: str, own: bool) -> None:
+    """What the optimizer's state brings is not a write, in any order; what is written after it is."""
+
+    def build() -> tuple[Toy, Any, hdet.Ensemble]:
+        toy = Toy(sgd)
+        scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
+        with pytest.warns(UserWarning, match="one replica"):
+            ensemble = hdet.Ensemble(toy.optimizer, scheduler if own else None, sync_interval=STEPS, controller=Forced([2.0], 0))
+        return toy, scheduler, ensemble
+
+    toy, scheduler, ensemble = build()
+    for _ in range(2 * STEPS):
+        ensemble.step(toy.step())
+    state, saved = copy.deepcopy(ensemble.state_dict()), copy.deepcopy(toy.optimizer.state_dict())
+    saved["param_groups"][1]["lr"] = 77.0  # a state of another moment
+    fresh, others, resumed = build()
+    if not own:
+        others.load_state_dict(scheduler.state_dict())
+    loads = [lambda: fresh.optimizer.load_state_dict(saved), lambda: resumed.load_state_dict(state)]
+    for load in loads if order == "optimizer first" else reversed(loads):
+        load()
+    assert rates(fresh.optimizer) == rates(toy.optimizer)
+    before = rates(toy.optimizer)
+    for group in fresh.optimizer.param_groups:
+        group["lr"] *= 0.5
+    with pytest.warns(UserWarning, match="taken as the base value in force"):
+        fresh.step()
+    assert rates(fresh.optimizer) == [rate / 2 for rate in before]
+    fresh.optimizer.load_state_dict(saved)  # in the middle of the run it is a write like any other
+    resumed.step()
+    assert own or rates(fresh.optimizer)[1] == 77.0
