@@ -76,7 +76,9 @@ def claim(root: Path, final: Path) -> Iterator[None]:
     """
     partial = _partial(final)
     if os.path.lexists(final) and not _is_ours(final):
-        raise FolderError(f"{str(final)!r} was not written by hdet: move it away, or save to another folder")
+        raise FolderError(
+            f"{str(final)!r} was not written by hdet, whose mark and manifest it lacks: move it away, or save to another folder"
+        )
     if os.path.lexists(partial) and not OwnedFolder(partial).marked:
         with suppress(OSError):
             partial.rmdir()  # an empty one: killed before it was marked
@@ -86,9 +88,12 @@ def claim(root: Path, final: Path) -> Iterator[None]:
             )
     root.mkdir(parents=True, exist_ok=True)
     _clear(root)
-    partial.mkdir()
     owned = OwnedFolder(partial)
-    owned.hold()
+    try:
+        partial.mkdir()
+        owned.hold()
+    except (FileExistsError, FileNotFoundError) as error:  # made, or taken for a leftover, in this moment
+        raise FolderError(f"{str(root)!r} is being written by another process: wait for its end, or save to another folder") from error
     try:
         try:
             _clear(root, besides=partial)  # of two that come at once, at least one sees the other's folder now
@@ -126,11 +131,13 @@ def _clear(root: Path, besides: Path | None = None) -> None:
         owned, final = OwnedFolder(entry), root / match[1]
         with suppress(FileNotFoundError):  # somebody else's save ends in this moment
             owned.hold()
-            if match[2] == "replaced" and not os.path.lexists(final):
+            try:
+                if match[2] == "replaced" and not os.path.lexists(final):
+                    os.rename(entry, final)  # killed between the two renames of `publish`
+                else:
+                    owned.remove()
+            finally:
                 owned.release(keep_mark=True)
-                os.rename(entry, final)  # killed between the two renames of `publish`
-            else:
-                owned.remove()
 
 
 def publish(final: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]], keep: int) -> None:
