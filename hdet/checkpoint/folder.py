@@ -126,7 +126,11 @@ def _clear(root: Path, besides: Path | None = None) -> None:
     """Remove what killed saves have left. Raises FolderError if one of them is not killed, but under way."""
     for entry in sorted(root.iterdir()):
         match = _HIDDEN.fullmatch(entry.name)
-        if match is None or entry == besides or not _is_ours(entry):
+        if match is None or entry == besides:
+            continue
+        if not _is_ours(entry):
+            with suppress(OSError):  # somebody else's, unless it is empty: killed before it was marked, or after its mark was removed
+                entry.rmdir()
             continue
         owned, final = OwnedFolder(entry), root / match[1]
         with suppress(FileNotFoundError):  # somebody else's save ends in this moment
