@@ -430,6 +430,7 @@ class _Scores:
         self._put, self._evaluate, self._replicas, self._knobs = put, evaluate, replicas, knobs
         self._losses: dict[tuple[float, ...], torch.Tensor | None] = {}
         self._compared: dict[tuple[tuple[float, ...], tuple[float, ...]], tuple[float, float]] = {}
+        self.examples = 0.0
 
     def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
         pair = (self._point(a, knob), self._point(b, knob))
@@ -470,7 +471,7 @@ class _Scores:
                 f"the closure gave {n:g} losses over all ranks, but the error of a difference comes from the scatter over examples: return one loss for "
                 "each example, e.g. cross_entropy(..., reduction='none').mean(-1)"
             )
-        mean = total / n
+        self.examples, mean = n, total / n
         return mean, math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))
 
     @property

@@ -119,12 +119,13 @@ class Schedule:
     def _own_values(self, writes: Sequence[tuple[Bound, int, Any]]) -> list[Any]:
         """[write]: the value of the untouched schedule, where it is no base value."""
         own = [None if knob.differs(i, value) else content(value) for knob, i, value in writes]
-        asked = [n for n, (knob, _, _) in enumerate(writes) if own[n] is None and isinstance(knob, GroupKnob)]
-        if asked:
-            if self._others is None:
-                self._find_others()
-                self._others.forget()  # type: ignore
-            for n, value in zip(asked, self._others.own_values([writes[n] for n in asked], self.knobs), strict=True):  # type: ignore
+        asked = {n: (knob, i, value) for n, (knob, i, value) in enumerate(writes) if own[n] is None and isinstance(knob, GroupKnob)}
+        if asked and self._others is None:  # no correction yet, but a bound
+            self._find_others()
+            if self._others is not None:
+                self._others.forget()
+        if asked and self._others is not None:
+            for n, value in zip(asked, self._others.own_values(list(asked.values()), self.knobs), strict=True):
                 own[n] = value
         return own
 

@@ -17,7 +17,9 @@ def hdet_line_onecycle(problem: Problem, model: nn.Module, rate: float, seed: in
     return hdet_line(problem, model, rate, seed, one_cycle_schedule)
 
 
-def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int, schedule: Schedule = wsd_schedule) -> Parts:
+def hdet_line(
+    problem: Problem, model: nn.Module, rate: float, seed: int, schedule: Schedule = wsd_schedule, rule: hdet.LineRule | None = None
+) -> Parts:
     probed: list[int] = []
     train = plain(problem, model)
     last = math.nan
@@ -27,7 +29,7 @@ def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int, schedu
         schedule(optimizer, problem.steps),
         total_steps=problem.steps,
         sync_interval=fine_interval(problem),
-        controller=hdet.LineController(model),
+        controller=hdet.LineController(model, rule=rule),
         seed=seed,
     )
 
@@ -43,4 +45,12 @@ def hdet_line(problem: Problem, model: nn.Module, rate: float, seed: int, schedu
 
         ensemble.step(last, closure=closure)
 
-    return Parts(optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], probed=probed, heals=True)
+    return Parts(
+        optimizer,
+        backward,
+        after,
+        rate=lambda: optimizer.param_groups[0]["lr"],
+        probed=probed,
+        heals=True,
+        crashes=(hdet.ReplicasDiverged,),
+    )

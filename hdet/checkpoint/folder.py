@@ -129,8 +129,8 @@ def _clear(root: Path, besides: Path | None = None) -> None:
         if match is None or entry == besides:
             continue
         if not _is_ours(entry):
-            with suppress(OSError):  # somebody else's, unless it is empty: killed before it was marked, or after its mark was removed
-                entry.rmdir()
+            with suppress(OSError):
+                entry.rmdir()  # an empty one: killed before it was marked
             continue
         owned, final = OwnedFolder(entry), root / match[1]
         with suppress(FileNotFoundError):  # somebody else's save ends in this moment

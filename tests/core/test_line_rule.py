@@ -27,8 +27,8 @@ TOTAL, CYCLE = 1000, 10
 class Made:
     """A line with these losses at rho, one function for all knobs together and each knob, or one for each knob."""
 
-    def __init__(self, *losses: Callable[[float], float], error: float = 1e-3, level: float = 2.0) -> None:
-        self.losses, self.given, self.level = losses, error, level
+    def __init__(self, *losses: Callable[[float], float], error: float = 1e-3, level: float = 2.0, examples: float = 32.0) -> None:
+        self.losses, self.given, self.level, self.examples = losses, error, level, examples
 
     def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
         loss = self.losses[(knob or 0) % len(self.losses)]
@@ -164,6 +164,21 @@ def test_the_user_s_value_stays_within_the_band(best: float, stays: bool) -> Non
     (decision,) = swept(rule, [*LEARNS, None], corrections=(broken,))
     assert broken * decision.factor == pytest.approx(1.0 if stays else best) and decision.restart
     assert ("which stays" in decision.note) is stays
+
+
+@pytest.mark.parametrize(("best", "stays"), [(0.06, False), (0.08, True), (9.0, True), (24.0, True), (26.0, False)])
+def test_with_few_losses_to_an_octave_only_a_rate_that_is_far_off_is_changed(best: float, stays: bool) -> None:
+    """Six examples in ten steps; of seven the rest are as many as are needed."""
+    for examples in (6.0, 7.0):
+        rule, broken = LineRule(), best * BREAK_OVER_MEAN * math.sqrt(2)
+        feel(rule, corrections=(broken,))
+        swept(rule, LEARNS, corrections=(broken,))
+        step = int(rule.next_end(TOTAL, CYCLE))
+        (decision,) = rule.update(evidence(step, Made(FELT.losses[0], level=1e30, examples=examples), None, corrections=(broken,)))
+        few = examples < 7
+        assert broken * decision.factor == pytest.approx(1.0 if stays and few else best) and decision.restart
+        assert ("which stays" in decision.note) is (stays and few)
+        assert ("from 60 losses to a doubling of the rate" in decision.note) is few
 
 
 @pytest.mark.parametrize("mean", [1.0, 0.85, 0.5])
@@ -497,6 +512,8 @@ class Descent:
 
 
 class _Way:
+    examples = float(EXAMPLES)
+
     def __init__(self, run: Descent, batch: list[Vector]) -> None:
         self.run, self.batch = run, batch
 

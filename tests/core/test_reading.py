@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import fmean, stdev
 
 import pytest
 
 from hdet.core.controllers.reading import edge, minimum, read_line
+from hdet.core.controllers.sweep import clear_rise
 
 
 def line(loss: Callable[[float], float], error: float = 1e-3) -> Callable[[float, float], tuple[float, float]]:
@@ -86,3 +88,34 @@ def test_a_line_without_an_edge_ends_at_the_farthest_and_one_that_rises_everywhe
     assert edge(line(lambda rho: -rho), farthest=4.0**5) == 4.0**5
     assert edge(line(lambda rho: 1e30 if rho else 2.0), farthest=4.0**5) == 0.5 * 4.0**-5
     assert edge(line(lambda rho: 0.0), farthest=4.0**5) == 4.0**5
+
+
+def examples(loss: Callable[[float, int], float], count: int) -> Callable[[float, float], tuple[float, float]]:
+    """Mean and paired t of ``loss(rho, example)``, as of real examples."""
+
+    def difference(a: float, b: float) -> tuple[float, float]:
+        d = [loss(a, i) - loss(b, i) for i in range(count)]
+        return fmean(d), fmean(d) / (stdev(d) / math.sqrt(count))
+
+    return difference
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 16, 32])
+def test_where_one_example_explodes_the_edge_is_where_the_mean_is_far_above_its_beginning(count: int) -> None:
+    """The others' losses fall a bit. Its own makes the mean and its error, so t is 1, and no edge was seen in front of the farthest."""
+
+    def loss(rho: float, i: int) -> float:
+        return 1.0 + 0.01 * i + (rho**2 if i == 0 else -1e-3 * min(rho, 10.0))
+
+    difference = examples(loss, count)
+    assert difference(4.0**10, 0.0)[1] == pytest.approx(1.0, abs=0.01) and edge(difference, farthest=4.0**12) == 4.0**12
+    level, error = fmean(loss(0.0, i) for i in range(count)), 0.01 * count / math.sqrt(12 * count)
+    found = edge(difference, clear_rise(level, error))
+    assert math.sqrt(count) < found < 4 * math.sqrt(2 * count)
+
+
+def test_a_rise_that_is_far_and_one_that_is_significant_are_both_an_edge() -> None:
+    assert edge(line(lambda rho: rho * (rho - 2), error=4.0), rise=100.0) == 8.0  # t, as without
+    assert edge(line(lambda rho: rho * (rho - 2), error=1e9), rise=100.0) == 16.0
+    far = line(lambda rho: 7e15 * rho, error=7e16)  # at 1, where the search begins: down, to below 2 / 7e15
+    assert edge(far) == 32.0 and 1e-16 < edge(far, rise=2.0, farthest=4.0**30) < 2e-15

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet.core.controllers import sweep
-from hdet.core.controllers.sweep import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Octave, Outcome
+from hdet.core.controllers.sweep import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Octave, Outcome, clear_rise
 
 
 def octaves(losses: Sequence[float], error: float = 0.01, rate: float = 1.0) -> list[Octave]:
@@ -133,6 +133,37 @@ def test_what_the_first_octave_learned_counts_too() -> None:
     known = outcome(octaves(FALLS[2:]), 3.0)
     assert known.best == pytest.approx(SUFFICIENT / 4 / SUFFICIENT_OVER_MEAN)
     assert outcome(octaves(FALLS), 2.0) == outcome(octaves(FALLS), 3.0)
+
+
+EXPLODED = 7e15
+
+
+def exploding(count: int, before: Sequence[float] = FALLS, untrained: float = 3.0) -> Outcome:
+    """The losses of a few examples explode: an octave's mean, and its error with it."""
+    swept = [*octaves(before), *(Octave(2.0 ** (len(before) + i), EXPLODED, EXPLODED) for i in range(count))]
+    return sweep.outcome(Octave(0.0, untrained, 0.01), swept, clear_rise(untrained, 0.01))
+
+
+def test_a_loss_that_explodes_is_a_break_although_its_error_explodes_with_it() -> None:
+    """Two such octaves: one may be a mini-batch's. By standard errors alone it took a third, or nothing at all where nothing had been learned."""
+    assert not exploding(1).over
+    found = exploding(2)
+    assert (found.over, found.broke, found.learned) == (True, True, True) and found.best == pytest.approx(broken_at(3.0) / BREAK_OVER_MEAN)
+    plain = sweep.outcome(Octave(0.0, 3.0, 0.01), [*octaves([3.0] * 4), *(Octave(2.0 ** (4 + i), EXPLODED, EXPLODED) for i in range(9))])
+    unlearned = exploding(2, [3.0] * 4)
+    assert not plain.over and (unlearned.over, unlearned.broke, unlearned.learned) == (True, True, False)
+    assert unlearned.best == pytest.approx(16 / BREAK_OVER_MEAN)
+
+
+def test_a_first_octave_that_explodes_is_nothing_to_gain_from() -> None:
+    """What comes after it had then learned nearly all that there was."""
+    first = [Octave(1.0, EXPLODED, EXPLODED), Octave(2.0, EXPLODED / 100, EXPLODED / 100)]
+    found = sweep.outcome(Octave(0.0, 3.0, 0.01), first, clear_rise(3.0, 0.01))
+    assert (found.over, found.broke, found.learned) == (True, True, False) and found.best == pytest.approx(1 / BREAK_OVER_MEAN)
+
+
+def test_a_rise_is_clear_where_the_loss_has_doubled_and_is_beyond_its_error() -> None:
+    assert clear_rise(2.0, 0.0) == 2.0 and clear_rise(0.0, 0.1) == pytest.approx(0.8) and clear_rise(-3.0, 0.1) == pytest.approx(3.8)
 
 
 losses = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=15)

@@ -16,6 +16,7 @@ from .paper import paper_tables
 from .scalars import scalars_tables
 from .search import search_tables
 from .signal import signal_tables
+from .small_batches import small_batches_tables
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "hero": hero_tables,
@@ -24,6 +25,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "signal": signal_tables,
     "horizon": horizon_tables,
     "scalars": scalars_tables,
+    "small-batches": small_batches_tables,
 }
 """benchmark -> its part of the page, in this order; it begins with a heading and shows the figure as ``<benchmark>.png``"""
 SEARCH_FOR_BEST = "-find"

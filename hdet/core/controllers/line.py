@@ -24,13 +24,16 @@ from ..schema import COUNT, Kind, ListOf, Number, Row
 from .base import BaseController
 from .protocol import Decision, Evidence
 from .reading import FARTHEST, Reading, edge, read_line
-from .sweep import Octave, Outcome, outcome
+from .sweep import Octave, Outcome, clear_rise, outcome
 
 __all__ = ["Line", "LineRule"]
 
 
 class Line(Protocol):
     """The line of the interval that ends. Every rank gets the same answers."""
+
+    examples: float
+    """Losses over all ranks, in the last answer."""
 
     def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
         """Mean over the examples of L(theta(a)) - L(theta(b)), and its t. ``knob``: moved alone, the others at rho = 1; None: all together."""
@@ -54,6 +57,9 @@ RISE, FROM = 0.08, 16.0
 """After the sweep: of the run, and the factor by which the rate rises in it."""
 BAND = (0.7, 2.5)
 """The user's rate stays if the estimate, as a multiple of it, lies within."""
+ENOUGH, UNSURE = 64.0, 10.0
+"""Losses in an octave, examples times steps: the least with which the rule was found. With fewer an estimate scatters by factors, and the band is so
+many times wider either way: a rate that is off by orders of magnitude is still seen, one that is not cannot be judged."""
 LATE = (0.26, 0.4)
 """of the run: where the late readings fall"""
 FAR = 4.0
@@ -214,14 +220,14 @@ class LineRule(BaseController):
             if late:
                 return self._end(evidence, None, "nothing finite so far")
             return self._from(evidence, now / BELOW, "nothing finite at the first steps' rate: begun again, lower")
-        along = edge(line.difference)
+        level, error = line.mean(0.0)
+        along = edge(line.difference, clear_rise(level, error))
         if along >= FARTHEST / 2 and line.difference(FARTHEST, 0.0)[0] == 0:
             if late:
                 return self._end(evidence, None, "the weights do not move")
             factor = 1 / OPENING
             return [Decision(factor=factor, over=self._octave(evidence), note="the weights do not move: higher") for _ in evidence.knobs]
         self.edge = now * along
-        level, error = line.mean(0.0)
         self.untrained = [0.0, level, error / math.sqrt(self.batches)]
         self.phase, self.scheduled = float(SWEEP), 0.0
         return self._towards(evidence, self.edge / BELOW, f"the line's edge is at {self.edge:.3g} of the schedule's peak", restart=True)
@@ -245,9 +251,10 @@ class LineRule(BaseController):
         return self._towards(evidence, 2 * now, "")
 
     def _so_far(self) -> Outcome:
-        return (
-            outcome(Octave(*self.untrained), [Octave(*row) for row in self.octaves]) if self.octaves else Outcome(False, None, False, False)
-        )
+        if not self.octaves:
+            return Outcome(False, None, False, False)
+        untrained = Octave(*self.untrained)
+        return outcome(untrained, [Octave(*row) for row in self.octaves], clear_rise(untrained.loss, untrained.error))
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> list[Decision]:
         """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""
@@ -265,9 +272,15 @@ class LineRule(BaseController):
     def _end(self, evidence: Evidence, best: float | None, note: str) -> list[Decision]:
         """Back to the beginning, and from there to the estimate, or to the user's own values."""
         self.phase = float(READ)
-        stays = best is None or BAND[0] <= best <= BAND[1]
+        losses = self._octave(evidence) * evidence.line.examples if evidence.line is not None else 0.0
+        width = 1.0 if losses >= ENOUGH else UNSURE
+        stays = best is None or BAND[0] / width <= best <= BAND[1] * width
         if best is not None:
             note += f", the best peak is about {best:.3g} times the schedule's" + (", which stays" if stays else "")
+            if width > 1:
+                note += (
+                    f" (from {losses:g} losses to a doubling of the rate: only what is off by a factor of {BAND[1] * width:g} can be told)"
+                )
         goal = 1.0 if best is None or stays else best
         over = round(RISE * (evidence.total_steps or 0))
         self.risen = float(evidence.step + over)

@@ -51,15 +51,15 @@ def minimum(difference: Difference, rho: float) -> float:
     return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))
 
 
-def edge(difference: Difference, significant: float = 2.5, farthest: float = FARTHEST) -> float:
+def edge(difference: Difference, rise: float = math.inf, significant: float = 2.5, farthest: float = FARTHEST) -> float:
     """The first rho, within a factor of 2, at which the loss along a line is clearly above that of its beginning.
 
-    A line says roughly how far is too far, whatever the rate it was found at.
+    A line says roughly how far is too far, whatever the rate it was found at. ``rise``: of the mean loss, which is clear whatever its t is: see `sweep.clear_rise`.
     """
 
     def beyond(rho: float) -> bool:
         mean, t = difference(rho, 0.0)
-        return mean > 0 and t > significant
+        return mean > rise or (mean > 0 and t > significant)
 
     rho = 1.0
     if beyond(rho):

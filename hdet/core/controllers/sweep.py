@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Octave", "Outcome", "outcome"]
+__all__ = ["Octave", "Outcome", "clear_rise", "outcome"]
 
 LOST = 0.5
 """The part of what was gained that is lost again where training breaks."""
@@ -24,7 +24,7 @@ PROGRESS = 0.05
 STALLED, PLAIN = 5.0, 2.5
 """Octaves without progress after which none is expected, nor a break; and for how many one counts whose error is below that of progress."""
 CLEAR = 4.0
-"""Standard errors of an octave's mean by which more is lost than there was."""
+"""Standard errors of an octave's mean by which more is lost than there was. (Where a few examples make both, see `clear_rise`.)"""
 LEARNED, PAIRED = 8.0, 5.0
 """Something was learned: the gain in standard errors of the untrained model's loss; or the paired t, where examples differ more than that."""
 NOISE = 2.0
@@ -62,9 +62,16 @@ class Outcome(NamedTuple):
     times the rate that it bears later."""
 
 
-def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
-    """Is the sweep over, and what follows from it? ``untrained``: of a batch, at rate 0."""
-    start = least = max(untrained.loss, octaves[0].loss if math.isfinite(octaves[0].loss) else -math.inf)
+def clear_rise(level: float, error: float) -> float:
+    """A rise above the untrained model's loss (``level``, with one standard error of it) that counts whatever its own error is: to twice as much, and clear
+    of ``error``. Where the losses of a few examples explode their mean is not significant however high it gets: its error is as high, t about 1."""
+    return abs(level) + LEARNED * error
+
+
+def outcome(untrained: Octave, octaves: Sequence[Octave], rise: float = math.inf) -> Outcome:
+    """Is the sweep over, and what follows from it? ``untrained``: of a batch, at rate 0; ``rise``: see `clear_rise`."""
+    limit = untrained.loss + rise
+    start = least = max(untrained.loss, octaves[0].loss if octaves[0].loss < limit else -math.inf)
     least_error, stalled, learned = untrained.error, 0.0, False
     broken: list[int] = []
     """The octaves since something was lost that have not won it back."""
@@ -72,9 +79,9 @@ def outcome(untrained: Octave, octaves: Sequence[Octave]) -> Outcome:
     for i, (_, loss, error, t) in enumerate(octaves):
         gain = start - least
         ruined = not math.isfinite(loss) or loss > start + CLEAR * error
-        if ruined or (learned and loss - least > LOST * gain):
+        if ruined or loss > limit or (learned and loss - least > LOST * gain):
             broken.append(i)
-            clear = clear or ruined or loss - least > LOST * gain + NOISE * math.hypot(error, least_error)
+            clear = clear or ruined or loss > limit or loss - least > LOST * gain + NOISE * math.hypot(error, least_error)
             # One octave in which much is lost may be noise, and so may be two in which it is just as much as counts; three are none.
             if (clear and len(broken) > 1) or len(broken) > 2 or (ruined and learned) or not math.isfinite(loss):
                 return Outcome(True, _of_break(start, octaves, broken[0], least, learned), True, learned)
