@@ -29,17 +29,6 @@ from ..ensemble.helpers import loss_of
 from .common import JSON_JUNK, bits, mutated, trial
 from .test_checkpoint_machine import sealed, tree
 
-PENDING: set[str] = set()
-"""Promises that this tree does not keep yet; their tests are skipped. Empty it when they hold."""
-
-
-def pending(name: str) -> Any:
-    return pytest.mark.skipif(name in PENDING, reason=f"this tree does not promise this yet: {name}")
-
-
-# -- states in checkpoints -----------------------------------------------------------------------------------------------------
-
-
 CONTROLLERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda net: None,
     "softmax": lambda net: hdet.SoftmaxController(decay=None),
@@ -82,7 +71,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@pending("states")
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @trial(examples=6)
 @given(data=st.data())
@@ -113,7 +101,6 @@ def goes_on_or_is_refused(folder: Path, run: Run) -> None:
         checkpoint.save(other, run.state)
 
 
-@pending("manifests")
 @trial(examples=40)
 @given(data=st.data())
 def test_a_wrong_manifest_with_a_right_digest(data: st.DataObject) -> None:
