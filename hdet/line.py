@@ -24,6 +24,7 @@ from .core.schema import Flag, Instance, read, unchanged_on_error
 from .knobs.bound import ProductKnob
 from .ranges import ranged
 from .replicas import Replicas
+from .replicas.layout import brief
 from .sensor import Sensor
 from .shards import reshard
 from .undisturbed import undisturbed
@@ -34,6 +35,8 @@ __all__ = ["LineController", "follower", "sensor_of"]
 LARGEST_LOSS = 1e30
 """What a loss that is not finite is taken for."""
 
+PATIENCE = 32
+"""Steps in a row whose batches have less than two examples: a closure that gives one number for all, which it did not at first."""
 LONGEST = 0.1
 """A cycle's longest part of the run: what was found is in force, and late intervals end, where cycles do."""
 ADAMS = ({"exp_avg", "exp_avg_sq"}, {"state1", "state2"})
@@ -70,7 +73,7 @@ class LineController(RuledController):
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
     number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. The mean of the same losses is
-    what ``step`` is given. It is called 20 to 30 times in a run, once in the first step: 0.7 to 1.8 % of 600 to 1 000 steps, less of longer
+    what ``step`` is given. Each call for one batch returns as many; batches may differ, and one of a single example is not read. It is called 20 to 30 times in a run, once in the first step: 0.7 to 1.8 % of 600 to 1 000 steps, less of longer
     ones. Memory: two copies of the parameters, given back when nothing is left to read; those of ``then`` come on top (a probe of single
     cycles takes its own at once). In the search also one of the model's buffers, of moments that were there before it (none in a new run), and of
     the model's parameters that this optimizer does not have, frozen ones only if they are no more than the trained ones.
@@ -110,6 +113,8 @@ class LineController(RuledController):
         self.regresses = then is not None and regresses(then)
         self.handed_over = False
         """Does ``then`` decide from now on?"""
+        self.unread = 0
+        """Readings in a row that were left out, because the batch had less than two examples: the next step's is read in their place."""
         super().__init__(LineRule(freeze_after=freeze_after) if rule is None else rule)
         self._tried = self._compared = self._looked = False
         self._way: Way | None = None
@@ -132,7 +137,7 @@ class LineController(RuledController):
 
     def cycle_steps(self, began: int, total_steps: int, sync_interval: int) -> int:
         """See `LineRule.cycle_steps`: the sweep has short cycles, whatever T is."""
-        return self.rule.cycle_steps(began, total_steps, sync_interval)
+        return 1 if self.unread else self.rule.cycle_steps(began, total_steps, sync_interval)
 
     def check_run(self, total_steps: int | None, floor: Sequence[float]) -> None:
         super().check_run(total_steps, floor)
@@ -262,6 +267,7 @@ class LineController(RuledController):
         self._state: Callable[[], Mapping[Any, Mapping[str, Any]]] = lambda: optimizer.state
         self._begun: int | None = None
         self._seen = 0
+        self.unread = 0
         self._tried = self._compared = self._looked = False
         self._groups = GroupNumbers(optimizer)
         self._begin_anew: Callable[[], None] = lambda: begin_anew(optimizer)
@@ -288,7 +294,7 @@ class LineController(RuledController):
 
     def begin_anew(self, step: int) -> None:
         """Parameters were loaded, or a cycle was taken back: what is under way begins anew, with the next step."""
-        self._begun = None
+        self._begun, self.unread = None, 0
         self.rule.anew(step)
         self._expect()
 
@@ -326,8 +332,12 @@ class LineController(RuledController):
         return due and (self.sweeping or self._way_or_fail().samples > 0)
 
     @contextmanager
-    def scores(self, closure: Closure, replicas: Replicas) -> Iterator[_Scores]:
-        """The line of the interval that ends, to be read inside; afterwards the weights are what they were. A sweep is read where it stands."""
+    def scores(self, closure: Closure, replicas: Replicas) -> Iterator[_Scores | None]:
+        """The line of the interval that ends, to be read inside; afterwards the weights are what they were. A sweep is read where it stands.
+
+        None where the batch has less than two examples, over all ranks, so that nothing has an error: the interval goes on. Raises ValueError if that
+        has been so for `PATIENCE` steps.
+        """
         if self.sweeping:
             self._way_or_fail().begin_mean()
             self._way_or_fail().add()
@@ -337,10 +347,12 @@ class LineController(RuledController):
                 self._way_or_fail().share(replicas)
         with self._way_or_fail().scored() as put, torch.no_grad():
             # What no knob moves stays at the mean; in a sweep the line is that of the whole model from its beginning.
-            yield _Scores(
+            scores = _Scores(
                 lambda rho: put([(rho[0] if self.sweeping else 1.0) if k is None else rho[k] for k in self._owner]),
                 self._evaluate(closure), replicas, len(self._rates),
             )  # fmt: skip
+            self.unread = 0 if scores.count() >= 2 else self.unread + 1
+            yield None if 0 < self.unread < PATIENCE else scores
 
     def _evaluate(self, closure: Closure) -> Callable[[], torch.Tensor | None]:
         def evaluate() -> torch.Tensor | None:
@@ -443,6 +455,10 @@ class _Scores:
     def mean(self, rho: float) -> tuple[float, float]:
         return self._mean_and_error(self._at(self._point(rho, None)))
 
+    def count(self) -> float:
+        """Of the examples, over all ranks."""
+        return self._sums(self._at(self._point(1.0, None)))[0]
+
     def _point(self, rho: float, knob: int | None) -> tuple[float, ...]:
         return tuple(rho if knob in (None, i) else 1.0 for i in range(self._knobs))
 
@@ -453,19 +469,8 @@ class _Scores:
         return self._losses[point]
 
     def _mean_and_error(self, a: torch.Tensor | None, *b: torch.Tensor | None) -> tuple[float, float]:
-        """Of a's losses, or of their paired differences to b's, over all ranks. One all_reduce of four numbers a replica.
-
-        The ranks of one replica may see the same examples (tensor parallel) or others (context parallel); their sums are taken for
-        the same, which at worst overstates the error.
-        """
-        if a is None or None in b:
-            row = torch.zeros(4, dtype=torch.float64, device=self._device)
-        else:
-            d = a - sum(x for x in b if x is not None)
-            row = torch.stack([torch.ones_like(d[0]), d.new_tensor(float(len(d))), d.sum(), (d * d).sum()])
-        rows = self._replicas.sum_rows(row).tolist()
-        seen = [[x / row[0] for x in row[1:]] for row in rows if row[0] > 0]
-        n, total, squares = (sum(column) for column in zip(*seen, strict=True)) if seen else (0.0, 0.0, 0.0)
+        """Of a's losses, or of their paired differences to b's, over all ranks."""
+        n, total, squares = self._sums(a, *b)
         if n < 2:
             raise ValueError(
                 f"the closure gave {n:g} losses over all ranks, but the error of a difference comes from the scatter over examples: return one loss for "
@@ -473,6 +478,28 @@ class _Scores:
             )
         self.examples, mean = n, total / n
         return mean, math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))
+
+    def _sums(self, a: torch.Tensor | None, *b: torch.Tensor | None) -> tuple[float, float, float]:
+        """Number, sum and squares of a's losses, or of their paired differences to b's. One all_reduce of five numbers a replica.
+
+        The ranks of one replica may see the same examples (tensor parallel) or others (context parallel); their sums are taken for
+        the same, which at worst overstates the error.
+        """
+        row = torch.zeros(5, dtype=torch.float64, device=self._device)
+        if len({0 if x is None else len(x) for x in (a, *b)}) > 1:
+            row[4] = 1.0  # told to all ranks, of which none may be left waiting
+        elif a is not None:
+            d = a - sum(x for x in b if x is not None)
+            row[:4] = torch.stack([torch.ones_like(d[0]), d.new_tensor(float(len(d))), d.sum(), (d * d).sum()])
+        rows = self._replicas.sum_rows(row).tolist()
+        if any(row[4] for row in rows):
+            raise ValueError(
+                f"the closure gave another number of losses than before, in replica {brief([r for r, row in enumerate(rows) if row[4]])}, but losses are "
+                "compared example by example: draw the batch outside of it, and return the losses of this one whenever it is called"
+            )
+        seen = [[x / row[0] for x in row[1:4]] for row in rows if row[0] > 0]
+        n, total, squares = (sum(column) for column in zip(*seen, strict=True)) if seen else (0.0, 0.0, 0.0)
+        return n, total, squares
 
     @property
     def _device(self) -> torch.device:

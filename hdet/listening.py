@@ -176,6 +176,11 @@ class Listening:
             "ensemble.sweeping is False. (Everything is as it was at the first step again, but for the other optimizer's state.)"
         )
 
+    @property
+    def unread(self) -> bool:
+        """Was the line left out that would have been read last?"""
+        return self._line is not None and self._line.unread > 0
+
     def settle(self, decisions: Sequence[Decision]) -> bool:
         """After what a line has led to. Returns whether weights were taken back; other replicas of this process are not."""
         return self._line is not None and self._line.settle(self._step(), decisions)
