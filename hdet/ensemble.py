@@ -83,8 +83,9 @@ class Ensemble:
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         converge: the way of averaging, from hdet.converge; default ``Plain()`` (docs/converge.md tells when another one pays).
         bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, also where a
-            forward pass has put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident replicas share theirs.
+        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, but for those in
+            8 bits, also where a forward pass has put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident replicas
+            share theirs.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
         tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
             the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
@@ -429,6 +430,7 @@ class Ensemble:
     def during(self, phase: str) -> Iterator[None]:
         """Around collectives: one that fails is named (`ReplicaLost`), and leaves an Ensemble that refuses to go on."""
         self._check_whole()
+        self.replicas.check_group()
         try:
             with during(phase, self.replicas, lambda: (self.engine.cycle, self.engine.step)):
                 yield

@@ -24,13 +24,18 @@ def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | No
             yield module, name, buffer
 
 
+def has_average(tensor: torch.Tensor) -> bool:
+    """Floating point, and wide enough for arithmetic: weights in 8 bits are quantised, and stand still."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
 class Averaged(Sequence[torch.Tensor]):
     """The tensors that are averaged: parameters, then buffers. Looked up whenever they are asked for, so it is not to be copied into a list.
 
     Args:
         parameters: the optimizer's.
         listed: buffers that are given as tensors. They stay the same ones.
-        model: all floating-point buffers that it has at the time.
+        model: all buffers that it has at the time and that have an average.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], listed: Sequence[torch.Tensor] = (), model: nn.Module | None = None) -> None:
@@ -41,7 +46,7 @@ class Averaged(Sequence[torch.Tensor]):
     @property
     def buffers(self) -> list[torch.Tensor]:
         listed = self.fixed[len(self.parameters) :]
-        return listed if self.model is None else [*listed, *(b for b in self.model.buffers() if b.is_floating_point())]
+        return listed if self.model is None else [*listed, *(b for b in self.model.buffers() if has_average(b))]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self.parameters

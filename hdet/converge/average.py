@@ -110,3 +110,8 @@ def check_averageable(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} has layout {tensor.layout}: only dense tensors can be averaged in place")
     if not tensor.is_floating_point():
         raise ValueError(f"{name} has dtype {tensor.dtype}: only floating-point tensors have an average")
+    if tensor.element_size() < 2:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}, which has no arithmetic: leave it out of the optimizer, whose steps would not move it, or keep it "
+            "in 16 bits"
+        )

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.controllers.line import TOO_FEW
 from ..core.controllers.peak import LARGEST_T
 from ..core.plan import Compare, Level, Question
 from ..ranges import ranged
 from ..replicas import Replicas
+from ..replicas.layout import brief
 from ..shards import reshard
 from .base import Closure, Measurement, Watched, settings_of
 from .eval_mode import undisturbed
@@ -47,7 +49,8 @@ class LineLosses(Measurement):
     or none: then the line ends where the weights are; ``share``: origin and mean become those over all replicas, which may have begun apart.
 
     The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
-    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. Memory: one copy of the
+    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. Each call for one batch returns as
+    many; batches may differ, and one of a single example is not read. Memory: one copy of the
     parameters, beside the snapshot.
     """
 
@@ -114,7 +117,9 @@ class LineLosses(Measurement):
 
     def try_closure(self, closure: Closure) -> None:
         with torch.no_grad():
-            _Scores(lambda rho: None, self._evaluate(closure), self._watched.replicas, self._knobs).mean(1.0)
+            losses = _Scores(lambda rho: None, self._evaluate(closure), self._watched.replicas, self._knobs).level(1.0)[2]
+        if losses < 2:
+            raise ValueError(TOO_FEW.format(losses))
 
     @contextmanager
     def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
@@ -137,7 +142,7 @@ class LineLosses(Measurement):
             @ranged("hdet.line")
             def answer(question: Question) -> Any:
                 if isinstance(question, Level):
-                    return (*scores.mean(question.rho), scores.examples)
+                    return scores.level(question.rho)
                 if isinstance(question, Compare):
                     return scores.difference(question.a, question.b, question.knob)
                 raise ValueError(f"a weight line answers Level and Compare, got {question!r}")
@@ -185,18 +190,19 @@ class _Scores:
         self._put, self._evaluate, self._replicas, self._knobs = put, evaluate, replicas, knobs
         self._losses: dict[tuple[float, ...], torch.Tensor | None] = {}
         self._compared: dict[tuple[tuple[float, ...], tuple[float, ...]], tuple[float, float]] = {}
-        self.examples = 0.0
 
     def difference(self, a: float, b: float, knob: int | None = None) -> tuple[float, float]:
         pair = (self._point(a, knob), self._point(b, knob))
         if pair not in self._compared:
-            mean, error = self._mean_and_error(*map(self._at, pair))
+            mean, error = _mean_and_error(*self._sums(*map(self._at, pair)))
             t = mean / error if error else math.copysign(LARGEST_T, mean) if mean else 0.0
             self._compared[pair] = mean, max(-LARGEST_T, min(LARGEST_T, t))
         return self._compared[pair]
 
-    def mean(self, rho: float) -> tuple[float, float]:
-        return self._mean_and_error(self._at(self._point(rho, None)))
+    def level(self, rho: float) -> tuple[float, float, float]:
+        """Mean loss, its standard error, and how many losses there are over all ranks; of fewer than two there is no error, and 0 stands for it."""
+        n, total, squares = self._sums(self._at(self._point(rho, None)))
+        return (*_mean_and_error(n, total, squares), n) if n >= 2 else (total / n if n else 0.0, 0.0, n)
 
     def _point(self, rho: float, knob: int | None) -> tuple[float, ...]:
         return tuple(rho if knob in (None, i) else 1.0 for i in range(self._knobs))
@@ -207,28 +213,33 @@ class _Scores:
             self._losses[point] = self._evaluate()
         return self._losses[point]
 
-    def _mean_and_error(self, a: torch.Tensor | None, *b: torch.Tensor | None) -> tuple[float, float]:
-        """Of a's losses, or of their paired differences to b's, over all ranks. One all_reduce of four numbers a replica.
+    def _sums(self, a: torch.Tensor | None, *b: torch.Tensor | None) -> tuple[float, float, float]:
+        """Number, sum and squares of a's losses, or of their paired differences to b's. One all_reduce of five numbers a replica.
 
         The ranks of one replica may see the same examples (tensor parallel) or others (context parallel); their sums are taken for
         the same, which at worst overstates the error.
         """
-        if a is None or None in b:
-            row = torch.zeros(4, dtype=torch.float64, device=self._device)
-        else:
+        row = torch.zeros(5, dtype=torch.float64, device=self._device)
+        if len({0 if x is None else len(x) for x in (a, *b)}) > 1:
+            row[4] = 1.0  # told to all ranks, of which none may be left waiting
+        elif a is not None:
             d = a - sum(x for x in b if x is not None)
-            row = torch.stack([torch.ones_like(d[0]), d.new_tensor(float(len(d))), d.sum(), (d * d).sum()])
+            row[:4] = torch.stack([torch.ones_like(d[0]), d.new_tensor(float(len(d))), d.sum(), (d * d).sum()])
         rows = self._replicas.sum_rows(row).tolist()
-        seen = [[x / row[0] for x in row[1:]] for row in rows if row[0] > 0]
-        n, total, squares = (sum(column) for column in zip(*seen, strict=True)) if seen else (0.0, 0.0, 0.0)
-        if n < 2:
+        if any(row[4] for row in rows):
             raise ValueError(
-                f"the closure gave {n:g} losses over all ranks, but the error of a difference comes from the scatter over examples: return one loss for "
-                "each example, e.g. cross_entropy(..., reduction='none').mean(-1)"
+                f"the closure gave another number of losses than before, in replica {brief([r for r, row in enumerate(rows) if row[4]])}, but losses are "
+                "compared example by example: draw the batch outside of it, and return the losses of this one whenever it is called"
             )
-        self.examples, mean = n, total / n
-        return mean, math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))
+        seen = [[x / row[0] for x in row[1:4]] for row in rows if row[0] > 0]
+        n, total, squares = (sum(column) for column in zip(*seen, strict=True)) if seen else (0.0, 0.0, 0.0)
+        return n, total, squares
 
     @property
     def _device(self) -> torch.device:
         return next((x.device for x in self._losses.values() if x is not None), torch.device("cpu"))
+
+
+def _mean_and_error(n: float, total: float, squares: float) -> tuple[float, float]:
+    mean = total / n
+    return mean, math.sqrt(max(squares / n - mean * mean, 0.0) / (n - 1))

@@ -191,6 +191,18 @@ class Replicas:
         """Ranks of one replica."""
         return len(self.ranks[0]) if self.ranks else 1
 
+    def check_group(self) -> None:
+        """Raises RuntimeError if torch does not know the process groups any more."""
+        for group in (self.world_group, self.peer_group):
+            try:
+                if group is not None:
+                    dist.get_process_group_ranks(group)
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise RuntimeError(
+                    f"the process group of replica {self.index} has been destroyed (destroy_process_group), but an Ensemble still averages over it: "
+                    "close() the Ensemble before, and make a new one after init_process_group"
+                ) from error
+
     def sum_rows(self, row: torch.Tensor) -> torch.Tensor:
         """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the slots of a cycle.
 

@@ -59,6 +59,12 @@ FAR = 4.0
 BROKEN = 1e20
 """A mean loss in which one is not finite, because of the weights or of the mini-batch: each such loss is taken for far more."""
 FEEL, SWEEP, READ, DONE = 0, 1, 2, 3
+PATIENCE = 32
+"""Steps in a row whose batches have fewer than two examples: a closure that gives one number for all, which it did not at first."""
+TOO_FEW = (
+    "the closure gave {:g} losses over all ranks, but the error of a difference comes from the scatter over examples: return one loss for each "
+    "example, e.g. cross_entropy(..., reduction='none').mean(-1)"
+)
 LONGEST = 0.1
 """A cycle's longest part of the run: what was found is in force, and late intervals end, where cycles do."""
 BEGINNING = "beginning"
@@ -136,6 +142,8 @@ class LineRule(Controller):
         self._felt: float | None = None  # the training loss that the last octave showed, if any
         self._compared = False
         self._examples = 0.0  # losses over all ranks, in the last answer
+        self.unread = 0
+        """Readings in a row that were left out, because the batch had fewer than two examples: the next step's is read in their place."""
 
     @property
     def idle(self) -> bool:
@@ -173,7 +181,7 @@ class LineRule(Controller):
         if self.idle:
             return Plan(spread=False)
         if self.sweeping:
-            steps = min(self._interval, octave_steps(self._total, self._interval, self.octave))
+            steps = 1 if self.unread else min(self._interval, octave_steps(self._total, self._interval, self.octave))
             return Plan(
                 steps,
                 spread=False,
@@ -181,7 +189,7 @@ class LineRule(Controller):
                 measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}},
                 snapshots={BEGINNING: self.snapshot},
             )
-        steps = self._interval - now.step % self._interval
+        steps = 1 if self.unread else self._interval - now.step % self._interval
         if not self.reads_late:
             return Plan(steps, spread=False)
         origin = f"interval {int(self.late)}"
@@ -191,7 +199,7 @@ class LineRule(Controller):
 
     def restart(self, now: Moment) -> None:
         """A sweep begins again, here: the weights that it would go back to are lost. So does a late interval."""
-        self.since = float(now.schedule_step)
+        self.since, self.unread = float(now.schedule_step), 0
         if self.sweeping:
             self.phase, self.octaves, self.total, self.cycles, self.missing = float(FEEL), [], 0.0, 0.0, 0
             self.began = self.ended = float(now.schedule_step)
@@ -204,10 +212,16 @@ class LineRule(Controller):
             self.total += sum(losses) / len(losses) if losses else 0.0
         if evidence.step < self.next_end(evidence.total_steps or 0, evidence.sync_interval):
             return self._nothing(evidence)
+        if self.phase == READ and not self.reads_late:
+            self.phase = float(DONE)
+            return self._nothing(evidence)
+        level, _, self._examples = yield Level(LINE, 1.0)
+        self.unread = 0 if self._examples >= 2 else self.unread + 1
+        if self.unread:
+            return self._leave_out(evidence)
         if self.phase == READ:
             return (yield from self._read(evidence))
         # The next cycle is read in the place of one whose mini-batch is bad, and not the weights, or that ends where the schedule is at 0.
-        level, _, self._examples = yield Level(LINE, 1.0)
         bad = level >= BROKEN and (yield Level(LINE, 0.0))[0] >= BROKEN
         if bad or _value(evidence) <= 0:
             why = "nothing finite so far" if bad else "the schedule is at 0"
@@ -227,6 +241,13 @@ class LineRule(Controller):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.missing = 0  # of an octave that begins anew
+
+    def _leave_out(self, evidence: Evidence) -> Learned:
+        """The batch has fewer than two examples, so nothing has an error: the interval goes on. Raises ValueError after `PATIENCE` of them."""
+        if self.unread >= PATIENCE:
+            raise ValueError(TOO_FEW.format(self._examples))
+        note = "the line was not read: the batch has less than two examples; the next one is read in its place"
+        return Learned([Decision(note=note if k == 0 else "") for k in range(len(evidence.knobs))])
 
     # -- feel and sweep --------------------------------------------------------------------------------------------------
 
@@ -346,9 +367,6 @@ class LineRule(Controller):
     # -- late ------------------------------------------------------------------------------------------------------------
 
     def _read(self, evidence: Evidence) -> Asking[Learned]:
-        if not self.reads_late:
-            self.phase = float(DONE)
-            return self._nothing(evidence)
         while self.late < len(LATE) and LATE[int(self.late)] * (evidence.total_steps or 0) <= evidence.step:
             self.late += 1
         if self.late >= len(LATE):
