@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.controllers.line import BEGINNING, FROM, LINE
+from hdet.core.controllers.line import BEGINNING, FROM, LINE, PATIENCE
 from hdet.core.controllers.reading import Asking
 from hdet.core.plan import Compare, Level
 from tests.ensemble.helpers import model
@@ -336,14 +336,14 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
 )  # fmt: skip
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: Callable[[], Any], message: str, steps: int) -> None:
-    """In the first step, and at an octave's end."""
+    """In the first step, and at an octave's end; there one with fewer than two losses is left out at first, as the last batch of an epoch may be."""
     run = Run(total=400).steps(steps)
     run.closure = lambda batch: answer()
     seen: list[torch.Tensor] = []
     step = run.optimizer.step
     run.optimizer.step = lambda: (step(), seen.append(run.weights()))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=message):
-        run.steps(1)
+        run.steps(PATIENCE if steps and "gave" in message else 1)
     assert torch.equal(run.weights(), seen[-1])
 
 

@@ -179,7 +179,7 @@ class LineRule(Controller):
     def plan(self, now: Moment) -> Plan:
         """Short cycles in feel and sweep, which go back to the run's beginning; after those the first ends at a multiple of T."""
         if self.idle:
-            return Plan(spread=False)
+            return Plan(self._interval - now.step % self._interval, spread=False)
         if self.sweeping:
             steps = 1 if self.unread else min(self._interval, octave_steps(self._total, self._interval, self.octave))
             return Plan(
