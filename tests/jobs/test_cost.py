@@ -273,7 +273,7 @@ def test_slopes_are_still_those_of_the_plain_sums() -> None:
 def test_a_row_with_anything_else_than_numbers_is_left_out(row: list[float]) -> None:
     engine = Engine([KnobSpec("a", 0.3)], 2, Clock(1), ProbeRule())
     engine.tick()
-    assert engine.close([1.0, 1.0], [[1.0, 2.0], row], scheduled=[1.0]).left_out == [1]
+    assert engine.close([1.0, 1.0], {"probe": [[1.0, 2.0], row]}, scheduled=[1.0]).left_out == [1]
 
 
 def test_finite_numbers_count_however_large_their_sum_is() -> None:
