@@ -509,7 +509,7 @@ class Ensemble:
     def _end_cycle(self, closure: Closure | None) -> None:
         self._check_explored()
         started = self._now()
-        moment, plan, restarted = self.engine.moment, self.engine.plan, self.engine.restarted
+        moment, plan = self.engine.moment, self.engine.plan
         if self.sweeping:
             self._check_alone()
         compare = self.replicas.count > 1 and not self._replicas_part
@@ -530,7 +530,7 @@ class Ensemble:
             self._settle()
         self.schedule.write(self.engine)
         self.history = cycle_record(
-            self.engine, self.schedule, outcome, moment, plan, restarted, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
+            self.engine, self.schedule, outcome, moment, plan, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
             probe_ms=1e3 * (probed - started + read - averaged), converge_ms=1e3 * (averaged - probed),
         )  # fmt: skip
         self._notes = []

@@ -21,7 +21,6 @@ def cycle_record(
     outcome: CycleOutcome,
     moment: Moment,
     plan: Plan,
-    restarted: Moment | None,
     *,
     losses: Sequence[float | None],
     scores: Mapping[str, Sequence[Sequence[float]]],
@@ -66,7 +65,7 @@ def cycle_record(
         "converge_ms": converge_ms,
         "probe_ms": probe_ms,
         "notes": [*notes, *outcome.notes],
-        "record": recorded(moment, plan, outcome, restarted),
+        "record": recorded(moment, plan, outcome, engine.moment if rolled_back else None),
     }
 
 

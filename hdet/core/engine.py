@@ -103,8 +103,6 @@ class Engine:
         """By knob: what the correction was, and since which step and over how many the one in `corrections` comes into force."""
         self.schedule_step: int | None = None
         """Steps of the schedule done, where they are not this engine's (a step that a scaler skips, or several calls for each)."""
-        self.restarted: Moment | None = None
-        """Of the running cycle: what the controller was told when the weights became other ones, if they did."""
         self._plan: Plan | None = None
         self.level: float | None = None
         """Median loss of the healthy replicas in the last cycle that was not taken back."""
@@ -273,12 +271,11 @@ class Engine:
     def _next_cycle(self) -> None:
         self.cycle += 1
         self.position = 0
-        self.restarted = self._plan = None
+        self._plan = None
 
     def restart(self) -> None:
         """The weights are other ones than the controller knows; it plans the running cycle anew."""
         if self.controller is not None:
-            self.restarted = self.moment
             self.controller.restart(self.moment)
         self._plan = None
 

@@ -17,8 +17,8 @@ __all__ = ["recorded", "replay"]
 
 
 def recorded(moment: Moment, plan: Plan, outcome: CycleOutcome, restarted: Moment | None) -> dict[str, Any]:
-    """Of a cycle, as plain data: all that its controller was asked and told, and what it said. ``restarted``: what it was told of other weights,
-    if it was, before it planned."""
+    """Of a cycle, as plain data: all that its controller was asked and told, and what it said. ``restarted``: of one that was taken back, when
+    the next one begins."""
     return {
         "moment": asdict(moment),
         "plan": _plain(plan),
@@ -40,12 +40,14 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
     """
     if state is not None:
         controller.load_state_dict(state)
-    for record in records:
+    for n, record in enumerate(records):
         moment = Moment(**record["moment"])
-        if record["restarted"] is not None:
-            controller.restart(Moment(**record["restarted"]))
+        if state is not None and n == 0:
+            controller.restart(moment)
         where = f"cycle {moment.cycle}"
         yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])
+        if record["restarted"] is not None:
+            controller.restart(Moment(**record["restarted"]))
         if record["evidence"] is None:
             continue
         answers = deque(record["answers"])

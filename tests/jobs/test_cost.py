@@ -273,13 +273,13 @@ def test_slopes_are_still_those_of_the_plain_sums() -> None:
 def test_a_row_with_anything_else_than_numbers_is_left_out(row: list[float]) -> None:
     engine = Engine([KnobSpec("a", 0.3)], 2, Clock(1), ProbeRule())
     engine.tick()
-    assert engine.close([1.0, 1.0], [[1.0, 2.0], row], scheduled=[1.0]).left_out == [1]
+    assert engine.close([1.0, 1.0], {"probe": [[1.0, 2.0], row]}, scheduled=[1.0]).left_out == [1]
 
 
 def test_finite_numbers_count_however_large_their_sum_is() -> None:
     engine = Engine([KnobSpec("a", 0.3)], 2, Clock(1))
     engine.tick()
-    assert engine.close([1.0, 1.0], [[1e308, 1e308], [1e308, -1e308]], scheduled=[1.0]).left_out == []
+    assert engine.close([1.0, 1.0], {"probe": [[1e308, 1e308], [1e308, -1e308]]}, scheduled=[1.0]).left_out == []
 
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="bytes of CPython's objects")
@@ -293,7 +293,7 @@ def test_an_engine_keeps_less_than_100_kb_at_1024_replicas(controller: Any, knob
 
     def cycle(engine: Engine) -> None:
         engine.tick()
-        engine.close(losses, rows, scheduled=[1.0] * knobs, floor=[0.1] * knobs)
+        engine.close(losses, {"probe": rows}, scheduled=[1.0] * knobs, floor=[0.1] * knobs)
         engine.multipliers()
 
     cycle(Engine(names, 1024, Clock(1, total_steps=10), controller()))
