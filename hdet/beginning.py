@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +15,11 @@ from .owned import BufferCopies
 from .shards import local_parts
 
 __all__ = ["Beginning"]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts what is written to it, without a look at it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Beginning:
@@ -35,6 +42,7 @@ class Beginning:
         self._buffers = None if model is None else BufferCopies(model, place == "host")
         self._anchor: Anchor | None = None
         self._others: list[tuple[str, nn.Parameter]] = []
+        self._left_out: list[tuple[str, nn.Parameter, int]] = []
         self._before_forward: list[RemovableHandle] = []
         self._after_load: list[RemovableHandle] = []
         self._traced = False
@@ -90,6 +98,7 @@ class Beginning:
         resting = local_parts([p for _, p in others if not p.requires_grad])
         fits = sum(p.nbytes for p in resting) <= sum(p.nbytes for p in local_parts(list(own.values())))
         self._others = [(name, p) for name, p in others if p.requires_grad or fits]
+        self._left_out = [] if fits else [(name, p, _version(p)) for name, p in others if not p.requires_grad]
         self._anchor = Anchor([p for _, p in self._others], self._optimizer, self._place, weights=False)
         self._anchor.take()
         if self._buffers is not None and not self._buffers.taken:
@@ -99,6 +108,13 @@ class Beginning:
     def put_back(self) -> None:
         assert self._anchor is not None, "take comes first"
         self._anchor.restore()
+        written = next((name for name, p, version in self._left_out if _version(p) != version), None)
+        if written is not None:
+            warnings.warn(
+                f"the frozen parameter {written!r} was written in the search, and is not taken back: frozen parameters are kept only where they are no "
+                "more than what is trained. Begin to write it (a teacher's average, for instance) when ensemble.sweeping is False",
+                stacklevel=6,
+            )
         if self._buffers is not None:
             self._buffers.put_back()
 
@@ -106,11 +122,12 @@ class Beginning:
         """The name of a parameter that asks for gradients, is not this optimizer's, and is not what it was, on this rank."""
         if self._anchor is None:
             return None
-        return next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._anchor.moved(i)), None)
+        thawed = next((name for name, p, version in self._left_out if p.requires_grad and _version(p) != version), None)
+        return thawed or next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._anchor.moved(i)), None)
 
     def close(self) -> None:
         """It is not needed any more: its memory is free."""
-        self._anchor, self._others = None, []
+        self._anchor, self._others, self._left_out = None, [], []
         if self._buffers is not None:
             self._buffers.forget()
         self._rest()

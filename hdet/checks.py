@@ -305,7 +305,12 @@ def agreement(
         "the state (digest)": digest(engine.state_dict()),
         "the scheduler's class and settings (digest)": digest((_kind(scheduler), [(k, v) for k, v in state.items() if k not in lists])),
     }
-    groups = [{key: value for key, value in group.items() if key not in _OF_THE_MACHINE} for group in optimizer.param_groups]
+    # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
+    known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
+    groups = [
+        {key: value for key, value in group.items() if key not in _OF_THE_MACHINE and (known or key in _USUAL)}
+        for group in optimizer.param_groups
+    ]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     by_member = {
         "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)],
@@ -321,6 +326,7 @@ def agreement(
 
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group, what changes nothing in its results; and names, which are compared by themselves."""
+_USUAL = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay", "maximize")
 _OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
 """Settings that hdet's optimizers do not keep in their groups."""
 

@@ -169,6 +169,7 @@ class Schedule:
             for knob in self.knobs:
                 knob.rewrite()
             if self._others is not None:
+                self._others.look()  # one may have been built inside
                 self._others.note()
                 self._others.begin()
 

@@ -42,7 +42,7 @@ class TorchSchedulers:
         self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
         self._misses, self._patience = 0, 1
-        self._look()
+        self.look()
         self.note()
         self.begin()
 
@@ -79,9 +79,12 @@ class TorchSchedulers:
             self._explain(found, writes, [[one] for one in self.moved()])
             if any(other and own is None for other, own in zip(foreign, found, strict=True)) and self._look_again():
                 self._explain(found, writes, [[one] for one in self.moved()])
+            for one in self.moved():  # several times, as accelerate steps those that it has prepared
+                self._explain(found, writes, [[one]], ways=(_several(self._steps_of(one)),))
             self._explain(found, writes, list(itertools.permutations(self.moved(), 2)))  # one after the other, by hand
             for n, (knob, i, value) in enumerate(writes):
                 if found[n] is None and foreign[n]:
+                    self._check_not_several(knob, i, value)
                     self._check_not_from_scratch(knob, i, value)
                 elif found[n] is None:
                     found[n] = knob.scheduled[i]
@@ -99,7 +102,7 @@ class TorchSchedulers:
 
     # -- who there is ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
         # type(), because isinstance() asks proxies for the class of what they stand for.
         found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
@@ -114,7 +117,7 @@ class TorchSchedulers:
         self._misses += 1
         if self._misses < self._patience:
             return False
-        new = self._look()
+        new = self.look()
         self._misses, self._patience = 0, 1 if new else 2 * self._patience
         return new
 
@@ -124,9 +127,11 @@ class TorchSchedulers:
 
     # -- what they say ---------------------------------------------------------------------------------------------------
 
-    def _explain(self, found: list[Any], writes: Sequence[Write], chains: Sequence[Sequence[LRScheduler]]) -> None:
-        """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other."""
-        for way in (_next, _told):
+    def _explain(
+        self, found: list[Any], writes: Sequence[Write], chains: Sequence[Sequence[LRScheduler]], ways: Sequence[_Way] | None = None
+    ) -> None:
+        """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other; ``ways``: how."""
+        for way in ways or (_next, _told):
             missing = [n for n, own in enumerate(found) if own is None]
             for chain in chains if missing else ():
                 now = self._after(chain, way, self._left) or {}
@@ -157,6 +162,20 @@ class TorchSchedulers:
             except Exception:  # noqa: BLE001 - a user's class, which was never meant to be asked: it is refused where that matters
                 return None
         return {place: cell.get() for place, cell in copies.items()}
+
+    def _steps_of(self, scheduler: LRScheduler) -> int:
+        """Since `note`; 1 where that is not known."""
+        then, now = self._noted.get(scheduler, ()), _position(scheduler)
+        return max(1, *(b - a for a, b in zip(then, now, strict=True))) if len(then) == len(now) else 1
+
+    def _check_not_several(self, knob: GroupKnob, i: int, value: Any) -> None:
+        """Several steps between two looks are replayed; those that cannot be are taken for nobody's."""
+        several = [one for one in self.moved() if self._steps_of(one) > 1 and not isinstance(one, ReduceLROnPlateau)]
+        if several and knob.key == "lr":
+            raise ValueError(
+                f"{_name(knob, i)} is {float(value):g}, and {_names(several)} has stepped several times since the last step of the optimizer, which "
+                f"does not lead there from what was there, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
+            )
 
     def _check_not_from_scratch(self, knob: GroupKnob, i: int, value: Any) -> None:
         """What was written over a value from scratch may be relative to it, and so without the correction, or to what stood there before."""
@@ -233,6 +252,19 @@ def _next(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
         (_told if begins and hasattr(part, "_get_closed_form_lr") else _next)(part, groups)
     else:
         _write(groups, twin.get_lr())
+
+
+def _several(steps: int) -> _Way:
+    """What its last ``steps`` steps wrote, one after the other. Those of schedulers made of others are not replayed."""
+
+    def way(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+        if isinstance(twin, (ChainedScheduler, SequentialLR)):
+            raise NotImplementedError
+        end = twin.last_epoch
+        for twin.last_epoch in range(end - steps + 1, end + 1):
+            _write(groups, twin.get_lr())
+
+    return way
 
 
 def _told(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:

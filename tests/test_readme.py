@@ -68,7 +68,7 @@ def test_the_loop_of_the_line_runs_as_written() -> None:
     exec(BLOCKS[2], names)  # noqa: S102
     ensemble = names["scheduler"].ensemble  # type: ignore[attr-defined]
     assert ensemble.cycle == 25 and ensemble.engine.position == 0  # those of the sweep are of 8 steps
-    assert not ensemble.engine.controller.sweeping
+    assert not ensemble.sweeping
     assert ensemble.corrections["lr"] > 1  # 3e-4 is far too low for this
 
 

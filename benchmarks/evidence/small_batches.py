@@ -124,10 +124,12 @@ class Noted(hdet.LineRule):
         super().__init__()
         self.said: list[str] = []
 
-    def update(self, evidence: Any) -> Any:
-        decisions = super().update(evidence)
-        self.said += [f"{evidence.step}: {decisions[0].note}"] if decisions[0].note else []
-        return decisions
+    def learn(self, evidence: Any) -> Any:
+        learned = super().learn(evidence)
+        learned = learned if isinstance(learned, hdet.Learned) else (yield from learned)
+        note = learned.decisions[0].note
+        self.said += [f"{evidence.step}: {note}"] if note else []
+        return learned
 
 
 def run(benchmark: str, problem: str, method: str, batch: int, power: int | None, rate: float, seed: int, steps: int) -> Record:

@@ -116,7 +116,7 @@ def nothing_sent(rank: int, world: int) -> Any:
 
 def test_exact_local_sends_the_slots_and_ddps_gradients_only() -> None:
     (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
-    slots = 2 * (1 / 2) * 2 * 2 * 8
+    slots = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
     assert sizes == [[slots]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"
     assert torch.equal(weights, other[1]) and multipliers[1] == [1.0] and multipliers[0] != [1.0]
 

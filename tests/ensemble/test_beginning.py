@@ -403,6 +403,36 @@ def test_parameters_that_nobody_trains_are_not_refused(frozen: bool) -> None:
     assert run.ensemble.corrections["lr"] != 1 / 16
 
 
+@pytest.mark.parametrize("thawed", [False, True])
+def test_a_large_frozen_part_that_moves_is_told_of_or_refused(thawed: bool) -> None:
+    """It is no copy that is kept, but what is written to it is counted: a teacher's average is told of, a second optimizer refused."""
+    net = nn.ModuleDict({"trained": model(), "frozen": nn.Linear(100, 100).requires_grad_(False)})
+    own = net["trained"]
+    run = Run(1e-2, net=own, line=hdet.LineController(net), total=400)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            batch = data(run.index)
+            loss = losses_of(own, batch).mean()
+            loss.backward()
+            run.optimizer.step()
+            own.zero_grad()
+            run.ensemble.step(loss.detach(), closure=functools.partial(losses_of, own, batch))
+            run.index += 1
+
+    steps(1)
+    with torch.no_grad():
+        net["frozen"].weight.mul_(0.9)  # type: ignore[union-attr,operator]
+    if thawed:
+        net["frozen"].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"'frozen.weight'.*is not this Ensemble's optimizer's"):
+            steps(20)
+    else:
+        with pytest.warns(UserWarning, match=r"frozen parameter 'frozen.weight' was written in the search, and is not taken back"):
+            steps(60)
+        assert not run.ensemble.sweeping
+
+
 def test_a_teacher_inside_of_the_model_goes_back_with_it() -> None:
     """It asks for no gradients, and somebody moves it all the same."""
 

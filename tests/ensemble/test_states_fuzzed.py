@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from hdet.core.controllers import Decision, Evidence
 
 from .helpers import batch, model, probe
 
@@ -29,7 +28,7 @@ class Run:
     def __init__(self, controller: Any, scheduler: Any, knobs: Any = None, *, auto: bool = False) -> None:
         self.net, self.index = model(), 0
         self.controller = controller(self.net)
-        self.replicas = None if isinstance(self.controller, hdet.LineController) else hdet.CoresidentReplicas(self.net, 3)
+        self.replicas = None if "line" in getattr(self.controller, "name", "") else hdet.CoresidentReplicas(self.net, 3)
         parameters = list(self.net.parameters())
         self.optimizer = hdet.FusedAdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=3e-3)
         settings = {"replicas": self.replicas, "controller": self.controller}
@@ -119,7 +118,7 @@ CONTROLLERS: dict[str, Callable[[Any], Any]] = {
     "hypergradient": lambda net: hdet.HypergradientController(2),
     "line in its sweep": hdet.LineController,
     "line": hdet.LineController,
-    "line, then softmax": lambda net: hdet.LineController(net, then=hdet.SoftmaxController(decay=None)),
+    "line, then softmax": lambda net: hdet.SequentialController(hdet.LineController(net, late=False), hdet.SoftmaxController(decay=None)),
 }
 RUNS: dict[str, Callable[[], Run]] = {
     **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"]) for name, build in CONTROLLERS.items()},
@@ -240,15 +239,18 @@ class Torn:
         self.second = state["second"]
 
 
-class TornController(Torn):
-    """The protocol alone."""
+class TornController(Torn, hdet.Controller):
+    """One that loads as it likes."""
 
     name = "torn"
-    needs_probe = False
+    freeze_after, frozen = None, False
 
-    def update(self, evidence: Evidence) -> list[Decision]:
+    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+        return state
+
+    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
         self.step()
-        return [Decision(factor=1.5)] * len(evidence.knobs)
+        return hdet.Learned([hdet.Decision(factor=1.5)] * len(evidence.knobs))
 
 
 @pytest.mark.filterwarnings("ignore:saving in the middle")
