@@ -16,7 +16,7 @@ __all__ = ["Shadow"]
 class Shadow(Controller):
     """``controller`` measures and decides, cycle by cycle, on a run that is bitwise the one without it.
 
-    What it wants of cycles (their length, no spread, snapshots, endings) is not done, so what it makes of them is what it would make of this run,
+    What it wants of cycles (their length, no spread, going back) is not done, so what it makes of them is what it would make of this run,
     and not of the one that it would have had. History records carry its slopes and errors, and its moves as notes.
     """
 
@@ -42,7 +42,8 @@ class Shadow(Controller):
 
     def plan(self, now: Moment) -> Plan:
         wanted = self.controller.plan(now)
-        return Plan(measure=wanted.measure)
+        kept = {name: replace(snapshot, state=False) for name, snapshot in wanted.snapshots.items()}  # to be measured from, not to go back to
+        return Plan(measure=wanted.measure, snapshots=kept)
 
     def learn(self, evidence: Evidence) -> Learning:
         learned = self.controller.learn(evidence)
