@@ -23,7 +23,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Beginning:
-    """All that a sweep changes but the optimizer's own parameters (a `Way` has those), as it was at the first step.
+    """All that a sweep changes but the optimizer's own parameters (a snapshot has those), as it was at the first step.
 
     - The optimizer's state, with moments that were loaded; without masters, which follow their parameters.
     - The model's buffers. A training step's forward pass changes them before the Ensemble sees anything of the step, so they are kept by a

@@ -394,10 +394,14 @@ def _settings(controller: Any) -> list[tuple[str, Any]]:
     plain = [
         (name, value)
         for name, value in sorted(vars(controller).items())
-        if isinstance(value, (int, float, str, type(None))) and not name.startswith("_")
+        if not name.startswith("_") and (is_dataclass(value) or _is_plain(value))
     ]
     parts = [value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)]
     return plain + [setting for part in parts for setting in _settings(part)]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _whole(value: object) -> int:

@@ -70,7 +70,7 @@ class Ensemble:
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         sync_interval: T, optimizer steps between averages, >= 1.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
-        controller: None, `LineController`, `ProbeController`, or anything with the protocol of hdet.core.controllers (docs/controllers.md).
+        controller: None, `LineController`, `ProbeController`, or any `hdet.Controller` (docs/controllers.md).
         gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``: each with its own, so that nothing
             travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
             needed. Which of them it is, is looked at in the first step.
@@ -163,11 +163,13 @@ class Ensemble:
         self.engine.schedule_step = self._schedule_step()
         if controller is not None and self.engine.step:
             self.engine.restart()
+        self._plain = converge == Plain()
         self._panel = Panel(self.engine, self._schedule_step, self.during)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
-        self._snapshots = Snapshots(trained, masters[0], optimizer, self._panel.modules, refresh is not None)
+        models = [*self._panel.modules, *([buffers] if isinstance(buffers, nn.Module) else [])]
+        self._snapshots = Snapshots(trained, masters[0], optimizer, models, refresh is not None)
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, gradients, lambda: self._fan_out.multipliers,
@@ -200,6 +202,7 @@ class Ensemble:
         self._exploring: int | None = None  # the replica whose values are in force
         self._explored = False  # in this cycle
         self._broken: ReplicaLost | None = None
+        self._parted = False  # a cycle has ended with `Keep`, and nothing has made replicas equal since
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
         self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
@@ -397,7 +400,8 @@ class Ensemble:
     @property
     def sweeping(self) -> bool:
         """Are the weights those of a trial (a `LineController`'s sweep), which will be taken back? Then they are nothing to save, or to evaluate."""
-        return any(snapshot.state for snapshot in self.engine.plan.snapshots.values())
+        plan = self.engine.plan
+        return not plan.judged and any(snapshot.state for snapshot in plan.snapshots.values())
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
@@ -410,13 +414,19 @@ class Ensemble:
         return list(self.parameters) if self.converged else self.weights.mean()
 
     @property
+    def parted(self) -> bool:
+        """Has the last cycle left replicas as they are (`Keep`), and nothing made them equal since?"""
+        return self._parted
+
+    @property
     def private_state(self) -> bool:
         """Does the optimizer's state differ between replicas even when they are converged? (Local gradients that keep their moments.)"""
         return self.weights.moments.private and self.replicas.count > 1
 
     def _settle(self) -> None:
-        """Replicas have been averaged. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
+        """Replicas are equal. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
         self._fan_out.averaged()
+        self._parted = False
         has_buffers = len(self.parameters.buffers) > 0
         self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not has_buffers)
         self._marks = self.parameters.marks()
@@ -485,6 +495,11 @@ class Ensemble:
 
     def _begin_cycle(self) -> None:
         self.engine.schedule_step = self._schedule_step()
+        if not self._plain and not isinstance(self.engine.plan.end, Average):
+            raise ValueError(
+                f"the controller {getattr(self.engine.controller, 'name', '')!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
+                f"{self._settings['converge']!r}, which has averages under way within cycles: leave converge out"
+            )
         self._snapshots.begin_cycle(self.engine.plan.snapshots)
         self._panel.begin_cycle()
         self.forget_window()
@@ -524,10 +539,12 @@ class Ensemble:
         outcome = self._control(verdict, losses, measured, slots, closure)
         if outcome.end is not None:
             with self.during("average"):
-                together = self._carry_out(outcome.end) or together
+                together = self._carry_out(outcome.end, verdict, losses)
         read = self._now() if outcome.answers else averaged
         if together:
             self._settle()
+        else:
+            self._parted, self._lockstep = self.replicas.count > 1, self.replicas.count == 1
         self.schedule.write(self.engine)
         self.history = cycle_record(
             self.engine, self.schedule, outcome, moment, plan, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
@@ -589,17 +606,17 @@ class Ensemble:
                         f"{self.engine.rollbacks_in_row} cycles in a row were taken back, and the next one diverged too"
                     )
                 self.weights.roll_back(self.engine.rollbacks_in_row)
+            elif not verdict.healthy:
+                raise self._all_diverged("no replica has finite parameters left")
             elif isinstance(end, Average):
-                if not verdict.healthy:
-                    raise self._all_diverged("no replica has finite parameters left")
                 if not (equal and self.weights.settled):
                     # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
                     self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
             else:
-                return self._carry_out(end)
+                return self._carry_out(end, verdict, losses)
         return True
 
-    def _carry_out(self, end: Ending) -> bool:
+    def _carry_out(self, end: Ending, verdict: Verdict, losses: Sequence[float | None]) -> bool:
         """An ending that is no average of the cycle. Returns whether replicas are together now.
 
         Raises:
@@ -611,6 +628,8 @@ class Ensemble:
                 raise ValueError(f"the controller asks for replica {end.replica!r} to be adopted, but there are {count}")
             if count > 1:
                 self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(count)])
+        elif isinstance(end, Average) and count > 1:
+            self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
         elif isinstance(end, Restore):
             self._snapshots.restore(end.snapshot)
             self._panel.restart()
@@ -686,7 +705,7 @@ class Ensemble:
         self._check_whole()
         self._check_not_exploring("state_dict")
         self._take_writes()
-        if not self.converged and self._replicas_part and (self.engine.position or self._fan_out.stepped):
+        if not self.converged and (self._parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
@@ -723,7 +742,7 @@ class Ensemble:
         self.schedule.write(self.engine)
         self.schedule.note()
         # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
-        self._agreed, self._values, self._lockstep = False, None, self.replicas.count == 1
+        self._agreed, self._values, self._lockstep, self._parted = False, None, self.replicas.count == 1, False
         self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._snapshots.forget()

@@ -138,6 +138,7 @@ class FanOut:
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
+        self._departed = False  # also after a cycle at whose end nothing was averaged
         self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
         for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
             knob.rho = multiplier

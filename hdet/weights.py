@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .anchor import Anchors
-from .converge import Average, BucketedAverage, Converge, Task
+from .converge import Average, Converge, Task
 from .core.controllers.softmax import softmax_weights
 from .core.divergence import Divergence
 from .moments import Moments
@@ -154,11 +154,11 @@ class ReplicaWeights:
         self._publish()
 
     def took_back(self) -> None:
-        """A line has taken back the first local replica and the buffers, on all ranks alike: so are all others."""
-        if len(self.local) > 1:
-            self.complete([1.0] + [0.0] * (self.replicas.count - 1))
-        elif self.tensors.buffers:  # each rank's own; parameters are equal
-            BucketedAverage(self.tensors.buffers, self.replicas)()
+        """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
+        if self.replicas.count > 1:
+            self._average.complete([1.0] + [0.0] * (self.replicas.count - 1))
+        if len(self.local) == 1 and self.replicas.count > 1 and self.moments.policy == "average":
+            self.moments.converge([1.0] + [0.0] * (self.replicas.count - 1))
         self.written()
 
     def written(self) -> None:

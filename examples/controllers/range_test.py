@@ -21,6 +21,10 @@ class RangeTest(hdet.Controller):
         self.losses: list[float] = []
         self.done = False
 
+    @property
+    def idle(self) -> bool:
+        return bool(self.done)
+
     def plan(self, now: hdet.Moment) -> hdet.Plan:
         if self.done:
             return hdet.Plan()

@@ -26,6 +26,10 @@ class Trial(hdet.Controller):
     def start(self, run: hdet.Run) -> None:
         self.knobs, self.replicas = len(run.knobs), run.replicas
 
+    def restart(self, now: hdet.Moment) -> None:
+        """A trial under way begins again: what was measured began at other weights."""
+        self.losses = self.losses if self.idle else []
+
     def _now(self) -> list[float]:
         """The candidate of each replica: the next ones, from the first again where there are more replicas than are left."""
         left = self.candidates[len(self.losses) :]

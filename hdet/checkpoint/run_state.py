@@ -121,7 +121,7 @@ class RunState:
         ensemble = self.ensemble
         policy = ensemble.weights.moments.policy  # None under shared gradients
         counts = key == "step" or not isinstance(value, torch.Tensor) or value.shape != param.shape
-        own = {None: False, "keep": True, "average": counts, "reset": ensemble.engine.position > 0}[policy]
+        own = {None: False, "keep": True, "average": counts, "reset": ensemble.engine.position > 0 or ensemble.parted}[policy]
         return (self.keys.of_replica(param) if own and ensemble.replicas.count > 1 else self.keys.shared(param)) + name
 
     def _optimizer_tree(self, mean: bool) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _only(values: Mapping[str, Any]) -> Any:
 
 def _under_way(ensemble: Ensemble) -> bool:
     """Has the run parted the replicas? Before its first step there is nothing to converge, and a load may find them as they are."""
-    return bool(ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.settled)
+    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.settled)
 
 
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:

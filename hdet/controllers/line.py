@@ -59,6 +59,8 @@ class LineController(RuledController):
             raise TypeError(f"rule must be a LineRule, got {type(rule).__name__}")
         if rule is not None and freeze_after is not None:
             raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, LineRule(freeze_after=...)")
+        if rule is not None and not late:
+            raise ValueError("late is False, but a rule is given: pass it to the rule, LineRule(late=False)")
         self.losses = LineLosses(model, place, dtype)
         rule = LineRule(freeze_after=freeze_after, late=late) if rule is None else rule
         rule.snapshot = SnapshotOf(place=place, dtype=None if dtype is None else str(dtype).removeprefix("torch."))

@@ -15,7 +15,7 @@ from typing import Any
 from .clock import Clock
 from .controllers import Controller, Evidence
 from .design import orthogonal
-from .plan import Decision, Ending, Learned, Moment, Plan, Question
+from .plan import Adopt, Decision, Ending, Learned, Moment, Plan, Question, Restore
 from .scale import Scale
 from .schema import COUNT, POSITIVE, Instance, Kind, ListOf, Number, Optional, Or, Row, read, unchanged_on_error
 from .spread import assignment, check_spread, multipliers
@@ -139,6 +139,7 @@ class Engine:
         name = getattr(self.controller, "name", "")
         if plan.steps is not None and plan.steps < 1:
             raise ValueError(f"controller {name!r} plans a cycle of {plan.steps!r} steps: a cycle has at least 1")
+        self._check_end(plan.end, plan)
         rows = plan.multipliers
         if rows is None:
             return
@@ -261,6 +262,7 @@ class Engine:
                 raise ValueError(
                     f"controller {self.controller.name!r} returned {len(learned.decisions)} decisions for {len(self.knobs)} knobs"
                 )
+            self._check_end(learned.end, self.plan)
             pace = self.step / schedule_step if schedule_step else 1.0
             for k, decision in enumerate(learned.decisions):
                 notes += self._apply(k, decision, (peak or scheduled)[k], round(decision.ramp * pace))
@@ -295,10 +297,21 @@ class Engine:
         self.restart()
         return outcome
 
+    def _check_end(self, end: Ending | None, plan: Plan) -> None:
+        name = getattr(self.controller, "name", "")
+        if isinstance(end, Adopt) and not 0 <= end.replica < self.replicas:
+            raise ValueError(f"controller {name!r} asks for replica {end.replica!r} to be adopted, but there are {self.replicas}")
+        if isinstance(end, Restore) and end.snapshot not in plan.snapshots:
+            raise ValueError(
+                f"controller {name!r} asks for the snapshot {end.snapshot!r}, but its plan keeps {sorted(plan.snapshots)}: name it in Plan.snapshots"
+            )
+
     def reopen(self) -> None:
         """Rates begin once more as a run begins: the weights that a sweep has been going on from are lost."""
+        if self.controller is None or self.controller.opening == 1.0:  # it has raised nothing from where it began
+            return
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
-            self.corrections[k], self.ramps[k] = self.controller.opening if self.controller else 1.0, (1.0, 0, 0)
+            self.corrections[k], self.ramps[k] = self.controller.opening, (1.0, 0, 0)
 
     def accept(self, level: float | None, left_out: int) -> None:
         """The cycle that ends is not taken back: remember what the next one is compared with."""

@@ -47,7 +47,8 @@ class Restore:
 
 @dataclass(frozen=True)
 class Adopt:
-    """All replicas take the parameters of one: the weighted mean with weight 1 for it."""
+    """All replicas take the parameters of one: the weighted mean with weight 1 for it. The moments of local gradients become its own with
+    ``moments="average"``; with "keep" those of the others begin anew, with "reset" all do."""
 
     replica: int
 
@@ -59,7 +60,7 @@ Ending = Average | Keep | Restore | Adopt
 class SnapshotOf:
     """What a snapshot holds, and where.
 
-    ``state``: buffers and the optimizer's state too, as `Restore` needs; else parameters alone. ``place``: "device" or "host".
+    ``state``: buffers and the optimizer's state too, to begin again from it; else parameters alone. ``place``: "device" or "host".
     ``dtype``: name of a floating-point dtype such as "bfloat16" for parameters; None: float32, or their own if that is wider.
     """
 
@@ -87,7 +88,7 @@ class Plan:
     """What happens at the cycle's end, before the controller learns; `Learned.end` may follow."""
     judged: bool = True
     """May the Ensemble's `Divergence` leave a replica out, or take the cycle back? If not, whatever breaks is the controller's to take back, and
-    the cycle has a loss only if all replicas have."""
+    a cycle that ends in an average has a loss only if all replicas have."""
 
 
 @dataclass(frozen=True)

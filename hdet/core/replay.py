@@ -42,7 +42,7 @@ def replay(controller: Controller, records: Iterable[Mapping[str, Any]], state: 
         controller.load_state_dict(state)
     for n, record in enumerate(records):
         moment = Moment(**record["moment"])
-        if state is not None and n == 0:
+        if n == 0 and (state is not None or moment.step):
             controller.restart(moment)
         where = f"cycle {moment.cycle}"
         yield from _differs(f"{where}: plan", _plain(controller.plan(moment)), record["plan"])

@@ -84,9 +84,19 @@ class Controller:
         """From a cycle that has ended; not called for one that was taken back, nor for those of the warm-up."""
         limit = self._limit(evidence.total_steps)
         learned = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
-        # Rest as soon as the next cycle would end too late.
-        self.frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
+        if isinstance(learned, Generator):
+            return self._ask(learned, evidence, limit)
+        self._rest(evidence, limit)
         return Learned(learned) if isinstance(learned, list) else learned
+
+    def _ask(self, learning: Generator[Question, Any, Learned], evidence: Evidence, limit: float) -> Generator[Question, Any, Learned]:
+        learned = yield from learning
+        self._rest(evidence, limit)
+        return learned
+
+    def _rest(self, evidence: Evidence, limit: float) -> None:
+        """As soon as the next cycle would end too late."""
+        self.frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
 
     def decide(self, evidence: Evidence) -> list[Decision] | Learning:
         """One Decision for each knob, or what `learn` returns; a function of the evidence and of the state alone."""

@@ -37,7 +37,6 @@ class SequentialController(Controller):
         self.first, self.then = first, then
         self.name = f"{first.name}, then {then.name}"
         self.measurements = {**first.measurements, **then.measurements}
-        self.opening = first.opening
         self.needs_replicas = first.needs_replicas or then.needs_replicas
         self.regresses = first.regresses or then.regresses
         self.judges_held_out = first.judges_held_out and then.judges_held_out
@@ -45,6 +44,10 @@ class SequentialController(Controller):
         self.needs_schedule_mean = first.needs_schedule_mean or then.needs_schedule_mean
         self.handed_over = False
         """Does ``then`` decide from now on?"""
+
+    @property
+    def opening(self) -> float:  # type: ignore[override]
+        return self.active.opening
 
     @property
     def active(self) -> Controller:
@@ -74,6 +77,10 @@ class SequentialController(Controller):
             learned = yield from learned
         self.handed_over = self.first.finished
         return learned
+
+    def observe(self, evidence: Evidence) -> None:
+        self.first.observe(evidence)
+        self.then.observe(evidence)
 
     def restart(self, now: Moment) -> None:
         self.first.restart(now)

@@ -42,7 +42,9 @@ class Shadow(Controller):
 
     def plan(self, now: Moment) -> Plan:
         wanted = self.controller.plan(now)
-        kept = {name: replace(snapshot, state=False) for name, snapshot in wanted.snapshots.items()}  # to be measured from, not to go back to
+        kept = {
+            name: replace(snapshot, state=False) for name, snapshot in wanted.snapshots.items()
+        }  # to be measured from, not to go back to
         return Plan(measure=wanted.measure, snapshots=kept)
 
     def learn(self, evidence: Evidence) -> Learning:
@@ -51,6 +53,9 @@ class Shadow(Controller):
             learned = yield from learned
         self.decisions = learned.decisions
         return Learned([_as_note(decision) for decision in learned.decisions])
+
+    def observe(self, evidence: Evidence) -> None:
+        self.controller.observe(evidence)
 
     def restart(self, now: Moment) -> None:
         self.controller.restart(now)
