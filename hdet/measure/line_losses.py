@@ -220,7 +220,7 @@ class _Scores:
         the same, which at worst overstates the error.
         """
         row = torch.zeros(5, dtype=torch.float64, device=self._device)
-        if len({0 if x is None else len(x) for x in (a, *b)}) > 1:
+        if len({0 if x is None else len(x) for x in self._losses.values()}) > 1:
             row[4] = 1.0  # told to all ranks, of which none may be left waiting
         elif a is not None:
             d = a - sum(x for x in b if x is not None)

@@ -80,8 +80,8 @@ class Ends(hdet.Controller):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Ends(hdet.Restore("x")), "there is no snapshot 'x'"),
-        (lambda: Ends(hdet.Restore("x"), snapshots={"y": hdet.SnapshotOf()}), r"there is no snapshot 'x', only \['y'\]"),
+        (lambda: Ends(hdet.Restore("x")), r"asks for the snapshot 'x', but its plan keeps \[\]"),
+        (lambda: Ends(hdet.Restore("x"), snapshots={"y": hdet.SnapshotOf()}), r"asks for the snapshot 'x', but its plan keeps \['y'\]"),
         (lambda: Ends(hdet.Adopt(2)), "replica 2 to be adopted, but there are 2"),
         (lambda: Ends(steps=0), "plans a cycle of 0 steps"),
         (lambda: Ends(multipliers=[[1.0]]), "give 1 knobs times 2 replicas, all positive"),
