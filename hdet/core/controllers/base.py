@@ -181,6 +181,10 @@ class RuledController(Controller):
     def finished(self) -> bool:
         return self.rule.finished
 
+    @property
+    def leaves_schedule(self) -> bool:  # type: ignore[override]
+        return self.rule.leaves_schedule
+
     def start(self, run: Run) -> None:
         self.rule.start(run)
 

@@ -46,6 +46,10 @@ class SequentialController(Controller):
         """Does ``then`` decide from now on?"""
 
     @property
+    def leaves_schedule(self) -> bool:  # type: ignore[override]
+        return self.first.leaves_schedule or self.then.leaves_schedule
+
+    @property
     def opening(self) -> float:  # type: ignore[override]
         return self.active.opening
 
