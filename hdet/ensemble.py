@@ -190,7 +190,7 @@ class Ensemble:
             tied=tied,
             refresh=refresh,
             divergence=divergence,
-            modules=[*self._panel.modules, *([buffers] if isinstance(buffers, nn.Module) else [])],
+            modules=models,
         )
 
         self._agreed = False  # ranks have the same settings
@@ -497,7 +497,7 @@ class Ensemble:
         self.engine.schedule_step = self._schedule_step()
         if not self._plain and not isinstance(self.engine.plan.end, Average):
             raise ValueError(
-                f"the controller {getattr(self.engine.controller, 'name', '')!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
+                f"the controller {self.engine.controller_name!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
                 f"{self._settings['converge']!r}, which has averages under way within cycles: leave converge out"
             )
         self._snapshots.begin_cycle(self.engine.plan.snapshots)
@@ -564,7 +564,7 @@ class Ensemble:
             return judge(self.divergence, finite, raw, self.engine.level), [slot.loss for slot in slots]
         if all(slot.finite and slot.raw_loss is None for slot in slots):
             raise ValueError(
-                f"the controller {getattr(self.engine.controller, 'name', '')!r} reads the training losses too: call step(loss, closure=...), or "
+                f"the controller {self.engine.controller_name!r} reads the training losses too: call step(loss, closure=...), or "
                 "observe(loss)"
             )
         # One replica that broke breaks the average of all: its loss may not be left out then.
@@ -608,27 +608,16 @@ class Ensemble:
                 self.weights.roll_back(self.engine.rollbacks_in_row)
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
-            elif isinstance(end, Average):
-                if not (equal and self.weights.settled):
-                    # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-                    self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
-            else:
+            # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
+            elif not (isinstance(end, Average) and equal and self.weights.settled):
                 return self._carry_out(end, verdict, losses)
         return True
 
     def _carry_out(self, end: Ending, verdict: Verdict, losses: Sequence[float | None]) -> bool:
-        """An ending that is no average of the cycle. Returns whether replicas are together now.
-
-        Raises:
-            ValueError: a snapshot that the plan does not keep, or no such replica.
-        """
-        count = self.replicas.count
+        """An ending, which the engine has checked. Returns whether replicas are together now."""
         if isinstance(end, Adopt):
-            if not 0 <= end.replica < count:
-                raise ValueError(f"the controller asks for replica {end.replica!r} to be adopted, but there are {count}")
-            if count > 1:
-                self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(count)])
-        elif isinstance(end, Average) and count > 1:
+            self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(self.replicas.count)])
+        elif isinstance(end, Average):
             self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
         elif isinstance(end, Restore):
             self._snapshots.restore(end.snapshot)

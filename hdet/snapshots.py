@@ -12,7 +12,7 @@ from .beginning import Beginning
 from .converge import Masters
 from .core.plan import SnapshotOf
 from .kernels.rounding import split
-from .measure.weight_line import room_for, value_at
+from .measure.weight_line import local_masters, room_for, value_at
 from .shards import local_parts
 
 __all__ = ["Snapshots"]
@@ -90,7 +90,7 @@ class _Snapshot:
     def take(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
         if self.weights:
             return
-        for tensor, master in zip(local_parts(tensors), _locals(masters()), strict=True):
+        for tensor, master in zip(local_parts(tensors), local_masters(masters()), strict=True):
             room = room_for(tensor, self._dtype, self._place)
             room.copy_(value_at(tensor, master))
             self.weights.append(room)
@@ -100,7 +100,7 @@ class _Snapshot:
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
         """In place, and what is beyond a parameter's dtype in its master."""
-        for tensor, master, kept in zip(local_parts(tensors), _locals(masters()), self.weights, strict=True):
+        for tensor, master, kept in zip(local_parts(tensors), local_masters(masters()), self.weights, strict=True):
             tensor.copy_(kept)
             if master is not None and master.dtype == torch.float32:
                 master.copy_(kept)
@@ -122,7 +122,3 @@ class _Snapshot:
         self.weights = []
         if self._rest is not None:
             self._rest.close()
-
-
-def _locals(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return [None if t is None else local_parts([t])[0] for t in tensors]

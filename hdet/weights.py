@@ -155,16 +155,11 @@ class ReplicaWeights:
 
     def took_back(self) -> None:
         """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
-        if self.replicas.count > 1:
-            self._average.complete([1.0] + [0.0] * (self.replicas.count - 1))
-        if len(self.local) == 1 and self.replicas.count > 1 and self.moments.policy == "average":
-            self.moments.converge([1.0] + [0.0] * (self.replicas.count - 1))
-        self.written()
-
-    def written(self) -> None:
-        """Somebody else has written parameters, on all ranks alike: they are not those of an earlier cycle any more."""
         self.loaded()
-        self._publish()
+        if self.replicas.count > 1:
+            self.complete([1.0] + [0.0] * (self.replicas.count - 1))
+        else:
+            self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -130,13 +130,18 @@ class Engine:
         return self._plan
 
     @property
+    def controller_name(self) -> str:
+        """For messages; "" without one."""
+        return "" if self.controller is None else self.controller.name
+
+    @property
     def moment(self) -> Moment:
         """The beginning of the running cycle."""
         began = self.step - self.position
         return Moment(self.cycle, began, began if self.schedule_step is None else self.schedule_step)
 
     def _check_plan(self, plan: Plan) -> None:
-        name = getattr(self.controller, "name", "")
+        name = self.controller_name
         if plan.steps is not None and plan.steps < 1:
             raise ValueError(f"controller {name!r} plans a cycle of {plan.steps!r} steps: a cycle has at least 1")
         self._check_end(plan.end, plan)
@@ -298,7 +303,7 @@ class Engine:
         return outcome
 
     def _check_end(self, end: Ending | None, plan: Plan) -> None:
-        name = getattr(self.controller, "name", "")
+        name = self.controller_name
         if isinstance(end, Adopt) and not 0 <= end.replica < self.replicas:
             raise ValueError(f"controller {name!r} asks for replica {end.replica!r} to be adopted, but there are {self.replicas}")
         if isinstance(end, Restore) and end.snapshot not in plan.snapshots:

@@ -44,6 +44,11 @@ class Watched:
     snapshot: Callable[[str], Sequence[torch.Tensor]]
     """The parameters of a snapshot that the plan keeps, by its name: one for each tensor of the first set, local shards."""
 
+    def owners(self, knobs: Sequence[Any]) -> list[int | None]:
+        """Which of these ``knobs`` each parameter of a set belongs to, by its number; None: none of them."""
+        owner = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
+        return [owner.get(g) for g, group in enumerate(self.optimizer.param_groups) for _ in group["params"]]
+
 
 class Measurement:
     """Measures during the cycles whose plan names it. Only `measure` and what is inside `answering` may communicate, on all ranks alike."""

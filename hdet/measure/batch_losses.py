@@ -114,7 +114,7 @@ class BatchLosses(Measurement):
         assert run is not None, "watch comes first"
         if cycles == 1:
             return CyclePoints(run.sets, run.masters, self.average_every, self.left_out(False), self.place)
-        owners, every, after = _owners(run.knobs), self.average_every, self.left_out(True)
+        owners, every, after = run.owners(run.knobs), self.average_every, self.left_out(True)
         return LinePoints(run.sets, run.masters, owners, run, cycles, every, after, self.place, self.dtype)
 
     def reset(self) -> None:
@@ -181,13 +181,6 @@ class BatchLosses(Measurement):
                 raise ValueError(f"batches({cycle}) returned {len(chosen)} mini-batches, chunks asks for {self.chunks}")
             return chosen
         return [self.batches[(cycle * self.chunks + i) % len(self.batches)] for i in range(self.chunks)]
-
-
-def _owners(knobs: Sequence[Any]) -> list[int | None]:
-    """The number of the knob of each parameter of the optimizer, in the order of its groups."""
-    owners = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
-    groups = knobs[0].optimizer.param_groups
-    return [owners.get(g) for g, group in enumerate(groups) for _ in group["params"]]
 
 
 def _scalar(loss: Any) -> torch.Tensor:

@@ -82,9 +82,7 @@ class LineLosses(Measurement):
         self.release()
         self._watched = watched
         rates = [knob for knob in watched.knobs if knob.key == "lr"]
-        owners = {index: i for i, knob in enumerate(rates) for index in knob.indices}
-        # Those that no knob moves are trained too.
-        self._owners = [owners.get(g) for g, group in enumerate(watched.optimizer.param_groups) for _ in group["params"]]
+        self._owners = watched.owners(rates)  # those that no knob moves are trained too
         self._knobs = len(rates)
 
     def on_cycle_start(self, step: int, settings: Any) -> None:

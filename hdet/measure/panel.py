@@ -76,7 +76,7 @@ class Panel:
             if not measurement.needs_closure:
                 continue
             if closure is None:
-                raise TypeError(f"the controller {self._name!r} scores the current batch: call step(loss, closure=...)")
+                raise TypeError(f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...)")
             if name not in self._tried:
                 self._tried.add(name)
                 with self._during(name):
@@ -119,7 +119,7 @@ class Panel:
 
             def answer(question: Question) -> Any:
                 if question.measurement not in self._engine.plan.measure:
-                    raise ValueError(f"the controller {self._name!r} asks {question!r}, which its plan does not measure")
+                    raise ValueError(f"the controller {self._engine.controller_name!r} asks {question!r}, which its plan does not measure")
                 if question.measurement not in ready:
                     stack.enter_context(self._during(question.measurement))
                     ready[question.measurement] = stack.enter_context(self._all[question.measurement].answering(closure))
@@ -141,15 +141,11 @@ class Panel:
         missing = sorted(self._engine.plan.measure.keys() - self._all.keys())
         if missing:
             raise ValueError(
-                f"the controller {self._name!r} measures {missing[0]!r}, and has no measurement of that name: put one into its `measurements`; a rule "
+                f"the controller {self._engine.controller_name!r} measures {missing[0]!r}, and has no measurement of that name: put one into its `measurements`; a rule "
                 "is given to the controller that brings what it needs, as in ProbeController(rule=...)"
             )
 
     # -- where the run is --------------------------------------------------------------------------------------------------
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._engine.controller, "name", "")
 
     def _named(self) -> Iterator[tuple[str, Measurement]]:
         return ((name, self._all[name]) for name in self._engine.plan.measure)

@@ -102,17 +102,13 @@ class WeightLine:
         self._from_origin = bool(self.origin) and self.origin[0].dtype.itemsize < 4
         self._mean = AveragedWeights(tensors, masters, dtype, place, self.origin if self._from_origin else None)
 
-    @property
-    def samples(self) -> int:
-        return self._mean.samples
-
     def follow(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
         """As `AveragedWeights.follow`; where an interval begins all replicas of a process are equal."""
         self._mean.follow(tensors, masters)
 
     @torch.no_grad()
     def begin(self) -> None:
-        for origin, tensor, master in zip(self.origin, local_parts(self._tensors), _locals(self._masters()), strict=True):
+        for origin, tensor, master in zip(self.origin, local_parts(self._tensors), local_masters(self._masters()), strict=True):
             origin.copy_(value_at(tensor, master))
         self.begin_mean()
 
@@ -181,7 +177,7 @@ class _Source:
 
     def _plan(self) -> None:
         """One for each device and each way of doing it; made anew if a tensor has moved."""
-        masters, own = _locals(self._masters()), local_parts(self._tensors)
+        masters, own = local_masters(self._masters()), local_parts(self._tensors)
         addresses = [t.data_ptr() for pair in zip(own, masters, strict=True) for t in pair if t is not None]
         if self._plans and addresses == self._addresses:
             return
@@ -290,5 +286,5 @@ def _no_masters(tensors: Sequence[torch.Tensor]) -> Masters:
     return lambda: [None] * len(tensors)
 
 
-def _locals(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def local_masters(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     return [None if t is None else local_parts([t])[0] for t in tensors]

@@ -9,40 +9,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
-from hdet.core.controllers.line import BEGINNING, LINE
-from hdet.core.controllers.reading import Asking
-from hdet.core.plan import Compare, Level
 from tests.distributed import run_ranks
-from tests.ensemble.test_line import data
+from tests.ensemble.test_line import Fixed, data
 from tests.layouts.common import model
 
 STEPS = 96
-
-
-class Restarts(hdet.LineRule):
-    """After four cycles reads the line, raises the rate and goes back to the beginning; nothing later."""
-
-    state_keys = ("said",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said = False
-
-    @property
-    def sweeping(self) -> bool:
-        return not self.said
-
-    @property
-    def idle(self) -> bool:
-        return self.said
-
-    def decide(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
-        if self.said or evidence.step < 4 * evidence.sync_interval:
-            return hdet.Learned([hdet.Decision()])
-        self.said = True
-        yield Compare(LINE, 2.0, 1.0)
-        yield Level(LINE, 1.0)
-        return hdet.Learned([hdet.Decision(factor=1.6, ramp=4, ramp_from=1 / 16)], hdet.Restore(BEGINNING))
 
 
 def _train(
@@ -52,7 +23,7 @@ def _train(
     net = model()
     wrapped: Any = DDP(net) if ddp else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=start) if restart else torch.optim.SGD(net.parameters(), lr=start)
-    rule = Restarts() if restart else None
+    rule = Fixed(back=True, factor=1.6, ramp=4, ramp_from=1 / 16) if restart else None
     notes: list[str] = []
     ensemble = hdet.Ensemble(
         optimizer,
