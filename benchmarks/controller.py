@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import PROBE, Controller, ProbeRule, SoftmaxController
+from hdet.core.controller import Controller
 from hdet.core.divergence import Divergence, judge
 from hdet.core.engine import Engine, KnobSpec
+from hdet.core.rules import PROBE, ProbeRule, SoftmaxController
 from hdet.measure.batch_losses import BatchLosses
-from hdet.slots import parse
+from hdet.run.cycle_stats import parse
 
 from .harness import emit
 

@@ -16,8 +16,8 @@ import time
 import torch
 
 import hdet
-from hdet.jobs.data import load_corpus, sample_batch
-from hdet.jobs.model import GPT, GPTConfig
+from hdet.cli.data import load_corpus, sample_batch
+from hdet.cli.model import GPT, GPTConfig
 
 from .harness import emit
 

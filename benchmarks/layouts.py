@@ -36,10 +36,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.scaling.cost import Link, Traffic
 from hdet import Replicas
 from hdet.converge import BucketedAverage
-from hdet.jobs.cost import Link, Traffic
-from hdet.shards import local_parts
+from hdet.tensors.dtensor import local_parts
 
 from .harness import alternate, counted, emit, spawn, summary
 

@@ -195,7 +195,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 5;  // see hdet/kernels/native.py
+  m.attr("INTERFACE") = 5;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("CALL_SETTINGS") = hdet::kCallSettings;

@@ -17,48 +17,48 @@ _HOMES = {
     "Average": "core.plan",
     "Betas": "knobs",
     "ClipNorm": "knobs",
-    "Controller": "core.controllers",
-    "CoresidentReplicas": "coresident",
+    "Controller": "core.controller",
+    "CoresidentReplicas": "replicas.coresident",
     "Decision": "core.plan",
     "Divergence": "core.divergence",
     "Dropout": "knobs",
     "Ensemble": "ensemble",
     "Eps": "knobs",
-    "Evidence": "core.controllers",
+    "Evidence": "core.evidence",
     "FusedAdam": "optim",
     "FusedAdamW": "optim",
     "FusedLion": "optim",
     "FusedSGD": "optim",
     "GroupValue": "knobs",
     "HypergradientController": "controllers.hypergradient",
-    "HypergradientRule": "core.controllers",
+    "HypergradientRule": "core.rules",
     "Keep": "core.plan",
     "LabelSmoothing": "knobs",
     "Learned": "core.plan",
     "LearningRate": "knobs",
     "LineController": "controllers.line",
-    "LineRule": "core.controllers",
+    "LineRule": "core.rules",
     "LossWeights": "knobs",
     "ModuleValue": "knobs",
     "Moment": "core.plan",
     "OneCycleAutoLR": "schedulers",
     "Plan": "core.plan",
     "ProbeController": "controllers.probe",
-    "ProbeRule": "core.controllers",
+    "ProbeRule": "core.rules",
     "Question": "core.plan",
-    "RankController": "core.controllers",
+    "RankController": "core.rules",
     "ReplicaDisagreement": "replicas",
-    "ReplicaLost": "faults",
+    "ReplicaLost": "run.faults",
     "Replicas": "replicas",
     "ReplicasDiverged": "ensemble",
     "Restore": "core.plan",
-    "Run": "core.controllers",
+    "Run": "core.evidence",
     "Scalar": "knobs",
-    "SequentialController": "core.controllers",
-    "Shadow": "core.controllers",
-    "SlopeController": "core.controllers",
+    "SequentialController": "core.sequential",
+    "Shadow": "core.shadow",
+    "SlopeController": "core.rules",
     "SnapshotOf": "core.plan",
-    "SoftmaxController": "core.controllers",
+    "SoftmaxController": "core.rules",
     "Temperature": "knobs",
     "WeightDecay": "knobs",
     "replay": "core.replay",
@@ -76,18 +76,10 @@ if TYPE_CHECKING:
     from .controllers.hypergradient import HypergradientController as HypergradientController
     from .controllers.line import LineController as LineController
     from .controllers.probe import ProbeController as ProbeController
-    from .core.controllers import Controller as Controller
-    from .core.controllers import Evidence as Evidence
-    from .core.controllers import HypergradientRule as HypergradientRule
-    from .core.controllers import LineRule as LineRule
-    from .core.controllers import ProbeRule as ProbeRule
-    from .core.controllers import RankController as RankController
-    from .core.controllers import Run as Run
-    from .core.controllers import SequentialController as SequentialController
-    from .core.controllers import Shadow as Shadow
-    from .core.controllers import SlopeController as SlopeController
-    from .core.controllers import SoftmaxController as SoftmaxController
+    from .core.controller import Controller as Controller
     from .core.divergence import Divergence as Divergence
+    from .core.evidence import Evidence as Evidence
+    from .core.evidence import Run as Run
     from .core.plan import Adopt as Adopt
     from .core.plan import Average as Average
     from .core.plan import Decision as Decision
@@ -99,10 +91,16 @@ if TYPE_CHECKING:
     from .core.plan import Restore as Restore
     from .core.plan import SnapshotOf as SnapshotOf
     from .core.replay import replay as replay
-    from .coresident import CoresidentReplicas as CoresidentReplicas
+    from .core.rules import HypergradientRule as HypergradientRule
+    from .core.rules import LineRule as LineRule
+    from .core.rules import ProbeRule as ProbeRule
+    from .core.rules import RankController as RankController
+    from .core.rules import SlopeController as SlopeController
+    from .core.rules import SoftmaxController as SoftmaxController
+    from .core.sequential import SequentialController as SequentialController
+    from .core.shadow import Shadow as Shadow
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
-    from .faults import ReplicaLost as ReplicaLost
     from .knobs import Betas as Betas
     from .knobs import ClipNorm as ClipNorm
     from .knobs import Dropout as Dropout
@@ -122,6 +120,8 @@ if TYPE_CHECKING:
     from .optim import FusedSGD as FusedSGD
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas
+    from .replicas.coresident import CoresidentReplicas as CoresidentReplicas
+    from .run.faults import ReplicaLost as ReplicaLost
     from .schedulers import OneCycleAutoLR as OneCycleAutoLR
 
 

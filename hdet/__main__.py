@@ -1,6 +1,6 @@
 """``python -m hdet``: the command line."""
 
-from hdet.cli import main
+from hdet.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .checks import (
+from .converge import Converge, Plain, fingerprints
+from .converge.bucketed_average import DEFAULT_BUCKET_BYTES
+from .core.clock import Clock
+from .core.controller import Controller
+from .core.divergence import Divergence, Verdict, judge
+from .core.engine import CycleOutcome, Engine, KnobSpec
+from .core.evidence import Run
+from .core.plan import Adopt, Average, Ending, Keep, Plan, Restore
+from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
+from .knobs.bound import ProductKnob
+from .measure.measurement import Closure, Watched
+from .profiling import ranged
+from .replicas import Replicas
+from .replicas.refusals import check_sharding
+from .run.compatibility import (
     agreement,
     averaged_tensors,
     check_arguments,
@@ -22,28 +36,15 @@ from .checks import (
     design_of,
     in_order,
 )
-from .converge import Converge, Plain, fingerprints
-from .converge.average import DEFAULT_BUCKET_BYTES
-from .core.clock import Clock
-from .core.controllers import Controller, Run
-from .core.divergence import Divergence, Verdict, judge
-from .core.engine import CycleOutcome, Engine, KnobSpec
-from .core.plan import Adopt, Average, Ending, Keep, Plan, Restore
-from .fan_out import FanOut
-from .faults import ReplicaLost, during
-from .history import cycle_record
-from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .knobs.bound import ProductKnob
-from .measure.base import Closure, Watched
-from .measure.panel import Panel
-from .ranges import ranged
-from .replicas import Replicas
-from .replicas.refusals import check_sharding
-from .schedule import Schedule, Scheduler
-from .shards import local_parts
-from .slots import Slot, gather_slots, masters_of
-from .snapshots import Snapshots
-from .weights import ReplicaWeights, Tied, average_weights, check_tied
+from .run.cycle_stats import Slot, gather_slots, masters_of
+from .run.fan_out import FanOut
+from .run.faults import ReplicaLost, during
+from .run.history import cycle_record
+from .run.measurements import Panel
+from .run.named_snapshots import Snapshots
+from .run.replica_parameters import ReplicaWeights, Tied, average_weights, check_tied
+from .run.schedule import Schedule, Scheduler
+from .tensors.dtensor import local_parts
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -75,7 +76,7 @@ class Ensemble:
             travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
             needed. Which of them it is, is looked at in the first step.
         moments: with local gradients, what becomes of the optimizer's moments at an average: ``"keep"``, ``"average"`` or ``"reset"``
-            (hdet/moments.py tells what follows from each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
+            (hdet/run/moments.py tells what follows from each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
             then ``"average"`` or ``"reset"``.
         average: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses (sigma 0.1).
         seed: key of the assignments of multipliers; must be equal on all ranks.
@@ -207,7 +208,7 @@ class Ensemble:
         self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
-        """The last cycle's record, as `log` gets it: see `hdet.history.cycle_record`. None before the first."""
+        """The last cycle's record, as `log` gets it: see `hdet.run.history.cycle_record`. None before the first."""
         self._fan_out = FanOut(
             optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local", take_writes=self._take_writes
         )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import shards
 from .replicas import Replicas
+from .tensors import dtensor as shards
 
 __all__ = ["Slice", "warm_noise_"]
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from .core.controllers import Controller, SoftmaxController
+from .core.controller import Controller
+from .core.rules import SoftmaxController
 from .core.schema import Anything, Instance, read
 from .core.spread import check_spread
 from .ensemble import Ensemble
 from .knobs import LearningRate
 from .replicas import Replicas
-from .schedule import plain
+from .run.schedule import plain
 
 __all__ = ["OneCycleAutoLR"]
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from hdet.ranges import ON, ranged, span
+from hdet.profiling import ON, ranged, span
 
 STEP = """
 import torch, hdet

@@ -23,11 +23,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from hdet.core.controllers.line import LINE
-from hdet.core.controllers.reading import Asking, read_line
-from hdet.core.controllers.softmax import signal, softmax_weights
 from hdet.core.engine import ask_and_tell
 from hdet.core.plan import Compare
+from hdet.core.rules.line_rule import LINE
+from hdet.core.rules.line_search import Asking, read_line
+from hdet.core.rules.softmax import signal, softmax_weights
 from hdet.measure.line_losses import LineLosses
 
 from . import command

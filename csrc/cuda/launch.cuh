@@ -15,7 +15,7 @@ inline void check(cudaError_t code, const char* call) {
   throw std::runtime_error(std::string("hdet: ") + call + " failed: " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ")");
 }
 
-// Whoever calls has made this torch's current device and puts back what was (hdet/kernels/cuda.py). This module carries a CUDA runtime
+// Whoever calls has made this torch's current device and puts back what was (hdet/kernels/native/cuda.py). This module carries a CUDA runtime
 // of its own, which has to be told as well. It puts nothing back: to a thread that never chose a device that would be GPU 0, and
 // choosing it would make a context there.
 inline void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }

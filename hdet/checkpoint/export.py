@@ -13,7 +13,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..owned_folder import atomic_file, atomic_path
-from ..shards import is_sharded
+from ..tensors.dtensor import is_sharded
 from .errors import Together
 from .files import check_equal, digests
 from .keys import Inventory

@@ -13,7 +13,7 @@ import torch
 
 from ..converge.health import digest
 from ..owned_folder import MARK
-from ..shards import is_sharded, local
+from ..tensors.dtensor import is_sharded, local
 from .errors import CheckpointError, Together
 from .folder import checksums, claim, holds_none, publish, read_manifest, resolve, steps, verify
 from .keys import bare

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..replicas import Replicas
-from ..shards import is_sharded
+from ..tensors.dtensor import is_sharded
 
 __all__ = ["Inventory", "Keys", "bare"]
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..optim.state import MASTER_KEYS, REPLICA_KEYS
-from ..shards import is_sharded, like
+from ..tensors.dtensor import is_sharded, like
 from .keys import Inventory, Keys, bare
 from .optimizer_state import blank_state, listed, on_the_device_of
-from .plain import check_extra, check_fits, give_back, pack, take, unpack
+from .plain_data import check_extra, check_fits, give_back, pack, take, unpack
 
 __all__ = ["RunState"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..core.controllers import COSINES, Controller, HypergradientRule, RuledController
+from ..core.controller import Controller, RuledController
+from ..core.rules import COSINES, HypergradientRule
 from ..measure.gradient_cosines import GradientCosines
 
 __all__ = ["HypergradientController"]

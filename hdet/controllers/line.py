@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.controllers import LINE, Evidence, Learning, LineRule, RuledController, Run
+from ..core.controller import Learning, RuledController
+from ..core.evidence import Evidence, Run
 from ..core.plan import Decision, Learned, SnapshotOf
+from ..core.rules import LINE, LineRule
 from ..measure.line_losses import LineLosses
 
 __all__ = ["LineController"]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.controllers import PROBE, Controller, Evidence, Learning, ProbeRule, RuledController, Run
+from ..core.controller import Controller, Learning, RuledController
+from ..core.evidence import Evidence, Run
 from ..core.plan import Moment, Plan
+from ..core.rules import PROBE, ProbeRule
 from ..measure.batch_losses import BatchLosses
 
 __all__ = ["ProbeController"]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from .. import kernels
-from ..kernels.checks import FLOATS
-from ..shards import local_parts
-from .protocol import Masters
+from ..kernels.spec.arguments import FLOATS
+from ..tensors.dtensor import local_parts
+from .base import Masters
 
 __all__ = ["Buckets", "Filling", "Part", "parts_of"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .base import Average, Task, when_loaded
 from .buckets import Buckets, parts_of
 from .codecs import BFloat16, Codec, Int8
-from .groups import all_gather
+from .collectives import all_gather
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task, when_loaded
 
 __all__ = ["Compressed"]
 

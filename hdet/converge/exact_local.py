@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..kernels.interface import COUPLED
-from ..optim.base import FusedOptimizer
-from ..shards import local_parts
+from ..kernels.spec.interface import COUPLED
+from ..optim.fused import FusedOptimizer
+from ..tensors.dtensor import local_parts
+from .base import Average, Task
 from .health import digest
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task
 
 __all__ = ["ExactLocal"]
 

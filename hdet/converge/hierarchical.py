@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..replicas.groups import own_group
+from ..replicas.process_groups import own_group
+from .base import Average, Task
 from .buckets import Buckets, parts_of
-from .groups import all_gather, peers, reduce_scatter
+from .collectives import all_gather, peers, reduce_scatter
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task
 
 __all__ = ["Hierarchical"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..replicas.groups import own_group
+from ..replicas.process_groups import own_group
+from .base import Average, Task, when_loaded
 from .buckets import Buckets, parts_of
-from .groups import peers
+from .collectives import peers
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task, when_loaded
 
 __all__ = ["Overlapped"]
 

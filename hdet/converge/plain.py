@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .average import BucketedAverage
-from .protocol import Average, Task
+from .base import Average, Task
+from .bucketed_average import BucketedAverage
 
 __all__ = ["Plain", "PlainAverage"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..shards import local_parts
-from .average import BucketedAverage
+from ..tensors.dtensor import local_parts
+from .base import Average, Task, when_loaded
+from .bucketed_average import BucketedAverage
 from .buckets import Part, parts_of
 from .health import all_finite
 from .plain import Plain, PlainAverage
-from .protocol import Average, Task, when_loaded
 
 __all__ = ["Streaming"]
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controllers import Controller, Evidence
+from .controller import Controller
 from .design import orthogonal
+from .evidence import Evidence
 from .plan import Adopt, Decision, Ending, Learned, Moment, Plan, Question, Restore
 from .scale import Scale
 from .schema import COUNT, POSITIVE, Instance, Kind, ListOf, Number, Optional, Or, Row, read, unchanged_on_error

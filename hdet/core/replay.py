@@ -9,8 +9,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from .controllers import Controller, Evidence
+from .controller import Controller
 from .engine import CycleOutcome, ask_and_tell
+from .evidence import Evidence
 from .plan import Ending, Moment, Plan, Question
 
 __all__ = ["recorded", "replay"]

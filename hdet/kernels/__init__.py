@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, native, rank_one
-from .interface import (
+from . import native
+from .spec import arguments as checks
+from .spec import rank_one
+from .spec.interface import (
     AveragePlan,
     Backend,
     Column,
@@ -53,7 +55,12 @@ __all__ = [
     "step_plan",
 ]
 
-_BACKENDS = {"cpu": "cpu.CpuBackend", "cuda": "cuda.CudaBackend", "triton": "triton.TritonBackend", "torch": "reference.TorchBackend"}
+_BACKENDS = {
+    "cpu": "native.cpu.CpuBackend",
+    "cuda": "native.cuda.CudaBackend",
+    "triton": "triton.TritonBackend",
+    "torch": "reference.TorchBackend",
+}
 USABLE = "usable"
 
 
@@ -138,7 +145,7 @@ def select(backend: str, device: torch.device) -> Backend:
     reason = _STATES[name](device)
     if reason != USABLE:
         raise RuntimeError(f'backend="{name}" is not usable: {reason}. backend="torch" works without it')
-    module, _, member = _BACKENDS[name].partition(".")
+    module, _, member = _BACKENDS[name].rpartition(".")
     return getattr(importlib.import_module(f".{module}", __name__), member)()
 
 

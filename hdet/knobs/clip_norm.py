@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..core.spread import check_spread
 from .bound import Bound
 from .cells import AttributeCell
-from .groups import Bounds, scale_of
+from .param_groups import Bounds, scale_of
 from .scalar import Scalar
 
 __all__ = ["ClipNorm"]

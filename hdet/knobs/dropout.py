@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .bound import Bound
 from .cells import AttributeCell
-from .groups import Bounds
+from .param_groups import Bounds
 from .scalar import scalar_knob
 
 __all__ = ["Dropout"]

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from ..core.scale import Scale
 from ..core.spread import check_spread
 from .bound import Bound, GroupKnob
-from .groups import Bounds, Groups, check_groups, choose, require_key, scale_of
+from .param_groups import Bounds, Groups, check_groups, choose, require_key, scale_of
 
 __all__ = ["GroupValue"]
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from ..core.spread import check_spread
 from .bound import Bound, GroupKnob
-from .groups import Bounds, Groups, check_groups, choose, scale_of
+from .param_groups import Bounds, Groups, check_groups, choose, scale_of
 
 __all__ = ["LearningRate"]
 

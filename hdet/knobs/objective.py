@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .bound import Bound
 from .cells import AttributeCell, ItemCell
-from .groups import Bounds
+from .param_groups import Bounds
 from .scalar import Scalar, scalar_knob
 
 __all__ = ["LabelSmoothing", "LossWeights", "Temperature"]

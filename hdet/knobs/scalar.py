@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..core.spread import check_spread
 from .bound import Bound
 from .cells import CallCell, Cell
-from .groups import Bounds, scale_of
+from .param_groups import Bounds, scale_of
 
 __all__ = ["ModuleValue", "Scalar", "scalar_knob"]
 

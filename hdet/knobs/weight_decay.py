@@ -8,9 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.spread import check_spread
-from ..kernels.interface import COUPLED
+from ..kernels.spec.interface import COUPLED
 from .bound import Bound, GroupKnob, ProductKnob
-from .groups import Bounds, Groups, check_groups, choose, require_key, scale_of
+from .param_groups import Bounds, Groups, check_groups, choose, require_key, scale_of
 
 __all__ = ["WeightDecay"]
 

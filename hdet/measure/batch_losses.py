@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..converge import digest
-from ..ranges import ranged
-from ..shards import local_parts, reshard
-from .base import Measurement, Watched, settings_of
-from .eval_mode import undisturbed
+from ..profiling import ranged
+from ..tensors.dtensor import local_parts, reshard
+from ..tensors.eval_mode import undisturbed
+from .measurement import Measurement, Watched, settings_of
 from .points import CyclePoints, LinePoints
 from .weight_line import check_room
 

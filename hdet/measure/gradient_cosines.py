@@ -1,4 +1,4 @@
-"""Cosines of the gradient with the way since the cycle began, on real tensors (the rule: core/controllers/hypergradient.py)."""
+"""Cosines of the gradient with the way since the cycle began, on real tensors (the rule: core/rules/hypergradient_rule.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..ranges import ranged
-from ..shards import local_parts
-from .base import Measurement, Watched
+from ..profiling import ranged
+from ..tensors.dtensor import local_parts
+from .measurement import Measurement, Watched
 
 __all__ = ["GradientCosines"]
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.controllers.line import TOO_FEW
-from ..core.controllers.peak import LARGEST_T
 from ..core.plan import Compare, Level, Question
-from ..ranges import ranged
+from ..core.rules.line_rule import TOO_FEW
+from ..core.rules.peak import LARGEST_T
+from ..profiling import ranged
 from ..replicas import Replicas
 from ..replicas.layout import brief
-from ..shards import reshard
-from .base import Closure, Measurement, Watched, settings_of
-from .eval_mode import undisturbed
+from ..tensors.dtensor import reshard
+from ..tensors.eval_mode import undisturbed
+from .measurement import Closure, Measurement, Watched, settings_of
 from .weight_line import WeightLine, check_room
 
 __all__ = ["LineLosses"]

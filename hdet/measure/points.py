@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ..converge import Masters
-from .base import Watched
+from .measurement import Watched
 from .weight_line import AveragedWeights, WeightLine
 
 __all__ = ["CyclePoints", "LinePoints"]

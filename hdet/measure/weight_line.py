@@ -10,11 +10,11 @@ import torch
 
 from ..converge import BucketedAverage, Masters
 from ..kernels import PairPlan
-from ..kernels.checks import FLOATS
-from ..kernels.reference_rules import value_of
+from ..kernels.reference.rules import value_of
+from ..kernels.spec.arguments import FLOATS
 from ..optim.finish import values_to
 from ..replicas import Replicas
-from ..shards import local_parts
+from ..tensors.dtensor import local_parts
 
 __all__ = ["AveragedWeights", "WeightLine", "check_room"]
 

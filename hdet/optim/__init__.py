@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .adam import FusedAdam
 from .adamw import FusedAdamW
-from .base import FusedOptimizer
+from .fused import FusedOptimizer
 from .lion import FusedLion
 from .sgd import FusedSGD
 

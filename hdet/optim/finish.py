@@ -10,12 +10,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hdet import kernels, shards
+from hdet import kernels
 from hdet.kernels import AveragePlan, PairPlan, StepOptions
-from hdet.kernels.checks import normalised
-from hdet.kernels.interface import FINISHES, Column
+from hdet.kernels.spec.arguments import normalised
+from hdet.kernels.spec.interface import FINISHES, Column
+from hdet.tensors import dtensor as shards
 
-from . import lists, plans
+from . import lists
+from . import step_plans as plans
 
 
 class Averaging:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import groups
-from .base import FusedOptimizer
-from .plans import Hyper
+from . import group_checks as groups
+from .fused import FusedOptimizer
+from .step_plans import Hyper
 
 
 class FusedLion(FusedOptimizer):

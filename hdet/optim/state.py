@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet import shards
-from hdet.kernels import rounding
+from hdet.kernels.spec import rounding
+from hdet.tensors import dtensor as shards
 
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")

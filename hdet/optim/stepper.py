@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from hdet import kernels, shards
+from hdet import kernels
 from hdet.kernels import StepOptions, StepTensors
-from hdet.kernels.interface import PLAIN
+from hdet.kernels.spec.interface import PLAIN
+from hdet.tensors import dtensor as shards
 
-from . import groups, lists, plans
+from . import group_checks as groups
+from . import lists
+from . import step_plans as plans
 from .finish import Averaging, ShardedClip
-from .plans import Hyper, Part, Planned
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
+from .step_plans import Hyper, Part, Planned
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (

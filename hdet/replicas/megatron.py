@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .groups import Request, more_than_one, together
 from .layout import Table, brief, paired
+from .process_groups import Request, more_than_one, together
 
 __all__ = ["megatron_table"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .agreement import digest
-from .groups import Request, more_than_one, together
 from .layout import Table, brief
+from .process_groups import Request, more_than_one, together
 
 __all__ = ["mesh_table"]
 

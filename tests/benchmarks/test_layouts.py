@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import hdet
 from benchmarks import controller, converge, gpu, harness, layouts
-from hdet.jobs import cost
-from hdet.jobs.cost import Job, Link, Traffic
+from benchmarks.scaling import cost
+from benchmarks.scaling.cost import Job, Link, Traffic
 from tests.distributed import run_ranks
 
 WIDTH = 16

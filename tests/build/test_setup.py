@@ -142,6 +142,6 @@ def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: 
     (archive,) = (checkout / "dist").glob("*.whl")
     names = zipfile.ZipFile(archive).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hdet"}
-    assert {"hdet/__init__.py", "hdet/py.typed", "hdet/jobs/cost.py"} <= set(names)
+    assert {"hdet/__init__.py", "hdet/py.typed", "benchmarks/scaling/cost.py"} <= set(names)
     ours = [name for name in names if "evidence" in name or "recsys" in name or name == "hdet/core/cost.py"]
     assert not ours, "what only our own measurements use"

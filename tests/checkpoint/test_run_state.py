@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet import checkpoint
-from hdet.kernels import rounding
+from hdet.kernels.spec import rounding
 
 from ..distributed import run_ranks
 from . import helpers

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hdet.converge import Task
-from hdet.kernels import rounding
+from hdet.kernels.spec import rounding
 from hdet.replicas import Replicas
 
 Held = tuple[list[torch.Tensor], list[torch.Tensor | None]]

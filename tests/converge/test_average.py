@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hdet.converge import BucketedAverage, all_finite, digest
 from hdet.converge.buckets import Buckets, Part
-from hdet.kernels import rounding
+from hdet.kernels.spec import rounding
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks

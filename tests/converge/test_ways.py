@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.converge import Compressed, Converge, Hierarchical, Overlapped, Plain, Streaming, Task, average
+from hdet.converge import Compressed, Converge, Hierarchical, Overlapped, Plain, Streaming, Task
+from hdet.converge import bucketed_average as average
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import hdet
 from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, hierarchical
 from hdet.replicas import Replicas
-from hdet.shards import part_of
+from hdet.tensors.dtensor import part_of
 from tests.ensemble.helpers import Run, batch, loss_of, model
 
 from ..distributed import run_ranks

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import COSINES, PROBE, Controller, Evidence
+from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec, ask_and_tell
+from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision, Question
+from hdet.core.rules import COSINES, PROBE
 
 CHUNKS = 8
 

@@ -13,20 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import (
-    COSINES,
-    PROBE,
-    Controller,
-    Evidence,
-    HypergradientRule,
-    ProbeRule,
-    RankController,
-    SlopeController,
-    SoftmaxController,
-)
-from hdet.core.controllers.protocol import Run
+from hdet.core.controller import Controller
 from hdet.core.engine import Engine, KnobSpec
+from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Decision, Learned, Moment
+from hdet.core.rules import COSINES, PROBE, HypergradientRule, ProbeRule, RankController, SlopeController, SoftmaxController
 from tests.core.controller_runs import bowl, decide, end_of
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from hdet.core.controllers import HypergradientRule
 from hdet.core.plan import Decision
+from hdet.core.rules import HypergradientRule
 from tests.core.controller_runs import decide, quadratic
 from tests.core.test_controllers_base import evidence
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdet.core.controllers import RankController, SlopeController
-from hdet.core.controllers.rank import utilities
+from hdet.core.rules import RankController, SlopeController
+from hdet.core.rules.rank import utilities
 from hdet.core.spread import multipliers
 from tests.core.controller_runs import bowl, decide, end_of
 from tests.core.test_controllers_base import evidence

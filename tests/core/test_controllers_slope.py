@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hdet.core.controllers import SlopeController
+from hdet.core.rules import SlopeController
 from hdet.core.spread import assignment, multipliers
 from tests.core.controller_runs import bowl, decide, end_of
 from tests.core.test_controllers_base import evidence

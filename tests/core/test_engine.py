@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import Controller, Evidence, SoftmaxController
+from hdet.core.controller import Controller
 from hdet.core.engine import Engine, KnobSpec
+from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision, Learned
+from hdet.core.rules import SoftmaxController
 
 
 class Scripted(Controller):

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import Controller, Evidence, LineRule, Run
-from hdet.core.controllers.line import BELOW, FEEL, FROM, LATE, LIMIT, READ, RISE, octave_steps
-from hdet.core.controllers.sweep import BREAK_OVER_MEAN
+from hdet.core.controller import Controller
 from hdet.core.engine import Engine, KnobSpec, ask_and_tell
+from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Decision, Learned, Level, Moment, Question, Restore
+from hdet.core.rules import LineRule
+from hdet.core.rules.coarse_scan import BREAK_OVER_MEAN
+from hdet.core.rules.line_rule import BELOW, FEEL, FROM, LATE, LIMIT, READ, RISE, octave_steps
 
 # -- single decisions ----------------------------------------------------------------------------------------------------
 

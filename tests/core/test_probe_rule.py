@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from hdet.core.clock import Clock
-from hdet.core.controllers import PROBE, Evidence, ProbeRule
-from hdet.core.controllers.regression import mean_and_error, slopes
 from hdet.core.engine import Engine, KnobSpec
+from hdet.core.evidence import Evidence
+from hdet.core.rules import PROBE, ProbeRule
+from hdet.core.rules.regression import mean_and_error, slopes
 from hdet.core.spread import multipliers
 from tests.core.controller_runs import decide
 

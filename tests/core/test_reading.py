@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hdet.core.controllers import reading
-from hdet.core.controllers.reading import Reading
-from hdet.core.controllers.sweep import clear_rise
+from hdet.core.rules import line_search as reading
+from hdet.core.rules.coarse_scan import clear_rise
+from hdet.core.rules.line_search import Reading
 
 Difference = Callable[[float, float], tuple[float, float]]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet.core.controllers import sweep
-from hdet.core.controllers.sweep import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Octave, Outcome, clear_rise
+from hdet.core.rules import coarse_scan as sweep
+from hdet.core.rules.coarse_scan import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Octave, Outcome, clear_rise
 
 
 def octaves(losses: Sequence[float], error: float = 0.01, rate: float = 1.0) -> list[Octave]:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.core.clock import Clock
-from hdet.measure.base import Watched
+from hdet.measure.measurement import Watched
 
 
 def model() -> nn.Module:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.anchor import Anchor
-from hdet.owned import Averaged
+from hdet.run.snapshot import Anchor
+from hdet.tensors.buffers import Averaged
 
 from ..distributed import run_ranks
 from .helpers import model

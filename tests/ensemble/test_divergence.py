@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hdet
-from hdet.anchor import Anchor, keeps_weights
-from hdet.moments import Moments
+from hdet.run.moments import Moments
+from hdet.run.snapshot import Anchor, keeps_weights
 
 from ..distributed import RankError, run_ranks
 from .helpers import CoresidentRun, Run, batch, loss_of, model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hdet
-from hdet.anchor import begin_anew, keeps_weights
+from hdet.run.snapshot import begin_anew, keeps_weights
 
 from ..distributed import run_ranks
 from .helpers import Run, model

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hdet.measure.batch_losses import BatchLosses
-from hdet.measure.eval_mode import undisturbed
+from hdet.tensors.eval_mode import undisturbed
 
 from .helpers import batch, loss_of, model, watched
 from .test_line import Run

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 import hdet
-from hdet.forecast import means
 from hdet.knobs import LearningRate, bind_all
-from hdet.schedule import Schedule
+from hdet.run.forecast import means
+from hdet.run.schedule import Schedule
 
 TOTAL = 40
 

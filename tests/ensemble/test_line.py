@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.controllers.line import BEGINNING, FROM, LINE, PATIENCE
-from hdet.core.controllers.reading import Asking
 from hdet.core.plan import Compare, Level
+from hdet.core.rules.line_rule import BEGINNING, FROM, LINE, PATIENCE
+from hdet.core.rules.line_search import Asking
 from tests.ensemble.helpers import model
 from tests.ensemble.test_single import TwoReplicas
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import hdet
-from hdet.slots import gather_slots, local_replicas
+from hdet.run.cycle_stats import gather_slots, local_replicas
 
 from .helpers import batch, loss_of, model
 

@@ -131,7 +131,7 @@ def _main(world: World, scenario: Callable[..., Any], settings: dict[str, Any]) 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
-    from hdet import faults
+    from hdet.run import faults
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import hdet
-from hdet import faults
-from hdet.faults import ReplicaLost, during, is_communication_error
+from hdet.run import faults
+from hdet.run.faults import ReplicaLost, during, is_communication_error
 
 from ..limits import HANG_S
 

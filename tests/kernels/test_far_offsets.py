@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors, rounding
-from hdet.kernels.cpu import CpuStepPlan
+from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
+from hdet.kernels.native.cpu import CpuStepPlan
+from hdet.kernels.spec import rounding
 
 from .cases import CHUNK, Guarded
 

@@ -1,4 +1,4 @@
-"""What travels to a device between steps, and what a capture refuses: hdet/kernels/mirrors.py, on tables in host memory."""
+"""What travels to a device between steps, and what a capture refuses: hdet/kernels/native/mirrors.py, on tables in host memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hdet import kernels
-from hdet.kernels import StepSettings, StepTensors, cuda
-from hdet.kernels.cpu import CpuStepPlan
-from hdet.kernels.mirrors import Mirrors
+from hdet.kernels import StepSettings, StepTensors
+from hdet.kernels.native import cuda
+from hdet.kernels.native.cpu import CpuStepPlan
+from hdet.kernels.native.mirrors import Mirrors
 
 
 def check_rates(backend: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet.kernels import rounding
+from hdet.kernels.spec import rounding
 
 from ..build.tools import ROOT, compiler
 

@@ -1,4 +1,4 @@
-"""The table of settings, which Python writes and C++ and Triton read: hdet/kernels/settings.py and csrc/core/hyper.h."""
+"""The table of settings, which Python writes and C++ and Triton read: hdet/kernels/spec/settings.py and csrc/core/hyper.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from hdet import _C
 from hdet.kernels import StepOptions, StepSettings
-from hdet.kernels.settings import CALL_SETTINGS, ROW_SETTINGS, count_settings, settings_numbers
+from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS, count_settings, settings_numbers
 
 from ..limits import HANG_S
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hdet import kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors, rounding
+from hdet.kernels import StepOptions, StepSettings, StepTensors
+from hdet.kernels.spec import rounding
 
 from .cases import BACKENDS, CHUNK, device_of
 from .problem import MakePlan, Problem, check, final_tensors

@@ -131,7 +131,7 @@ def several(count: int) -> list[Any]:
 
 
 def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_that_regress() -> None:
-    from hdet.core.controllers.slope import SlopeController
+    from hdet.core.rules.slope import SlopeController
 
     net = Net()
     for controller in (probe_of(net), SlopeController()):

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import Parameter
 from torch.optim import AdamW
 
-from hdet import shards
 from hdet.optim import FusedAdamW, FusedSGD
+from hdet.tensors import dtensor as shards
 from tests.distributed import run_ranks
 
 from .common import RULES, Rule

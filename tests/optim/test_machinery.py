@@ -11,7 +11,8 @@ import torch
 from torch.nn import Parameter
 
 import hdet
-from hdet.optim import lists, plans
+from hdet.optim import lists
+from hdet.optim import step_plans as plans
 
 from .common import RULES, Pair, Rule, names, set_gradients
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hdet.kernels.rounding import join
+from hdet.kernels.spec.rounding import join
 from hdet.optim import FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
 from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, set_gradients, state_of
@@ -268,7 +268,7 @@ def test_masters_are_not_looked_at_while_nobody_writes(monkeypatch: pytest.Monke
     ours, a = bfloat16_run(master_weights="fp32")
     set_gradients(ours, 0)
     a.step()
-    monkeypatch.setattr("hdet.optim.plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
+    monkeypatch.setattr("hdet.optim.step_plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
     for step in range(1, 4):
         set_gradients(ours, step)
         a.step()

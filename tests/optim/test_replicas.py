@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hdet.kernels.rounding import join
+from hdet.kernels.spec.rounding import join
 from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
 from .common import BACKENDS, RULES, SHAPES, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
@@ -336,7 +336,7 @@ def test_an_average_sees_what_was_written_to_parameters_before_it(stepped: bool)
 def test_an_average_is_not_taken_for_somebody_elses_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer, _ = replicated(2, dtype=torch.bfloat16, master_weights="fp32")
     run(optimizer, params, range(1))
-    monkeypatch.setattr("hdet.optim.plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
+    monkeypatch.setattr("hdet.optim.step_plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
     optimizer.average_replicas([0.5, 0.5])
     run(optimizer, params, range(1, 2))
     optimizer.finish_next_step("mean", [0.5, 0.5])

@@ -6,8 +6,8 @@ import pytest
 
 from hdet.core import engine as engine_module
 from hdet.core.clock import Clock
-from hdet.core.controllers import SoftmaxController, softmax
 from hdet.core.engine import Engine, KnobSpec
+from hdet.core.rules import SoftmaxController, softmax
 from hdet.core.spread import assignment, multipliers
 from tests.reference import make_golden, method, simulator
 from tests.reference.simulator import Settings

@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from hdet.kernels.mirrors import Mirrors
-from hdet.kernels.triton_launch import COMPILER, Memory
+from hdet.kernels.native.mirrors import Mirrors
+from hdet.kernels.triton.launch import COMPILER, Memory
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

@@ -16,9 +16,12 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from hdet import kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors, rounding, triton_launch, triton_step
-from hdet.kernels.settings import CALL_SETTINGS, ROW_SETTINGS
-from hdet.kernels.triton_launch import Memory
+from hdet.kernels import StepOptions, StepSettings, StepTensors
+from hdet.kernels.spec import rounding
+from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
+from hdet.kernels.triton import launch as triton_launch
+from hdet.kernels.triton import step as triton_step
+from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
 from tests.kernels import test_average, test_gradients, test_memory, test_norm, test_pair, test_rank_one
 from tests.kernels.cases import CHUNK, SIZES, Guarded

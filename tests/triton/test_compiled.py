@@ -16,10 +16,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed; there ar
 if triton.knobs.runtime.interpret:
     pytest.skip("nothing is compiled under TRITON_INTERPRET=1", allow_module_level=True)
 
-from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors, triton_step
+from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
-from hdet.kernels import triton_launch as launch
-from hdet.kernels.interface import PLAIN
+from hdet.kernels.spec.interface import PLAIN
+from hdet.kernels.triton import launch
+from hdet.kernels.triton import step as triton_step
 
 from .compiler import Binary, Compiling, Driver
 

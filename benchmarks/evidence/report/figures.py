@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hdet.report import COLOURS, GREY
+from hdet.cli.report import COLOURS, GREY
 
 from . import horizon, scalars, search, signal
 from .curves import Curve, Record, best_rate, by, curves, of_one_kind, score

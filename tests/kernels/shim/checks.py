@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors, cuda, native
+from hdet.kernels import StepOptions, StepSettings, StepTensors, native
+from hdet.kernels.native import cuda
 
 from ..cases import CHUNK, SIZES, Guarded
 from ..lines import line_left

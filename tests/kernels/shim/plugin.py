@@ -26,13 +26,13 @@ loader.exec_module(module)
 sys.modules["hdet._C"] = module
 
 from hdet import kernels
-from hdet.kernels import cuda
+from hdet.kernels.native import cuda
 from tests.kernels import cases
 
 NONE = SimpleNamespace(params={})
 
 state = SimpleNamespace(stream=77, capturing=False, copies=0, used=[])
-"""what tests of hdet/kernels/cuda.py change and count"""
+"""what tests of hdet/kernels/native/cuda.py change and count"""
 
 
 def _copy(table: torch.Tensor, placed: torch.Tensor) -> None:

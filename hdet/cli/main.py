@@ -1,0 +1,216 @@
+"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported by what needs it, when it runs.
+
+Exit codes: 0 done; 1 a process of the run failed, or a run that is replayed differs; 2 something the user can put right, said in one line; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import hdet
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a wrong argument, instead of the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without ± shows a question mark, not a traceback
+    parser = _build_parser()
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as done:  # argparse has already said why
+        return int(done.code or 0)
+    with _terminated_like_interrupted():
+        try:
+            return int(options.run(options))
+        except ValueError as error:
+            return _say(2, f"hdet {options.command}: {' '.join(str(error).split())}")
+        except KeyboardInterrupt:
+            return _say(130, f"hdet {options.command}: interrupted")
+        except BrokenPipeError:  # `hdet ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+def _say(code: int, line: str) -> int:
+    # Under torchrun every rank meets the same error; one of them says it.
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that processes are ended and files removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: somebody else's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------------
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hdet", description="Replicas of data-parallel training as a live search for hyperparameters.")
+    parser.add_argument("--version", action="version", version=f"hdet {hdet.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    _add_train_arguments(command("train", _train, "Train a small GPT on real text, with HDET or the fixed schedule."))
+    report = command("report", _report, "Draw runs beside each other and print their table.")
+    report.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or a folder of such folders")
+    report.add_argument(
+        "--out", type=_path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
+    )
+    again = command("replay", _replay, "Make a run's recorded decisions once more, without training, and compare them bit by bit.")
+    again.add_argument("folder", type=Path, metavar="RUN", help="folder of a run of hdet train")
+    command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
+    _add_simulate_arguments(command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training."))
+    return parser
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    from hdet.cli.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
+
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--compare", action="store_true", help="train with the fixed schedule first, then with HDET; print both and draw them together"
+    )
+    what.add_argument("--schedule-only", action="store_true", help="train with the fixed schedule only")
+    what.add_argument(
+        "--resume", type=_path, metavar="RUN", help="continue the run in this folder from its checkpoint, bit for bit; "
+        "controller line begins the interval anew that was under way",
+    )  # fmt: skip
+    parser.add_argument("--out", type=_path, metavar="FOLDER", help="where the run's files go; default: a new folder below runs/")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run that is already in --out")
+    choices = {"controller": CONTROLLERS, "device": DEVICES}
+    settings = parser.add_argument_group("settings of the run")
+    for name, field in TrainConfig.__dataclass_fields__.items():
+        if name == "mode":
+            continue
+        kind = {"b": bool, "i": int, "f": float, "s": str}[str(field.type)[0]]
+        default = "" if field.default is None or kind is bool else f" (default: {field.default})"
+        extra: dict[str, Any] = {"choices": choices.get(name)}
+        if kind is bool:
+            extra = {"action": "store_true"}
+        elif name not in choices:
+            extra = {"type": _name, "metavar": "FOLDER"} if kind is str else {"type": kind, "metavar": kind.__name__.upper()}
+        # No default here: what was not typed stays away, so that --resume can tell.
+        settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
+
+
+QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
+    "start": (float, 1 / 30, "FACTOR", "how wrong the first rate is, 1 being right (default: 1/30)"),
+    "cycles": (int, 40, "INT", "(default: 40)"),
+    "spread": (float, 0.3, "FLOAT", "(default: 0.3)"),
+    "seed": (int, 0, "INT", "(default: 0)"),
+}
+
+
+def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, default=4, metavar="N", help="(default: 4)")
+    for name, (kind, default, metavar, text) in QUADRATIC.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+
+
+def _name(text: str) -> str:
+    """An empty name would be the folder in which the command is typed."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: pass the name of a file or folder")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_name(text))
+
+
+# -- commands --------------------------------------------------------------------------------------------------------------
+
+
+def _need(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} cannot be imported: pip install hdet[job]")
+
+
+def _train(options: argparse.Namespace) -> int:
+    _need("rich", "matplotlib")
+    from hdet.cli.command import train
+
+    return train(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    _need("rich", "matplotlib")
+    from hdet.cli.report import find_runs, plot, print_table
+    from hdet.cli.run_files import REPORT
+
+    runs = find_runs(options.runs)
+    folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
+    path = options.out or (folders.pop() if len(folders) == 1 else Path()) / REPORT
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"out is {str(path)!r}: its folder does not exist, create it first")
+    if path.is_dir():
+        raise ValueError(f"out is {str(path)!r}, which is a folder: pass a file in it, e.g. {path / REPORT}")
+    plot(runs, path)
+    print_table(runs)
+    print(f"picture: {path}")
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from hdet.cli.replay_run import replayed
+
+    decisions, differences = replayed(options.folder)
+    for difference in differences:
+        print(difference)
+    if not differences:
+        print(f"{decisions} decisions replayed, all the same to the bit")
+    return int(bool(differences))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hdet.cli.doctor import report
+
+    print(report())
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from hdet.cli.simulate import simulate
+
+    for line in simulate(replicas=options.replicas, **{name: getattr(options, name) for name in QUADRATIC}):
+        print(line)
+    return 0

@@ -1,0 +1,57 @@
+"""`hdet replay`: the controller's decisions of a finished or broken run, made once more from its history, without training."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hdet.cli.config import TrainConfig
+from hdet.cli.data import Corpus
+from hdet.cli.place import Place
+from hdet.cli.run_files import CONFIG, HISTORY, RunFolderError, read_history
+from hdet.cli.train import Run, RunSpec
+from hdet.core.replay import replay
+
+__all__ = ["replayed"]
+
+
+def replayed(folder: Path) -> tuple[int, list[str]]:
+    """How many decisions were recorded, and a sentence for each difference.
+
+    Raises:
+        RunFolderError: no run, or none that has a controller and records of what it was told.
+    """
+    config = _config_of(folder)
+    records = [record for record in read_history(folder / HISTORY) if record.get("event") == "cycle"]
+    if config.mode == "fixed" or config.controller == "none" or not records or "record" not in records[0]:
+        raise RunFolderError(
+            f"{str(folder)!r} has no recorded decisions: pass the folder of a run with a controller, of this version of hdet"
+        )
+    ensemble = _run_of(config, folder).ensemble
+    assert ensemble is not None and ensemble.engine.controller is not None
+    controller = ensemble.engine.controller
+    controller.start(replace(ensemble.run, replicas=config.replicas, together=config.coresident))
+    told = [record["record"] for record in records]
+    return sum(record["evidence"] is not None for record in told), list(replay(controller, told))
+
+
+def _run_of(config: TrainConfig, folder: Path) -> Run:
+    """The run in this process alone, on the CPU; it never reads a text, nor writes a file."""
+    text = Corpus(torch.zeros(0), torch.zeros(0), frozenset(), frozenset(), "")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
+        return Run(RunSpec(config, folder), text, Place(), lambda event: None)
+
+
+def _config_of(folder: Path) -> TrainConfig:
+    path = folder / CONFIG
+    try:
+        return TrainConfig.from_dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise RunFolderError(f"{str(path)!r} cannot be read ({error.strerror}): pass the folder of a run of `hdet train`") from error
+    except ValueError as error:
+        raise RunFolderError(f"{str(path)!r} is damaged ({error}): pass the folder of a run of `hdet train`") from error

@@ -1,0 +1,266 @@
+"""What a run did, as a table and as one picture. Needs a run's files only, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdet.cli.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, is_number, read_history
+from hdet.owned_folder import atomic_file, decode_json, read_regular
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["RunFiles", "find_runs", "plot", "print_table"]
+
+# Okabe and Ito's colours, told apart with any kind of colour vision; what HDET is compared with stays grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY = "#6B6B6B"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's settings and records, read back from its folder."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFiles:
+        """Raises RunFolderError: no history there, or a damaged file, or one without what a report needs."""
+        records = read_history(folder / HISTORY)
+        for number, record in enumerate(records, 1):
+            event = record.get("event")
+            kinds = RECORDS.get(event, OTHER) if isinstance(event, str) else OTHER
+            check_kinds(record, kinds, f"line {number} of history {str(folder / HISTORY)!r}", "remove that line")
+        try:
+            config = decode_json(read_regular(folder / CONFIG, follow=True))
+        except (OSError, ValueError) as error:
+            raise RunFolderError(
+                f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`"
+            ) from error
+        check_kinds(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
+        return cls(folder, folder.name or str(folder), config, records)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record.get("event") == event]
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.config.get("mode") == "fixed"
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """The last record of a finished run."""
+        ends = self.of("end")
+        return ends[-1] if ends else None
+
+    @property
+    def validation(self) -> float | None:
+        """Loss in nats per byte at the end, or the latest of a run that has not ended."""
+        points = self.of("validation")
+        return points[-1]["loss"] if points else None
+
+
+def _number_or_null(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+def _by_knob(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_number_or_null, value.values()))
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+SETTINGS: Kinds = {"mode": _text, "steps": is_number, "max_lr": is_number}
+RECORDS: dict[str, Kinds] = {
+    "train": {"step": is_number, "loss": _number_or_null, "lr": is_number, "correction": lambda value: is_number(value) and value != 0},
+    "validation": {"step": is_number, "loss": _number_or_null},
+    "cycle": {"step": is_number, "slopes": _by_knob, "errors": _by_knob},
+    "end": {"step": is_number, "seconds": is_number, "probe_percent": is_number, "converge_percent": is_number},
+}
+"""what is read below, by event"""
+OTHER: Kinds = {"event": _text, "step": is_number}
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunFiles]:
+    """The runs in these folders; a folder that holds several runs stands for all of them.
+
+    Raises:
+        RunFolderError: a folder is missing, or there is no run in it.
+    """
+    folders: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise RunFolderError(f"run {str(path)!r} is not a folder: pass what `hdet train --out` wrote")
+        inside = [path] if (path / HISTORY).is_file() else sorted(found.parent for found in path.glob(f"*/{HISTORY}"))
+        if not inside:
+            raise RunFolderError(f"run {str(path)!r} holds no {HISTORY}: pass what `hdet train --out` wrote")
+        folders += inside
+    runs = [RunFiles.read(folder) for folder in folders]
+    return sorted(runs, key=lambda run: not run.is_fixed)  # the fixed schedule first: it is what the others are measured against
+
+
+# -- table ---------------------------------------------------------------------------------------------------------------
+
+
+def print_table(runs: Sequence[RunFiles]) -> None:
+    """Run, validation loss, time, and what probes and converges cost, to standard output."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("run")
+    for heading in ("validation loss", "time", "probe cost", "converge cost"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        end = run.end
+        loss = "-" if run.validation is None else f"{run.validation:.4f}"
+        if end is None:
+            table.add_row(run.name, f"{loss} (not ended)", "-", "-", "-")
+        elif run.is_fixed:
+            table.add_row(run.name, loss, f"{end['seconds']:.1f} s", "-", "-")
+        else:
+            table.add_row(run.name, loss, f"{end['seconds']:.1f} s", f"{end['probe_percent']:.2f} %", f"{end['converge_percent']:.2f} %")
+    Console().print(table)
+
+
+# -- picture ---------------------------------------------------------------------------------------------------------------
+
+
+def plot(runs: Sequence[RunFiles], path: Path) -> None:
+    """Write the picture to ``path``: losses; base rate beside the untouched schedule; slope with its error band."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
+    losses, rates, slopes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2.4, 1.7]})
+    colours = iter(COLOURS)
+    for run in runs:
+        colour = GREY if run.is_fixed else next(colours, GREY)
+        _draw_losses(losses, run, colour)
+        _draw_rates(rates, run, colour)
+        _draw_slopes(slopes, run, colour)
+    _label(losses, "loss, nats per byte", "Training loss (lines, smoothed) and validation loss (points)")
+    _frame_losses(losses, runs)
+    _frame_rates(rates, runs)
+    _label(rates, "learning rate", "Base rate (solid) beside the untouched schedule (dashed)")
+    slopes.axhline(0, color="black", linewidth=0.8)
+    _label(slopes, "d loss / d ln rate", "Slope ± one standard error: below zero, a higher rate was better")
+    slopes.set_xlabel("step")
+    _frame_slopes(slopes, runs)
+    figure.suptitle(headline(runs), fontsize=12, fontweight="bold")
+    _write(figure, path)
+
+
+def _draw_losses(axes: Axes, run: RunFiles, colour: str) -> None:
+    points = [(r["step"], r["loss"]) for r in run.of("train") if r["loss"] is not None]
+    if points:
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
+        axes.plot(steps, smooth(values), color=colour, linewidth=1.6, label=run.name)
+    marks = [(r["step"], r["loss"]) for r in run.of("validation") if r["loss"] is not None]
+    if marks:
+        steps, values = zip(*marks, strict=True)
+        axes.plot(steps, values, "o", color=colour, markersize=5, markeredgecolor="white", clip_on=False, zorder=3)
+        axes.annotate(f" {values[-1]:.3f}", (steps[-1], values[-1]), color=colour, va="center", annotation_clip=False, fontsize=9)
+
+
+def _draw_rates(axes: Axes, run: RunFiles, colour: str) -> None:
+    train = run.of("train")
+    steps = [r["step"] for r in train]
+    axes.plot(steps, [r["lr"] for r in train], color=colour, linewidth=1.8, label=run.name, zorder=2 + (not run.is_fixed))
+    if not run.is_fixed:
+        # The correction multiplies the schedule, so the quotient is the schedule.
+        axes.plot(
+            steps,
+            [r["lr"] / r["correction"] for r in train],
+            "--",
+            color="black",
+            linewidth=1,
+            zorder=4,
+            label=f"schedule of {run.name}, untouched",
+        )
+
+
+def _draw_slopes(axes: Axes, run: RunFiles, colour: str) -> None:
+    points = []
+    for record in run.of("cycle"):
+        slope, error = (next(iter(record[key].values()), None) for key in ("slopes", "errors"))
+        if slope is not None and error is not None:
+            points.append((record["step"], slope, error))
+    if points:
+        steps, values, errors = zip(*points, strict=True)
+        low, high = ([v + sign * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(steps, values, "o-", color=colour, markersize=3, linewidth=1.2, label=run.name)
+
+
+def smooth(values: Sequence[float], width: int = 7) -> list[float]:
+    """Centred running mean over ``width`` values, fewer at the ends."""
+    half = width // 2
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _label(axes: Axes, unit: str, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_ylabel(unit)
+    axes.grid(True, which="major", color="#E3E3E3", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _frame_losses(axes: Axes, runs: Sequence[RunFiles]) -> None:
+    """The first steps fall from ln 256 and would flatten the rest: they may leave the frame at the top."""
+    shown = [r["loss"] for run in runs for r in run.of("train") if r["loss"] is not None and r["step"] > 0.1 * run.config["steps"]]
+    shown += [r["loss"] for run in runs for r in run.of("validation") if r["loss"] is not None]
+    if shown:
+        margin = 0.05 * (max(shown) - min(shown)) or 0.1
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+
+
+def _frame_rates(axes: Axes, runs: Sequence[RunFiles]) -> None:
+    """OneCycle ends at a 250 000th of its peak: the last steps may leave the frame at the bottom."""
+    axes.set_yscale("log")
+    peaks = [max((r["lr"] for r in run.of("train")), default=None) for run in runs]
+    known = [peak for peak in peaks if peak]
+    if known:
+        axes.set_ylim(min(known) / 300, 2 * max(known))
+
+
+def _frame_slopes(axes: Axes, runs: Sequence[RunFiles]) -> None:
+    """Slopes fall by a factor of a hundred in a run: linear near zero, where their errors are, logarithmic beyond."""
+    errors = sorted(e for run in runs for r in run.of("cycle") for e in r["errors"].values() if e)
+    if errors:
+        axes.set_yscale("symlog", linthresh=4 * errors[len(errors) // 2], linscale=1.5)
+
+
+def headline(runs: Sequence[RunFiles]) -> str:
+    """What the picture shows, in a sentence."""
+    fixed = [run for run in runs if run.is_fixed]
+    others = [run for run in runs if not run.is_fixed]
+    if len(others) != 1 or len(fixed) > 1 or others[0].validation is None:
+        return "   ".join(f"{run.name}: {run.validation:.3f}" for run in runs if run.validation is not None) or "No validation yet"
+    run = others[0]
+    highest = max((r["lr"] for r in run.of("train")), default=0.0)
+    moved = f"peak of the schedule {run.config['max_lr']:g}, highest base rate {highest:.2g}"
+    beside = "" if not fixed or fixed[0].validation is None else f", the fixed schedule at {fixed[0].validation:.3f}"
+    return f"HDET ends at {run.validation:.3f} nats per byte{beside}\n{moved}"
+
+
+def _write(figure: Figure, path: Path) -> None:
+    try:
+        with atomic_file(path) as file:
+            figure.savefig(file, format="png")
+    except OSError as error:
+        raise RunFolderError(f"picture {str(path)!r} cannot be written ({error.strerror}): pass hdet report another --out FILE") from error

@@ -1,0 +1,99 @@
+"""One file that continues a run bit for bit, whole or absent, and refused in one line when it is anything else."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+
+from hdet.cli.config import TrainConfig
+from hdet.cli.run_files import CHECKPOINT, RunFolderError
+from hdet.owned_folder import atomic_file
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+FORMAT, VERSION = "hdet-train", 1
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "config": dict,
+    "text": str,
+    "step": int,
+    "model": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "ensemble": (dict, type(None)),
+    "rng": torch.Tensor,
+    "seconds": (int, float),
+    "probe_ms": (int, float),
+    "converge_ms": (int, float),
+    "validation": (int, float, type(None)),
+}
+"""what a checkpoint holds; whether the dicts and tensors fit a run is seen by restoring it"""
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)`` reads them; atomic."""
+    missing = [key for key in KINDS if key not in state]
+    if missing:
+        raise KeyError(f"the checkpoint's state lacks {missing}")
+    with atomic_file(path) as file:
+        torch.save({"format": FORMAT, "version": VERSION, **state}, file)
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The state in ``folder``, tensors on the CPU, its settings already checked.
+
+    Raises:
+        RunFolderError: no checkpoint there, or a truncated one, another version's, or one with missing keys or wrong kinds of values.
+    """
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        runs = sorted(str(found.parent) for found in folder.glob(f"*/{CHECKPOINT}"))
+        remedy = f"it holds several runs, pass one of {', '.join(runs)}" if runs else "pass the folder of a run that has written one"
+        raise RunFolderError(f"{str(folder)!r} has no {CHECKPOINT}: {remedy}")
+    try:
+        with zipfile.ZipFile(path) as records:  # torch writes checksums and does not read them: a flipped bit would be a changed weight
+            if (changed := records.testzip()) is not None:
+                raise zipfile.BadZipFile(f"{changed} has changed")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen types here, from EOFError to pickle.UnpicklingError
+        reason = type(error).__name__
+        raise RunFolderError(f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, start the run again") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise RunFolderError(f"{str(path)!r} is no checkpoint of `hdet train`: pass the folder of one of its runs")
+    if state.get("version") != VERSION:
+        raise RunFolderError(
+            f"{str(path)!r} has version {state.get('version')!r}, this hdet reads {VERSION}: continue it with the hdet that wrote it"
+        )
+    missing = [key for key in KINDS if key not in state]
+    if missing:
+        raise RunFolderError(f"{str(path)!r} lacks {', '.join(missing)}: it is damaged, start the run again")
+    try:
+        config = TrainConfig.from_dict(state["config"])
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RunFolderError(f"{str(path)!r} holds settings this hdet refuses: {shorten(str(error), 160)}") from error
+    wrong = next((key for key in KINDS if not _plausible(key, state[key], config)), None)
+    if wrong is not None:
+        raise RunFolderError(f"{str(path)!r} has a wrong {wrong} ({_short(state[wrong])}): it is damaged, start the run again")
+    return state
+
+
+def _plausible(key: str, value: Any, config: TrainConfig) -> bool:
+    """Of the right kind, and of a size it can have."""
+    fits = isinstance(value, KINDS[key]) and not isinstance(value, bool)
+    if not fits:
+        return False
+    if key == "step":
+        return bool(0 <= value <= config.steps)
+    if key == "ensemble":
+        return (value is None) == (config.mode == "fixed")
+    if key in ("seconds", "probe_ms", "converge_ms"):
+        return math.isfinite(value) and value >= 0
+    return True
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40] if value is None or isinstance(value, (int, float, str)) else type(value).__name__

@@ -1,0 +1,159 @@
+"""The files of a run: their names, what a record must have, and JSON Lines that survive a torn last line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
+
+__all__ = [
+    "CHECKPOINT",
+    "CONFIG",
+    "HISTORY",
+    "REPORT",
+    "SAMPLE",
+    "Kinds",
+    "Recorder",
+    "RunFolderError",
+    "check_kinds",
+    "encode",
+    "is_number",
+    "read_history",
+    "truncate_history",
+]
+
+CONFIG, HISTORY, CHECKPOINT, SAMPLE, REPORT = "config.json", "history.jsonl", "checkpoint.pt", "sample.txt", "report.png"
+"""the files in a run's folder"""
+
+Record = dict[str, Any]
+
+
+class RunFolderError(FolderError):
+    """A run's folder or one of its files cannot be used; the message names it and the remedy."""
+
+
+# -- what is read --------------------------------------------------------------------------------------------------------
+
+
+Kinds = dict[str, Callable[[object], bool]]
+"""By key, whether a value is right."""
+
+
+def is_number(value: object) -> bool:
+    """One that a run can have written: fp32 ends at 3e38, and what is drawn is squared. Python's json reads NaN, 1e999 and any integer too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e100
+
+
+def check_kinds(values: object, kinds: Kinds, what: str, remedy: str) -> None:
+    """Raises RunFolderError, naming ``what``, the key and its value, unless ``values`` is a dict with right values for all keys of ``kinds``."""
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{what} holds no settings: {remedy}")
+    for key, fits in kinds.items():
+        if key not in values:
+            raise RunFolderError(f"{what} lacks {key}: {remedy}")
+        if not fits(values[key]):
+            raise RunFolderError(f"{what} has a wrong {key}, {reprlib.repr(values[key])}: {remedy}")
+
+
+# -- what is written -----------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: both become null, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line of JSON, without the line's end."""
+    return json.dumps(_plain(record), allow_nan=False)
+
+
+class Recorder:
+    """Appends records to a JSON Lines file, each visible to readers as soon as `write` returns. For rank 0 only.
+
+    Raises:
+        FolderError: there is something else than a file, such as a link.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = os.fdopen(open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(encode(record) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """To the disk: before a checkpoint that relies on these lines."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_history(path: str | Path) -> list[Record]:
+    """All whole records of a JSON Lines file. A last line without its end was torn by a kill and is left out.
+
+    Raises:
+        RunFolderError: no such file, or a line before the last that is not a JSON object.
+    """
+    return [record for _, record in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
+    try:
+        text = read_regular(path, follow=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"history {str(path)!r} cannot be read ({error.strerror}): pass the folder of a run of `hdet train`"
+        ) from error
+    except FolderError as error:
+        raise RunFolderError(f"history {error}") from error
+    lines = text.split(b"\n")
+    torn = lines.pop()  # empty when the last line has its end
+    for number, line in enumerate(lines, 1):
+        record = _decode(line)
+        if record is None:
+            raise RunFolderError(f"history {str(path)!r} is damaged in line {number}: remove that line")
+        yield line, record
+    last = _decode(torn)
+    if last is not None:
+        yield torn, last
+
+
+def _decode(line: bytes) -> Record | None:
+    try:
+        record = decode_json(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def truncate_history(path: str | Path, step: int) -> None:
+    """Drop what was recorded after ``step``: a resumed run writes those lines again. A missing file stays missing; kept lines stay as they are.
+
+    Raises:
+        RunFolderError: as `read_history`; or a record's step is no number.
+    """
+    path = Path(path)
+    if not os.path.lexists(path):
+        return
+    kept = []
+    for number, (line, record) in enumerate(_lines(path), 1):
+        check_kinds({"step": 0} | record, {"step": is_number}, f"line {number} of history {str(path)!r}", "remove that line")
+        if record.get("step", 0) <= step and record.get("event") != "end":
+            kept.append(line + b"\n")
+    with atomic_file(path) as file:
+        file.writelines(kept)

@@ -1,0 +1,217 @@
+"""The one base class of controllers: documented hooks with defaults that do nothing, when a controller comes to rest, and its state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .evidence import Evidence, Run
+from .plan import Decision, Learned, Moment, Plan, Question
+from .schema import Flag, Kind, Or, Plain, read
+
+__all__ = ["Controller", "Learning", "RuledController"]
+
+Learning = Learned | Generator[Question, Any, Learned]
+"""What `Controller.learn` returns; a generator asks its questions by ``answer = yield question``."""
+
+
+class Controller:
+    """Plans cycles and learns from them. Runs on every rank on bitwise equal inputs, so it is a function of these and of its own state alone:
+    no clock, no random numbers, no tensors, no process groups.
+
+    A controller overrides `learn`, or `decide` if `freeze_after` is to work; all else has a default.
+
+    Args:
+        freeze_after: from there on nothing moves: a part of the run, a float in (0, 1], or a number of steps, an int >= 1. A decision
+            at exactly this step still moves. None: never. What was learned stays in force, and decisions go on to report slopes where
+            evidence comes ("probe, report, freeze").
+    """
+
+    name = ""
+    measurements: Mapping[str, Any] = {}
+    """What `Plan.measure` may name: `hdet.measure.Measurement` objects, made by whoever constructs the controller."""
+    measures: Sequence[str] = ()
+    """Names that its plans measure by default, while it is not idle."""
+    needs_replicas = True
+    """Does it learn from differences between replicas? If not, one replica is enough."""
+    regresses = False
+    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
+    judges_held_out = False
+    """Does it learn from held-out, unregularised losses alone? Then it may move knobs of which training losses are no honest judge."""
+    leaves_schedule = False
+    """Does it put values of its own in the schedule's place, from its first decision on? Then it can follow no other controller."""
+    knob_per_group = False
+    """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
+    needs_schedule_mean = False
+    """Does it read `Evidence.mean`?"""
+    opening = 1.0
+    """The correction of learning rates with which a run begins."""
+    state_keys: Mapping[str, Kind] | Sequence[str] = ()
+    """Attributes that are the state, and their kinds (hdet/core/schema.py), which a state is held to before it is loaded. Names alone: numbers,
+    booleans, and lists of them. Hyperparameters are not state."""
+
+    def __init__(self, freeze_after: float | None = None) -> None:
+        whole = isinstance(freeze_after, int) and not isinstance(freeze_after, bool) and freeze_after >= 1
+        part = isinstance(freeze_after, float) and 0 < freeze_after <= 1
+        if freeze_after is not None and not (whole or part):
+            raise ValueError(
+                f"freeze_after must be a part of the run (a float in (0, 1]), a number of steps (an int >= 1) or None, got {freeze_after!r}"
+            )
+        self.freeze_after = freeze_after
+        self.frozen = False
+
+    # -- hooks, in the order in which they are called ----------------------------------------------------------------------
+
+    def start(self, run: Run) -> None:
+        """Once, before the first step. Refuse a run in which this controller could not work.
+
+        Raises:
+            ValueError: ``freeze_after`` is a part of a run whose length is not known.
+        """
+        if isinstance(self.freeze_after, float) and run.total_steps is None:
+            raise ValueError(
+                f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known: pass total_steps, a scheduler that "
+                "has it, or a number of steps"
+            )
+
+    def plan(self, now: Moment) -> Plan:
+        """The cycle that begins. By default as published, with everything measured that there is; at rest neither."""
+        return Plan(spread=False) if self.idle else Plan(measure=dict.fromkeys(self.measures))
+
+    def learn(self, evidence: Evidence) -> Learning:
+        """From a cycle that has ended; not called for one that was taken back, nor for those of the warm-up."""
+        limit = self._limit(evidence.total_steps)
+        learned = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
+        if isinstance(learned, Generator):
+            return self._ask(learned, evidence, limit)
+        self._rest(evidence, limit)
+        return Learned(learned) if isinstance(learned, list) else learned
+
+    def _ask(self, learning: Generator[Question, Any, Learned], evidence: Evidence, limit: float) -> Generator[Question, Any, Learned]:
+        learned = yield from learning
+        self._rest(evidence, limit)
+        return learned
+
+    def _rest(self, evidence: Evidence, limit: float) -> None:
+        """As soon as the next cycle would end too late."""
+        self.frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
+
+    def decide(self, evidence: Evidence) -> list[Decision] | Learning:
+        """One Decision for each knob, or what `learn` returns; a function of the evidence and of the state alone."""
+        raise NotImplementedError(f"{type(self).__name__} has no decide(evidence)")
+
+    def hold(self, evidence: Evidence) -> list[Decision] | Learning:
+        """In the place of `decide` after ``freeze_after``: reports what that measures, and moves nothing. One whose `decide` asks questions has to
+        override it."""
+        decided = self.decide(evidence)
+        return [replace(decision, factor=1.0, value=None) for decision in decided] if isinstance(decided, list) else self._nothing(evidence)
+
+    @staticmethod
+    def _nothing(evidence: Evidence) -> Learned:
+        """No knob moves."""
+        return Learned([Decision() for _ in evidence.knobs])
+
+    def observe(self, evidence: Evidence) -> None:
+        """A cycle in which another controller decides, before this one takes over: whatever must not be missed."""
+
+    def restart(self, now: Moment) -> None:
+        """The weights are other ones than this controller knows: a checkpoint was loaded, or a cycle taken back."""
+
+    # -- what is asked ------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Can no decision to come move anything? Then the spread rests, nothing is measured, and replicas train alike."""
+        return self.frozen
+
+    @property
+    def finished(self) -> bool:
+        """May the controller that follows in a `SequentialController` take over?"""
+        return self.idle
+
+    # -- state --------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"frozen": self.frozen, **{key: _plain(getattr(self, key)) for key in self.state_keys}}
+
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        """The values of `state_keys` in it; changes nothing. Further keys are those of older versions. ``knobs``: how many, where that is known.
+
+        Raises:
+            ValueError: a key is missing, or its value of another kind.
+        """
+        kinds = self.state_keys if isinstance(self.state_keys, Mapping) else dict.fromkeys(self.state_keys, Plain())
+        return read(state, {"frozen": Or(Flag(), False), **kinds}, f"{type(self).__name__}'s", knobs)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises as `check_state`; nothing is changed then."""
+        for key, value in self.check_state(state).items():
+            setattr(self, key, _plain(value))
+
+    def _limit(self, total_steps: int | None) -> float:
+        """The last step at which a decision may move anything."""
+        if isinstance(self.freeze_after, float):
+            if total_steps is None:
+                raise ValueError(f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known")
+            return self.freeze_after * total_steps
+        return math.inf if self.freeze_after is None else self.freeze_after
+
+
+class RuledController(Controller):
+    """A controller whose decisions and state are those of a rule, another controller, to which it brings the measurements.
+
+    Args:
+        rule: a controller.
+        measurements: by name, as the rule's plans name them.
+    """
+
+    def __init__(self, rule: Controller, measurements: Mapping[str, Any]) -> None:
+        self.rule, self.measurements = rule, dict(measurements)
+        self.name, self.opening = rule.name, rule.opening
+        self.needs_replicas, self.regresses, self.needs_schedule_mean = rule.needs_replicas, rule.regresses, rule.needs_schedule_mean
+
+    @property
+    def idle(self) -> bool:
+        return self.rule.idle
+
+    @property
+    def finished(self) -> bool:
+        return self.rule.finished
+
+    @property
+    def leaves_schedule(self) -> bool:  # type: ignore[override]
+        return self.rule.leaves_schedule
+
+    def start(self, run: Run) -> None:
+        self.rule.start(run)
+
+    def plan(self, now: Moment) -> Plan:
+        return self.rule.plan(now)
+
+    def learn(self, evidence: Evidence) -> Learning:
+        return self.rule.learn(evidence)
+
+    def observe(self, evidence: Evidence) -> None:
+        self.rule.observe(evidence)
+
+    def restart(self, now: Moment) -> None:
+        self.rule.restart(now)
+
+    def check_state(self, state: Any, knobs: int | None = None) -> Any:
+        return self.rule.check_state(state, knobs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rule.load_state_dict(state)
+
+
+def _plain(value: Any) -> Any:
+    """A copy: lists of floats and booleans, however deep."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool) else float(value)

@@ -1,0 +1,105 @@
+"""What rules share that correct a schedule: where their votes count, how a t becomes a move, how far moves may go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..controller import Controller
+from ..evidence import Evidence
+from ..plan import Decision
+from ..schema import Flag, Kind, ListOf, Number
+
+__all__ = ["LARGEST_T", "PeakController", "gated", "ratio"]
+
+LARGEST_T = 1e3
+"""t is cut here: where the evidence does not scatter at all, any slope would be infinitely significant."""
+
+
+class PeakController(Controller):
+    """Votes move a correction only near the schedule's peak: from ``begin`` of it on the way up to ``end`` of it on the way down.
+
+    Before, the value is low on purpose and every vote says "higher"; after, a lower value is the point of the schedule. Once the
+    schedule has fallen below ``end`` the rule is idle. The correction multiplies the schedule and stays within [1 / bound, bound].
+    """
+
+    state_keys: Mapping[str, Kind] = {"warm": ListOf(Flag(), "seen"), "phase": ListOf(Number(), "seen")}
+    warm: list[bool]
+    """[knob]: has the schedule been near its peak?"""
+    phase: list[float]
+    """[knob]: scheduled / peak when last seen."""
+
+    def __init__(self, step: float, dead: float, scale: float, begin: float, end: float, bound: float, freeze_after: float | None) -> None:
+        super().__init__(freeze_after)
+        check_gate(step, dead, scale)
+        for name, value in (("begin", begin), ("end", end)):
+            if not (_is_number(value) and 0 <= value <= 1):
+                raise ValueError(f"{name} must be a part of the peak, in [0, 1], got {value!r}")
+        if not (_is_number(bound) and bound > 1):
+            raise ValueError(f"bound must be a number above 1, got {bound!r}")
+        self.step, self.dead, self.scale = step, dead, scale
+        self.begin, self.end, self.bound = begin, end, bound
+        self.begin_run(0)
+
+    @property
+    def idle(self) -> bool:
+        """Frozen, or the schedule of every knob is past its peak for good."""
+        return self.frozen or (bool(self.warm) and all(w and p < self.end for w, p in zip(self.warm, self.phase, strict=True)))
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        """Where the schedule is now, then the rule's `vote`."""
+        self.observe(evidence)
+        return self.vote(evidence)
+
+    def observe(self, evidence: Evidence) -> None:
+        """Where the schedule is now: also where another controller decides, so that its peak is not missed."""
+        if not self.warm:
+            self.begin_run(len(evidence.knobs))
+        self.phase = [now / top if top > 0 else 1.0 for now, top in zip(evidence.scheduled, evidence.peak, strict=True)]
+        self.warm = [w or p >= self.begin for w, p in zip(self.warm, self.phase, strict=True)]
+
+    def begin_run(self, knobs: int) -> None:
+        """The state at the first decision, when the number of knobs is known; without knobs, that before it."""
+        self.warm, self.phase = [False] * knobs, [0.0] * knobs
+
+    def vote(self, evidence: Evidence) -> list[Decision]:
+        """One Decision per knob, with `turn` for its factor."""
+        raise NotImplementedError(f"{type(self).__name__} has no vote(evidence)")
+
+    def counts(self, k: int) -> bool:
+        """Is knob k near its schedule's peak?"""
+        return self.warm[k] and self.phase[k] >= self.end
+
+    def turn(self, k: int, move: float, evidence: Evidence) -> float:
+        """The factor for a move of ln(correction): 1 away from the peak, and never further out than the bound."""
+        if move == 0 or not self.counts(k):
+            return 1.0
+        now, limit = math.log(evidence.corrections[k]), math.log(self.bound)
+        # Where something else (a cycle taken back) has put it outside, it may come back by moves of its own only.
+        then = min(now + move, max(limit, now)) if move > 0 else max(now + move, min(-limit, now))
+        return math.exp(then - now)
+
+
+def ratio(slope: float, error: float) -> float:
+    """t = slope / error, within +-LARGEST_T."""
+    if error > 0:
+        return max(-LARGEST_T, min(LARGEST_T, slope / error))
+    return math.copysign(LARGEST_T, slope) if slope else 0.0
+
+
+def gated(t: float, step: float, dead: float, scale: float) -> float:
+    """The move of ln(correction) for a vote: -step * tanh((|t| - dead) / scale), with the sign of t; 0 for |t| <= dead."""
+    return math.copysign(step * math.tanh(max(abs(t) - dead, 0.0) / scale), -t)
+
+
+def check_gate(step: float, dead: float, scale: float) -> None:
+    """Raises ValueError for settings of `gated` that cannot be used."""
+    for name, value in (("step", step), ("scale", scale)):
+        if not (_is_number(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+    if not (_is_number(dead) and dead >= 0):
+        raise ValueError(f"dead must be a number of standard errors >= 0, got {dead!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

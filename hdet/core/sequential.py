@@ -1,0 +1,110 @@
+"""Two controllers, one after the other, as torch has SequentialLR. It knows nothing of either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .controller import Controller, Learning
+from .evidence import Evidence, Run
+from .plan import Learned, Moment, Plan
+from .schema import Flag, Instance, read, unchanged_on_error
+
+__all__ = ["SequentialController"]
+
+
+class SequentialController(Controller):
+    """``first`` decides until it is `finished`; from the next cycle on ``then`` does. Meanwhile the second `observe`s.
+
+    Args:
+        first, then: controllers; their measurements must have different names, and ``then`` must follow the schedule
+            (`Controller.leaves_schedule`). A checkpoint holds the state of both.
+    """
+
+    def __init__(self, first: Controller, then: Controller) -> None:
+        for name, controller in (("first", first), ("then", then)):
+            if not isinstance(controller, Controller):
+                raise TypeError(f"{name} must be a controller, such as hdet.ProbeController(...), got {controller!r}")
+        both = sorted(first.measurements.keys() & then.measurements.keys())
+        if both:
+            raise ValueError(f"both controllers have a measurement {both[0]!r}: give one of them another name")
+        if then.leaves_schedule:
+            raise ValueError(
+                f"the controller {then.name!r} decays from where it takes over, in the place of a schedule whose peak may be still to come: pass "
+                "decay=None"
+            )
+        super().__init__()
+        self.first, self.then = first, then
+        self.name = f"{first.name}, then {then.name}"
+        self.measurements = {**first.measurements, **then.measurements}
+        self.needs_replicas = first.needs_replicas or then.needs_replicas
+        self.regresses = first.regresses or then.regresses
+        self.judges_held_out = first.judges_held_out and then.judges_held_out
+        self.knob_per_group = first.knob_per_group and then.knob_per_group
+        self.needs_schedule_mean = first.needs_schedule_mean or then.needs_schedule_mean
+        self.handed_over = False
+        """Does ``then`` decide from now on?"""
+
+    @property
+    def leaves_schedule(self) -> bool:  # type: ignore[override]
+        return self.first.leaves_schedule or self.then.leaves_schedule
+
+    @property
+    def opening(self) -> float:  # type: ignore[override]
+        return self.active.opening
+
+    @property
+    def active(self) -> Controller:
+        """The one that decides."""
+        return self.then if self.handed_over else self.first
+
+    @property
+    def idle(self) -> bool:
+        return self.active.idle and self.then.idle
+
+    def start(self, run: Run) -> None:
+        self.first.start(run)
+        self.then.start(run)
+
+    def plan(self, now: Moment) -> Plan:
+        return self.active.plan(now)
+
+    def learn(self, evidence: Evidence) -> Learning:
+        if self.handed_over:
+            return self.then.learn(evidence)
+        return self._first_learns(evidence)
+
+    def _first_learns(self, evidence: Evidence) -> Any:
+        self.then.observe(evidence)
+        learned = self.first.learn(evidence)
+        if not isinstance(learned, Learned):
+            learned = yield from learned
+        self.handed_over = self.first.finished
+        return learned
+
+    def observe(self, evidence: Evidence) -> None:
+        self.first.observe(evidence)
+        self.then.observe(evidence)
+
+    def restart(self, now: Moment) -> None:
+        self.first.restart(now)
+        self.then.restart(now)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first.state_dict(), "then": self.then.state_dict(), "handed_over": self.handed_over}
+
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        kinds = {"first": Instance(Mapping), "then": Instance(Mapping), "handed_over": Flag()}
+        values = read(state, kinds, f"{type(self).__name__}'s", knobs)
+        self.first.check_state(values["first"], knobs)
+        self.then.check_state(values["then"], knobs)
+        return values
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        values = self.check_state(state)
+        with unchanged_on_error(self.first), unchanged_on_error(self.then):
+            self.first.load_state_dict(values["first"])
+            self.then.load_state_dict(values["then"])
+            if values["handed_over"] and not self.first.finished:
+                raise ValueError(f"the state of {self.name!r} has handed over before the first was finished: it is damaged")
+        self.handed_over = values["handed_over"]

@@ -1,0 +1,108 @@
+"""The compiled module, or the reason why it is not there; and the tables its kernels read.
+
+Tables are made in host memory. Where its kernels read them is a matter of the `Memory` of the device: on a CPU they lie
+there already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/dispatch.cpp)
+from torch import Tensor
+
+from ..spec.interface import Column
+from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS
+
+INTERFACE = 5
+"""the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
+
+try:
+    from hdet import _C
+except ImportError as error:  # reported by name wherever a native backend is asked for
+    missing: str | None = f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
+else:
+    # After an update without a new build, a missing function would otherwise surface in the middle of a run.
+    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.ROW_SETTINGS) != (CALL_SETTINGS, ROW_SETTINGS)
+    missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
+
+DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
+"""in the order of csrc/core/numbers.h: DType, Master"""
+
+
+def _codes(column: Column | None, count: int, codes: dict[torch.dtype | None, int], shift: int) -> list[int]:
+    """One field of Chunk::formats (csrc/core/numbers.h) for each tensor."""
+    if column is None:
+        return [0] * count
+    return [codes[None if tensor is None else tensor.dtype] << shift for tensor in column]
+
+
+def formats(
+    count: int,
+    gradients: Column | None = None,
+    params: Column | None = None,
+    masters: Column | None = None,
+    exp_avgs: Column | None = None,
+    exp_avg_sqs: Column | None = None,
+    averages: Column | None = None,
+    stochastic: bool = False,
+) -> list[int]:
+    """Chunk::formats of each tensor: how its streams are stored."""
+    fields = (
+        _codes(gradients, count, DTYPES, 0),
+        _codes(params, count, DTYPES, 2),
+        _codes(masters, count, MASTERS, 4),
+        _codes(exp_avgs, count, DTYPES, 6),
+        _codes(exp_avg_sqs, count, DTYPES, 8),
+        _codes(averages, count, DTYPES, 10),
+        [int(stochastic) << 12] * count,
+    )
+    return [sum(parts) for parts in zip(*fields, strict=True)]
+
+
+def only_float(*columns: Column | None) -> bool:
+    """Whether every tensor there is holds float32."""
+    return all(tensor is None or tensor.dtype == torch.float32 for column in columns if column is not None for tensor in column)
+
+
+def nothing_in(columns: Sequence[Column] | None) -> bool:
+    return columns is None or all(tensor is None for column in columns for tensor in column)
+
+
+def chunk_table(tensors: Sequence[Tensor], rows: Sequence[int], packed_formats: Sequence[int]) -> Tensor:
+    """The tensors cut into chunks (csrc/core/plan.h), as bytes; torch aligns them to 64."""
+    elements = [tensor.numel() for tensor in tensors]
+    table = torch.empty(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
+    _C.write_chunks(table.data_ptr(), elements, list(rows), list(packed_formats))
+    return table
+
+
+def num_chunks(table: Tensor) -> int:
+    return table.numel() // _C.CHUNK_BYTES
+
+
+def address_table(*columns: Column) -> Tensor:
+    """Addresses of tensors as int64, one column after the other; 0 where there is none."""
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in itertools.chain(*columns)]
+    table = torch.empty(len(addresses), dtype=torch.int64)
+    _C.write_addresses(table.data_ptr(), addresses)
+    return table
+
+
+class Memory:
+    """Where a plan's tables lie: here in host memory, as they were made. CUDA has its own (hdet/kernels/native/cuda.py)."""
+
+    device = torch.device("cpu")
+
+    def place(self, table: Tensor) -> Tensor:
+        """A table that a plan keeps, where kernels read it."""
+        return table
+
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        """`table` has changed in host memory: what place() returned for it follows, before the next kernel reads it."""
+
+    def room(self, count: int) -> Tensor:
+        """Bytes that kernels fill for each other."""
+        return torch.zeros(count, dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""What the operations are, whatever computes them: their arguments, their settings, and how they round."""

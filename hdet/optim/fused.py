@@ -1,0 +1,297 @@
+"""FusedOptimizer: a torch optimizer whose step is one call of hdet's kernels, for one replica or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.kernels import PairPlan, StepOptions, StepSettings
+from hdet.kernels.spec.arguments import normalised
+from hdet.kernels.spec.interface import PLAIN
+from hdet.profiling import ranged
+from hdet.tensors import dtensor as shards
+
+from . import lists
+from . import step_plans as plans
+from .finish import Averaging, ShardedClip, check_copies, check_finish, local_gradients, values_to
+from .state import REPLICA_KEYS, kept_masters, like_first, reset_master
+from .stepper import Stepper
+
+
+class FusedOptimizer(Stepper):
+    """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
+
+    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is
+    refused); gradients are any of the three. Arithmetic is
+    float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations (foreach, fused,
+    capturable) are accepted and change nothing; amsgrad and differentiable are refused.
+
+    Args beside torch's:
+        master_weights: what stands beside a parameter of 16 bits; float32 parameters need nothing. None: nothing, a step smaller than
+            half the parameter's spacing is lost (see stochastic_rounding). "fp32": a float32 value, of which the parameter is the
+            rounded copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value; the parameter is rounded
+            to nearest, ties away from zero. float16 parameters get "fp32" then.
+        moment_dtype: how moments are stored, torch.float32 (None) or torch.bfloat16. In bfloat16 a second moment is rounded
+            stochastically: to nearest, an average with beta2 = 0.999 would stand still.
+        stochastic_rounding: of bfloat16 parameters without a master: up or down with the probability that keeps the mean. Always on
+            where a second moment is kept in bfloat16.
+        seed: of stochastic rounding, 0 .. 2^64 - 1. Random numbers are a function of (seed, step, replica, parameter, element): the
+            same on every device and after a resume; torch's generators are not touched.
+        max_grad_norm: clip gradients by their global norm inside the step, as torch.nn.utils.clip_grad_norm_ would before it; the
+            gradients in memory stay as they are. A step whose norm is infinite or NaN is skipped, with its counters. math.inf measures
+            and skips, and clips nothing. None: no norm is taken. May be assigned between steps. For DTensors the norm is that of the full
+            gradients, by one small all_reduce for each mesh dimension that shards; all its ranks must step.
+        zero_gradients: gradients are zeros after each step, also after a skipped one, at the same addresses. Instead of zero_grad().
+            May be assigned between steps.
+        backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
+
+    Multipliers: `multipliers[replica][group]`, 1.0 by default, may be assigned at any time. A step uses lr * multiplier (Eq. 2), and
+    `group["lr"]` stays as it is. They belong to the running process, not to the training state: not in state_dict, but kept by a copy
+    or a pickle.
+
+    State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the parameter's device), the moments under
+    torch's names, `master_param` (float32) or `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of
+    K - 1 tensors. One `step` is read for all parameters of a group that have counted alike: to change a single one, assign a new tensor
+    (`state["step"] = torch.tensor(0.0)`); what is written into it in place is not read. States of torch's optimizer load here and ours
+    there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state without masters gets them from the parameters,
+    and "fp32" and "split" load into each other exactly.
+
+    Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
+    model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average
+    wherever the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through
+    `.data` is not counted: call `refresh_masters()` after it. A split parameter is the upper half of its value: what is written there
+    counts at once, and the lower half stays, which is off by up to half the parameter's spacing until `refresh_masters()`.
+
+    DTensors (FSDP2, HSDP, tensor parallelism): a step works on the shards of this rank, which may be empty or move. Gradients must be laid
+    out as their parameters; one that is still Partial is reduced in the step, as in torch's optimizers. States are DTensors laid out as
+    their parameters, which torch.distributed.checkpoint reshards. Random numbers follow the element's place in its shard: with stochastic
+    rounding a run is bitwise repeatable under one sharding only. Neither gloo nor NCCL can gather int16, so a state with
+    master_weights="split" cannot be had with StateDictOptions(full_state_dict=True): save it sharded, or use "fp32". Make the optimizer
+    after fully_shard or parallelize_module.
+
+    torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
+    with max_grad_norm and zero_gradients as they will be, then capture `step()` and call `write_hyperparameters()` before each replay;
+    rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is).
+
+    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
+    12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
+    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. A changed rate costs one small copy. Other
+    gradients than in the last step (None here and there), moved or replaced tensors cost a new plan, some microseconds per tensor.
+    """
+
+    @ranged("hdet.optimizer.step")
+    @torch._disable_dynamo  # a compiled training step calls the kernels as they are; torch's optimizers do the same
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient, in all replicas. Returns the closure's loss, or None.
+
+        Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors that cannot be used.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = self._listed()
+        gradients = lists.gradients(params)
+        planned = self._plan_for(params, plans.are_none(gradients))
+        settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+        planned.watch.check()
+        if planned.sharded:
+            self._step_shards(planned, gradients, settings)
+        else:
+            planned.step(gradients, settings, self._options)  # type: ignore[arg-type]
+        if planned is not self._planned:
+            planned.settle(self.state)
+            self._planned = planned
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._finish_others([param for param, none in zip(params, planned.absent, strict=True) if none], finish)
+        return loss
+
+    def _step_shards(self, planned: plans.Planned, gradients: list[Tensor | None], settings: list[tuple[StepSettings, ...]]) -> None:
+        """A step on what lies on this rank: the kernels see shards alone."""
+        own = local_gradients(gradients, planned.params)
+        if self._max_grad_norm is not None and len(planned.parts) == 1:
+            if self._clip is None or not lists.same(self._clip.params, planned.params):
+                self._clip = ShardedClip(planned.params)
+            options = self._clip(own, self._max_grad_norm, self._options(planned.parts[0].device))
+            planned.step(own, settings, lambda _: options)  # type: ignore[arg-type]
+        else:
+            planned.step(own, settings, self._options)  # type: ignore[arg-type]
+        if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
+            for gradient in gradients:
+                if gradient is not None and shards.is_partial(gradient):
+                    shards.local(gradient).zero_()
+
+    # -- what a step can do beside stepping ------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm that the last step found, 0-d float32 on the device; None without max_grad_norm. Reading it waits."""
+        planned = self._planned
+        if planned is None or not planned.parts or self._max_grad_norm is None:
+            return None
+        return self._clip.norm if planned.sharded and self._clip else planned.parts[0].plan.norm
+
+    @property
+    def step_skipped(self) -> Tensor | None:
+        """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
+        return self._planned.parts[0].plan.skipped if self._planned and self._planned.parts else None
+
+    def finish_next_step(self, finish: str, weights: Sequence[float] | None = None, buckets: Mapping[Tensor, Tensor] | None = None) -> None:
+        """The next step, and that one only, ends with an average instead of storing its parameters.
+
+        finish: "mean": every replica gets sum_k weights[k] * replica k of the new parameters (Eq. 3; the weights are divided by their
+            sum), without a pass of its own. "pack": buckets[param] = weights[0] * new parameter, in float32, on their way into an
+            all-reduce, and parameters and masters keep their old values; for one replica. "store": as usual.
+
+        Parameters that have no gradient in that step take part in the average all the same.
+        """
+        shares = check_finish(finish, weights, buckets, self.num_replicas)
+        if buckets:
+            absent = sum(self._moves(param) and param not in buckets for param in self._listed())
+            if absent:
+                raise ValueError(f"buckets has none for {absent} of the parameters")
+            self._hold("_buckets", {param: [bucket] for param, bucket in buckets.items()})
+        self._finish = replace(self._finish or PLAIN, finish=finish, weights=shares)
+
+    def average_next_step(self, averages: Mapping[Tensor, Sequence[Tensor]], weight: float) -> None:
+        """The next step, and that one only, also moves running averages: averages[param][k] by `weight` of the way towards the new
+        parameter of replica k, before a "mean". 1 starts an average, whatever stood there.
+
+        Averages are float32 or bfloat16, K for each parameter; parameters may be left out. Use the same tensors in all steps; an empty
+        dictionary lets go of them.
+
+        A step that is skipped on the device leaves the averages of what it would have stepped. Those of parameters without a gradient
+        move all the same, towards the parameter as it is: whether a step was skipped the host does not know.
+        """
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight={weight} must be in [0, 1]; 1 starts an average")
+        for i, tensors in enumerate(averages.values()):
+            if len(tensors) != self.num_replicas:
+                raise ValueError(f"entry {i} of averages has {len(tensors)} tensors for {self.num_replicas} replicas")
+        self._hold("_averages", {param: list(tensors) for param, tensors in averages.items()})
+        self._finish = replace(self._finish or PLAIN, average_weight=float(weight) if averages else 0.0)
+
+    @torch.no_grad()
+    def write_hyperparameters(self) -> None:
+        """Writes rates, multipliers, betas, decay, clipping and weights of the next step to the device, for replays of a captured one.
+        How a step ends and whether a norm is taken is captured with it.
+
+        One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
+        """
+        if self._planned is None:
+            raise RuntimeError("write_hyperparameters() needs a step before: there is no table to write to")
+        if self._planned.sharded and self._max_grad_norm is not None:
+            raise RuntimeError(
+                "write_hyperparameters() cannot clip DTensors: their norm is taken over the mesh, outside of the table; set "
+                "max_grad_norm=None and use torch.nn.utils.clip_grad_norm_"
+            )
+        settings = self._planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
+        for part, rows in zip(self._planned.parts, settings, strict=True):
+            part.plan.upload(rows, self._options(part.device))
+        self._finish = None
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Masters become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        for param, state in self.state.items():
+            for tensor, master in zip(plans.state_sets(state, param), kept_masters(state), strict=False):
+                reset_master(tensor, master)
+
+    @torch.no_grad()
+    def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
+        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None.
+
+        What has been written to parameters in place is taken over first, so that masters say what the model is now. Tensors that the
+        optimizer does not step, and states before their first step, have None. Of a DTensor: the shard of its master on this rank.
+        """
+        if self.master_weights is None:
+            return [None] * len(params)
+        self._take_over()
+        kept = [kept_masters(self.state.get(param, {})) for param in params]
+        return [shards.local(masters[replica]) if replica < len(masters) else None for masters in kept]
+
+    def _take_over(self) -> None:
+        if self._planned is not None:
+            self._planned.watch.check()
+        else:
+            plans.Watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+
+    # -- replicas on one device ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
+
+        copies: gives for a parameter its K tensors, of which the first is the parameter itself; alike, on one device, apart in memory.
+
+        Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
+        """
+        sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
+        self.num_replicas, self._sets = count, sets if count > 1 else {}
+        for param in sets:
+            state = self.state[param] if param in self.state or (count > 1 and param.requires_grad) else {}
+            for key in REPLICA_KEYS:
+                state.pop(key, None)
+            if count > 1 and param.requires_grad:
+                state["replica_params"] = sets[param][1:]
+                if masters := kept_masters(state):
+                    first, master = shards.local(param), shards.local(masters[0])
+                    made = [like_first(shards.local(copy), first, master) for copy in sets[param][1:]]
+                    state["replica_masters"] = [shards.like(one, param) for one in made]
+        self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
+        self._forget()
+
+    def replica_parameters(self, k: int) -> list[Tensor]:
+        """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
+        if not 0 <= k < self.num_replicas:
+            raise ValueError(f"replica {k} does not exist: there are {self.num_replicas}, numbered from 0")
+        return [self._replicas_of(param)[k] for param in self._listed()]
+
+    @torch.no_grad()
+    def average_replicas(self, weights: Sequence[float]) -> None:
+        """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters. The weights are divided by their sum; a
+        replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters are left alone."""
+        shares = normalised(weights, self.num_replicas)
+        self._take_over()
+        self._average(self._listed(), shares)
+
+    def _finish_others(self, params: Sequence[Tensor], finish: StepOptions) -> None:
+        """What a step had no gradient for takes part in how it ends."""
+        started = [p for p in params if p in self._averages and (self._moves(p) or finish.average_weight == 1)]
+        if finish.average_weight != 0:
+            for k in range(self.num_replicas):
+                for plan in self._from_replica(k, started, self._averages):
+                    plan.lerp(finish.average_weight)
+        if finish.finish == "mean":
+            self._average(params, finish.weights or ())
+        elif finish.finish == "pack":
+            for plan in self._from_replica(0, [param for param in params if param in self._buckets], self._buckets):
+                plan.copy((finish.weights or (1.0,))[0])
+
+    def _from_replica(self, k: int, params: Sequence[Tensor], destinations: Mapping[Tensor, Sequence[Tensor]]) -> Iterator[PairPlan]:
+        """From replica k of parameters to destinations[param][k]; one plan for each device."""
+        for places in plans.by_device(params, range(len(params))).values():
+            chosen = [params[i] for i in places]
+            kept = [kept_masters(self.state.get(param, {})) for param in chosen]
+            sources = [shards.local(self._replicas_of(param)[k]) for param in chosen]
+            masters = [shards.local(m[k]) if m else None for m in kept]
+            yield values_to([shards.local(destinations[param][k]) for param in chosen], sources, masters, self.backend)
+
+    def _average(self, params: Sequence[Tensor], weights: Sequence[float]) -> None:
+        if self.num_replicas == 1:
+            return
+        params = [param for param in params if self._moves(param)]
+        for device, places in plans.by_device(params, range(len(params))).items():
+            chosen = [params[i] for i in places]
+            sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
+            states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
+            masters = plans.master_columns(states, self.num_replicas)
+            self._averaging.setdefault(device, Averaging())(sets, masters, weights, self.backend)
+        if self._planned is not None:
+            self._planned.watch.settle()

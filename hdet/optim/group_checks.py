@@ -1,0 +1,62 @@
+"""Refusals of parameter groups, by name, before anything is changed. NaN fails every comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.kernels.spec.arguments import FLOATS
+
+
+def require(group: dict[str, Any], keys: Sequence[str], name: str, optimizer: str) -> None:
+    absent = [key for key in keys if key not in group]
+    if absent:
+        raise ValueError(f"{name} lacks {', '.join(absent)}: it is not that of a {optimizer}")
+
+
+def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) -> None:
+    for key in keys:
+        value = group[key]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{key} of {name} must be a number or a one-element tensor, got the shape {tuple(value.shape)}")
+        if not 0.0 <= float(value) < math.inf:
+            raise ValueError(f"{key}={float(value)} of {name} must be finite and not negative")
+
+
+def check_betas(group: dict[str, Any], name: str) -> None:
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"betas={betas} of {name} must be two numbers in [0, 1)")
+
+
+def check_off(group: dict[str, Any], keys: Sequence[str], name: str, optimizer: str) -> None:
+    """Options of torch's optimizer that the fused one does not have."""
+    for key in keys:
+        if group.get(key):
+            instead = optimizer.removeprefix("Fused")
+            raise ValueError(f"{key}={group[key]!r} of {name} is not supported by {optimizer}; use torch.optim.{instead} for it")
+
+
+def check_params(params: Any, name: str) -> None:
+    """Refuses parameters at once that no step could update. Frozen ones may have any dtype."""
+    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
+    for i, entry in enumerate(entries):
+        param = entry[1] if isinstance(entry, tuple) else entry  # torch also takes (name, parameter)
+        if isinstance(param, Tensor) and param.requires_grad and param.dtype not in FLOATS:
+            raise TypeError(f"parameter {i} of {name} has the dtype {param.dtype}; supported are {', '.join(map(str, FLOATS))}")
+
+
+def check_storage(master_weights: object, moment_dtype: object, seed: object, decay_at: object) -> None:
+    """The arguments that say how the state is kept."""
+    if master_weights not in (None, "fp32", "split"):
+        raise ValueError(f'master_weights={master_weights!r} is unknown; choose None, "fp32" or "split"')
+    if moment_dtype not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None) or torch.bfloat16")
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^64 - 1")
+    if decay_at not in ("replica", "base"):
+        raise ValueError(f'decay_at={decay_at!r} is unknown; choose "replica" or "base"')

@@ -1,0 +1,409 @@
+"""Everything an Ensemble refuses, before it touches the optimizer; and what all ranks must agree on."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .. import __version__ as version
+from ..converge import Converge, ExactLocal, Plain
+from ..converge.bucketed_average import check_averageable
+from ..core.controller import Controller
+from ..core.design import columns
+from ..core.divergence import Divergence
+from ..core.engine import STATE_VERSION, Engine
+from ..core.evidence import Run
+from ..knobs import Bound
+from ..replicas import Replicas
+from ..replicas.agreement import digest
+from ..replicas.refusals import check_wrapper
+from ..tensors.buffers import Averaged
+from ..tensors.dtensor import local_parts
+from .moments import POLICIES
+from .snapshot import keeps_weights
+
+__all__ = [
+    "agreement",
+    "averaged_tensors",
+    "check_arguments",
+    "check_controller",
+    "check_gradients",
+    "check_knobs",
+    "design_of",
+    "in_order",
+]
+
+
+def check_arguments(
+    optimizer: Any,
+    *,
+    scheduler: Any,
+    knobs: Any,
+    replicas: Any,
+    controller: Any,
+    gradients: Any,
+    moments: Any,
+    average: Any,
+    converge: Any,
+    divergence: Any,
+    seed: Any,
+    log: Any,
+    refresh: Any,
+) -> None:
+    """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
+    check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if getattr(optimizer, "_hdet_fan_out", None) is not None:
+        raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "scheduler is ReduceLROnPlateau, whose step needs a metric: use a schedule of steps; the controller reacts to losses"
+        )
+    if scheduler is not None and not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise TypeError(f"scheduler must have step, state_dict and load_state_dict like torch's, got {type(scheduler).__name__}")
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("scheduler belongs to another optimizer: build it with the one given to the Ensemble")
+    if isinstance(knobs, (str, bytes)) or not isinstance(knobs, Sequence) or not all(hasattr(knob, "bind") for knob in knobs):
+        raise TypeError(f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}")
+    if replicas is not None and not isinstance(replicas, Replicas):
+        raise TypeError(
+            f"replicas must be an hdet.Replicas, e.g. Replicas.from_group(group), or an hdet.CoresidentReplicas, got {type(replicas).__name__}"
+        )
+    if replicas is not None:
+        replicas.check_optimizer(optimizer)
+    if controller is not None and not isinstance(controller, Controller):
+        raise TypeError(
+            f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.LineController(model) or "
+            "hdet.ProbeController(...)"
+        )
+    if gradients not in ("shared", "local"):
+        raise ValueError(
+            f"gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), got {gradients!r}"
+        )
+    if gradients == "local" and replicas is not None and len(replicas.local) > 1:
+        raise ValueError(
+            "gradients is 'local', but co-resident replicas step with one gradient and one set of moments: pass gradients='shared'"
+        )
+    if gradients == "local" and moments not in POLICIES:
+        raise ValueError(
+            f"moments must be one of {', '.join(map(repr, POLICIES))} with gradients='local', got {moments!r}: replicas' moments differ, "
+            "and what becomes of them at an average is a choice (docs/method.md)"
+        )
+    if average not in ("mean", "softmax"):
+        raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
+    if isinstance(converge, type) or not (isinstance(converge, Converge) and is_dataclass(converge)):
+        # A dataclass, because ranks compare its repr.
+        raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), a dataclass, got {converge!r}")
+    if replicas is not None and len(replicas.local) > 1 and converge != Plain():
+        raise ValueError(f"converge is {converge!r}, but co-resident replicas are averaged by their optimizer: leave it out")
+    if not isinstance(divergence, Divergence):
+        raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    if log is not None and not callable(log):
+        raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
+    if refresh is not None and not callable(refresh):
+        raise TypeError(f"refresh must be callable as refresh(), got {type(refresh).__name__}")
+
+
+def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:
+    """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
+
+    Raises:
+        ValueError: nothing to average, or a tensor that cannot be.
+        TypeError: buffers of another kind.
+    """
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    if not tensors:
+        raise ValueError("optimizer has no parameters: there is nothing to train")
+    if isinstance(buffers, nn.Module):
+        check_buffers_stay(buffers)
+        found = Averaged(tensors, model=buffers)
+    else:
+        listed = isinstance(buffers, Iterable) and not isinstance(buffers, torch.Tensor)  # whose rows would be taken for buffers
+        given: list[Any] = list(buffers) if listed else [buffers]
+        if not listed or not all(isinstance(buffer, torch.Tensor) for buffer in given):
+            raise TypeError(f"buffers must be a module or a list of tensors, got {given if listed else type(given[0]).__name__!r}")
+        found = Averaged(tensors, given)
+    for name, group in (("parameter", tensors), ("buffer", found.buffers)):
+        for i, tensor in enumerate(local_parts(group)):
+            check_averageable(tensor, f"{name} {i}")
+    return found
+
+
+def check_buffers_stay(model: nn.Module) -> None:
+    """Warns of a DDP wrapper that copies rank 0's buffers to everybody before each forward: replica 0's would be all there is."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module.will_sync_module_buffers():
+            warnings.warn(
+                "DistributedDataParallel copies rank 0's buffers to all ranks before each forward, so running statistics (BatchNorm) follow "
+                "one replica, whatever is averaged: wrap with broadcast_buffers=False (forward_sync_buffers=False in newer torch)",
+                stacklevel=5,
+            )
+
+
+def design_of(design: str | None, knobs: Sequence[Bound], replicas: Replicas) -> str:
+    """The design that is used, and None's meaning. Raises ValueError for one that is unknown, or that has too few replicas."""
+    if design not in (None, "permutation", "orthogonal"):
+        raise ValueError(f"design must be 'permutation', 'orthogonal' or None, got {design!r}")
+    enough = len(knobs) <= max(replicas.count - 1, 1)
+    if design == "orthogonal" and not enough:
+        raise ValueError(
+            f"design is 'orthogonal', but {replicas.count} replicas can tell at most {replicas.count - 1} knobs apart, got {len(knobs)}: "
+            "use fewer knobs, more replicas, or design='permutation'"
+        )
+    return design or ("orthogonal" if len(knobs) > 1 and enough else "permutation")
+
+
+def check_knobs(
+    knobs: Sequence[Bound],
+    optimizer: Optimizer,
+    replicas: Replicas,
+    controller: Controller | None,
+    *,
+    design: str,
+    gradients: str,
+    moments: str | None,
+    converge: Converge,
+) -> None:
+    """Can these knobs be explored in this run, and judged by this controller?
+
+    Raises:
+        ValueError: names the knob, why not, and the way out.
+    """
+    shared, together = gradients == "shared", len(replicas.local) > 1
+    for knob in knobs:
+        if together and knob.acts == "step" and knob.key != "lr":
+            raise ValueError(
+                f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas share, at rates of their own only: "
+                "explore it with one process per replica"
+            )
+        if shared and knob.acts == "forward" and not (knob.direct or knob.on_gradients):
+            raise ValueError(
+                f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all replicas step with the same all-reduced "
+                "gradient, so nothing would differ between them: pass gradients='local' and a choice of moments"
+            )
+        if together and knob.on_gradients:
+            raise ValueError(
+                f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have one: explore it with one process per replica"
+            )
+        if not knob.honest and not _judges_held_out(controller):
+            raise ValueError(
+                f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
+                f"{getattr(controller, 'name', '')!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
+                "not trained on and a loss_fn without regularisation; or controller=None"
+            )
+    if keeps_weights(optimizer):
+        _check_weights_in_state(optimizer, replicas.count > 1 and (gradients == "local" or any(knob.spread > 0 for knob in knobs)), moments)
+    else:
+        _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
+    if isinstance(converge, ExactLocal):
+        _check_mean_is_base(knobs, replicas.count, design)
+
+
+def _judges_held_out(controller: Controller | None) -> bool:
+    """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""
+    return controller is None or controller.judges_held_out
+
+
+def _check_weights_in_state(optimizer: Optimizer, part: bool, moments: str | None) -> None:
+    """A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged."""
+    if part and moments != "average":
+        raise ValueError(
+            f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own beside the parameters, in which replicas would stay "
+            "apart: pass moments='average'"
+        )
+
+
+def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:
+    if gradients == "local":
+        return
+    if moments is not None and not any(knob.parts_moments for knob in knobs):
+        raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
+    if parting and moments not in ("average", "reset"):
+        raise ValueError(
+            f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} differ in their moments, also with "
+            "gradients='shared', where a checkpoint holds one state for all: pass moments='average' or 'reset' (docs/method.md)"
+        )
+
+
+def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> None:
+    """ExactLocal's mean is the trajectory at the base values, if rates alone differ, and their multipliers add up to N."""
+    for knob in knobs:
+        if knob.key != "lr" or knob.scale.bounded:
+            raise ValueError(
+                f"converge is ExactLocal(), whose mean is that of replicas that differ in nothing but rates without bounds, but there is the "
+                f"knob {knob.name!r}: use Plain()"
+            )
+    if design == "orthogonal" and replicas > 1 and any(map(sum, columns(replicas, len(knobs)))):
+        raise ValueError(
+            f"converge is ExactLocal(), which needs multipliers that add up to the number of replicas, but no orthogonal design of {replicas} "
+            f"replicas for {len(knobs)} knobs is balanced: use Plain(), design='permutation', or another number of replicas"
+        )
+
+
+def check_controller(controller: Controller | None, run: Run) -> None:
+    """Is this run one the controller can work in? Raises ValueError if not."""
+    if controller is None:
+        return
+    controller.start(run)
+    if not controller.needs_replicas:
+        return
+    knobs = len(run.knobs)
+    still = [knob.name for knob in run.knobs if knob.spread == 0]
+    if run.replicas == 1:
+        warnings.warn("one replica explores nothing: the controller will never move a value", stacklevel=4)
+    elif controller.regresses and 0 < len(still) < knobs:
+        raise ValueError(
+            f"the knob {still[0]!r} has spread 0, so no regression over replicas can tell it from the others, and none would move: "
+            "give it a spread, or leave it out"
+        )
+    elif controller.regresses and knobs > run.replicas - 1:
+        raise ValueError(
+            f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs}: "
+            "use LearningRate(groups=None) for one common knob, or more replicas"
+        )
+
+
+def agreement(
+    engine: Engine,
+    parameters: Sequence[torch.Tensor],
+    knobs: Sequence[Bound],
+    *,
+    optimizer: Optimizer,
+    scheduler: Any,
+    modules: Sequence[nn.Module],
+    **settings: object,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
+
+    ``modules`` know names of parameters. ``settings``: further ones, by name; compared by their repr.
+    """
+    clock, controller = engine.clock, engine.controller
+    state = {} if scheduler is None else _comparable(scheduler.state_dict())
+    state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
+    # Lists are by parameter group, of which a pipeline's stages may have different ones.
+    lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
+    common = {
+        "the version of hdet (digest)": digest(version),
+        "the version of the state": STATE_VERSION,
+        "seed": engine.seed % (1 << 52),
+        "sync_interval": clock.sync_interval,
+        "warmup_steps": clock.warmup_steps,
+        "total_steps": -1 if clock.total_steps is None else clock.total_steps,
+        **{f"{name} (digest)" if not isinstance(value, int) else name: _whole(value) for name, value in settings.items()},
+        "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in engine.knobs]),
+        "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
+        "the state (digest)": digest(engine.state_dict()),
+        "the scheduler's class and settings (digest)": digest((_kind(scheduler), [(k, v) for k, v in state.items() if k not in lists])),
+    }
+    # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
+    known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
+    groups = [
+        {key: value for key, value in group.items() if key not in _OF_THE_MACHINE and (known or key in _USUAL)}
+        for group in optimizer.param_groups
+    ]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    by_member = {
+        "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)],
+        "the names of the parameters": _names(parameters, optimizer, modules),
+        "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs],
+        "the scheduler's settings by parameter group": lists,
+        "the optimizer's class and settings": (
+            _kind(optimizer), sizes, _comparable(groups), _comparable([getattr(optimizer, name, None) for name in _OF_FUSED]),
+        ),
+    }  # fmt: skip
+    return common, {f"{name} (digest)": digest(value) for name, value in by_member.items()}
+
+
+_OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Of a parameter group, what changes nothing in its results; and names, which are compared by themselves."""
+_USUAL = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay", "maximize")
+_OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
+"""Settings that hdet's optimizers do not keep in their groups."""
+
+
+def in_order(fingerprints: torch.Tensor) -> tuple[int, int]:
+    """(digest of what there is, digest of what there is in this order), of a row for each tensor. Reads them from their device."""
+    rows = [digest(row) for row in fingerprints.tolist()]
+    return digest(sorted(rows)), digest(rows)
+
+
+def _names(parameters: Sequence[torch.Tensor], optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[str | None]:
+    """Of parameters and buffers, where a model or the optimizer knows them."""
+    known: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        known.update((id(p), name) for p, name in zip(group["params"], group.get("param_names") or (), strict=False))
+    for module in modules:
+        known.update((id(tensor), name) for named in (module.named_parameters(), module.named_buffers()) for name, tensor in named)
+    return [known.get(id(p)) for p in parameters]
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _comparable(value: Any) -> Any:
+    """Plain data; of everything else the class, because a repr may hold an address."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _comparable(item) for key, item in sorted(value.items(), key=lambda item: str(item[0]))}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else _kind(value)
+
+
+def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
+    """Are gradients what they were said to be? ``norm``: of this rank's in the first step; None: it has left that out, and nothing is
+    said, nor of norms that are not finite or 0. One all_reduce, unless this process is alone.
+
+    Raises:
+        ValueError: they are to be shared, and differ. Warns if they are to be local, and are the same on all replicas.
+    """
+    if replicas.world_group is None:
+        return
+    square = torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
+    norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
+    if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
+        return
+    if gradients == "shared" and max(norms) > 1.001 * min(norms):
+        listed = ", ".join(f"{x:.6g}" for x in norms[:8])
+        raise ValueError(
+            f"gradients='shared', but the first step's gradients differ between replicas (norms {listed}): wrap the model in "
+            "DistributedDataParallel or all-reduce them, or pass gradients='local'"
+        )
+    if gradients == "local" and len(set(norms)) == 1:
+        warnings.warn(
+            "gradients='local', but the first step's gradients are the same on all replicas: under DistributedDataParallel run the "
+            "backward pass inside no_sync(), and give each replica batches of its own",
+            stacklevel=4,
+        )
+
+
+def _settings(controller: Any) -> list[tuple[str, Any]]:
+    """The plain attributes of a controller and of its rule; what it keeps for itself may depend on the step, which scalers skip rank by rank."""
+    plain = [
+        (name, value)
+        for name, value in sorted(vars(controller).items())
+        if not name.startswith("_") and (is_dataclass(value) or _is_plain(value))
+    ]
+    parts = [value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)]
+    return plain + [setting for part in parts for setting in _settings(part)]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else digest(value)

@@ -1,0 +1,232 @@
+"""Fan-out on a real optimizer: the multiplier exists inside optimizer.step() and nowhere else (Eq. 2)."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..knobs import Bound, GroupKnob
+from ..tensors.dtensor import local_parts
+
+__all__ = ["FanOut"]
+
+
+class FanOut:
+    """Wraps ``optimizer.step`` of one instance.
+
+    A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
+    stay behind. A post-hook only notices steps that have gone past the wrapper, which are refused. An optimizer with a ``multipliers``
+    list, [replica][group] (hdet's fused ones), takes those of rates through it instead, for all sets of parameters that it steps; other
+    hyperparameters are set for the duration of the step there too. Knobs that act in the forward pass are left alone: `Ensemble.explore`
+    moves them.
+
+    ``moved`` tells whether a step has been done since the last average.
+    ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
+    phantom step of a checkpoint library or several calls per training step count once. ``skippable``: replicas may leave out a step
+    each by itself, and count it nevertheless.
+
+    A step in which every group's rate is 0 moves nothing and is passed through as if nobody had called: checkpoint libraries make
+    an optimizer's state that way.
+
+    ``first_replica``: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
+    ``depart`` is called before the first step after an average. ``take_writes`` is called before each step that is fanned out, and before the
+    optimizer's state is saved: somebody may have written other values since.
+
+    The wrapper asks whichever FanOut the optimizer has, so one is enough for all that come one after the other.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        knobs: Sequence[Bound],
+        first_replica: int = 0,
+        depart: Callable[[], object] = lambda: None,
+        skippable: bool = False,
+        take_writes: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.optimizer, self.knobs = optimizer, knobs
+        self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
+        self._unchecked = True
+        self._depart, self._departed, self._skippable, self._take_writes = depart, False, skippable, take_writes
+        self._stepping = False
+        self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
+        self.stepped = False
+        self.moved = True  # since the last average; unknown at the beginning
+        self.gradient_norm: torch.Tensor | None = None
+        """Of this rank's gradients in the first step: 0-d float64. None before it."""
+        self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
+        self._held_back = self.fused and any(knob.key == "lr" and knob.scale.bounded for knob in knobs)
+        if self.fused:
+            optimizer.first_replica = first_replica  # type: ignore[attr-defined]
+        _wrap(optimizer)
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+        optimizer._hdet_fan_out = self  # type: ignore[attr-defined]
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._check_passed()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._take_writes()),
+        ]
+
+    def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``inner``, which is the optimizer's step, at this replica's values."""
+        if self._stepping:  # a second wrapper on the way
+            return inner(*args, **kwargs)
+        self._stepping = True
+        try:
+            return inner(*args, **kwargs) if self._stands_still() else self._fanned_out(inner, *args, **kwargs)
+        finally:
+            self._stepping = False
+
+    def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._take_writes()
+        self._awaits_state()
+        if self._unchecked:
+            _check_dense_gradients(self.optimizer)
+            self._unchecked = False
+        if self.gradient_norm is None and not (args or kwargs):
+            self.gradient_norm = _gradient_norm(self.optimizer)
+        self._leave()
+        with ExitStack() as stack:
+            self.moved = True
+            if self._held_back:  # the schedule has moved, and with it what the bounds leave of multipliers
+                self._pass_on()
+            for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
+                if knob.acts == "step" and not (self.fused and knob.key == "lr"):
+                    stack.enter_context(knob.fanned_out(multiplier))
+            result = inner(*args, **kwargs)
+        if self.gradient_norm is None:  # a closure has made them
+            self.gradient_norm = _gradient_norm(self.optimizer)
+        self.stepped = True
+        return result
+
+    def _check_passed(self) -> None:
+        """A step has ended. Raises RuntimeError for one that came by another way than the wrapper."""
+        if not self._stepping and not self._stands_still():
+            raise RuntimeError(
+                f"this step went past the Ensemble that drives this {type(self.optimizer).__name__}: it was done at base values, and no cycle would "
+                "ever count it. Its `step` was looked up (captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
+                "was made: make the Ensemble first, or look optimizer.step up again after it"
+            )
+
+    def _stands_still(self) -> bool:
+        """Is every group's rate 0? A rate on a CUDA device is not looked at: it would wait for the device."""
+        rates = (group.get("lr", 1.0) for group in self.optimizer.param_groups)
+        return all(rate == 0 if not isinstance(rate, torch.Tensor) else not rate.is_cuda and not rate.any() for rate in rates)
+
+    def _leave(self) -> None:
+        if not self._departed:
+            self._depart()
+            self._departed = True
+
+    def averaged(self) -> None:
+        """Replicas have been averaged: they are equal until the next step."""
+        self.moved = self._departed = False
+
+    def unknown(self, rewrite: Callable[[], None]) -> None:
+        """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here. The optimizer's
+        state may be yet to come, with the values of the moment when it was saved: ``rewrite`` puts back those of the run that goes on, which may
+        have begun its sweep anew."""
+        self.moved, self._departed, self.stepped = True, False, False
+        self._awaits_state()
+        self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
+
+    def assign(self, *replicas: Sequence[float]) -> None:
+        """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
+        self.multipliers = [list(multipliers) for multipliers in replicas]
+        self._departed = False  # also after a cycle at whose end nothing was averaged
+        self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
+        for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
+            knob.rho = multiplier
+        if self.fused:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The rates' multipliers to a fused optimizer."""
+        self.optimizer.multipliers[:] = [self._by_group(multipliers) for multipliers in self.multipliers]  # type: ignore[attr-defined]
+
+    def _by_group(self, multipliers: Sequence[float]) -> list[float]:
+        row = [1.0] * len(self.optimizer.param_groups)
+        for knob, multiplier in zip(self.knobs, multipliers, strict=True):
+            if isinstance(knob, GroupKnob) and knob.key == "lr":
+                for i, index in enumerate(knob.indices):
+                    row[index] = knob.effective(i, float(multiplier))
+        return row
+
+    def take_stepped(self) -> bool:
+        """Is there a step to count since the last call?"""
+        stepped, self.stepped = self.stepped, False
+        if stepped or not self._skippable or self._stands_still():
+            return stepped
+        self._leave()
+        return True
+
+    def close(self) -> None:
+        """Multipliers are 1 from now on, and the wrapper is gone; one that somebody else has wrapped in turn stays in the call chain, and does
+        nothing."""
+        self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
+        for hook in self._hooks:
+            hook.remove()
+        self._awaits_state()
+        self.optimizer.__dict__.pop("add_param_group", None)
+        self.optimizer._hdet_fan_out = None  # type: ignore[attr-defined]
+        _unwrap(self.optimizer)
+
+
+def _wrap(optimizer: Optimizer) -> None:
+    """Let ``optimizer.step`` ask the FanOut there is; once, however many come one after the other."""
+    inner: Callable[..., Any] = optimizer.step
+    if hasattr(inner, "_hdet_wrapper"):  # functools.wraps hands it on to whoever wraps ours in turn
+        return
+
+    @functools.wraps(inner)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        fan_out: FanOut | None = optimizer._hdet_fan_out  # type: ignore[attr-defined]
+        return inner(*args, **kwargs) if fan_out is None else fan_out.step(inner, *args, **kwargs)
+
+    step._hdet_wrapper = step  # type: ignore[attr-defined]
+    # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _unwrap(optimizer: Optimizer) -> None:
+    """Take the wrapper off where it is on top."""
+    top: Any = optimizer.step
+    if not hasattr(top, "_hdet_wrapper") or getattr(top, "__func__", None) is not top._hdet_wrapper:
+        return
+    inner = top.__wrapped__
+    del optimizer.step
+    if inner != optimizer.step:  # it was the instance's own
+        optimizer.step = inner  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _gradient_norm(optimizer: Optimizer) -> torch.Tensor:
+    """Of all gradients there are; 0 without any. Does not wait for the device."""
+    gradients = local_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+    dense = [g for g in gradients if g.numel()]
+    if not dense:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]).norm()
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    """What is averaged and explored is settled when an Ensemble is made: replicas would part for good in a group added later."""
+    raise ValueError(
+        "add_param_group: this optimizer is driven by an Ensemble, which would not average the new group: add all groups before, "
+        "or converge(), close() the Ensemble and make a new one"
+    )
+
+
+def _check_dense_gradients(optimizer: Optimizer) -> None:
+    """Raises ValueError for a sparse gradient: replicas' steps along it would differ in which rows they touch."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of parameter {i} in group {g} is {p.grad.layout}: use dense gradients (Embedding(sparse=False))"
+                )

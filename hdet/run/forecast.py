@@ -1,0 +1,156 @@
+"""What a user's scheduler is going to do: told by its functions, or by a copy of it that runs ahead. The scheduler is left alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+
+from ..core.schema import Number
+
+__all__ = ["RATE", "highest_factors", "means", "rehearse"]
+
+POINTS = 1000
+"""in which a function of the step alone is looked at"""
+RATE = Number(-1e-9, 1e30)
+"""Rounding may leave a little less than 0 at a schedule's end; float32 has no number for what a step makes of much larger ones."""
+REHEARSED = 10
+"""steps of a schedule that a loaded state is tried for"""
+CLOSED = (CosineAnnealingLR, StepLR, MultiStepLR, ConstantLR, LinearLR, ExponentialLR, PolynomialLR)
+"""those of torch's that have a closed form; OneCycleLR asked for its rate has one, too"""
+
+
+def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | None:
+    """LambdaLR alone multiplies a group's rate by what can lie far from 1 at all times (Noam's): its factors' highest values, by group.
+
+    Looked at in a thousand places of the run and in its first hundred steps; None for other schedulers, whose peak the group has, and
+    where the length is not known.
+    """
+    if type(scheduler) is not LambdaLR or total_steps is None:
+        return None
+    steps = sorted({*_places(0, total_steps), *range(min(total_steps, 100)), total_steps})
+    highest = [max(float(factor(step)) for step in steps) for factor in scheduler.lr_lambdas]
+    return [factor if factor > 0 else 1.0 for factor in highest]
+
+
+def means(scheduler: Any, total_steps: int | None) -> list[float] | None:
+    """[parameter group]: the mean of the rates that torch's ``scheduler`` sets, from now on to the end of the run (of a LambdaLR, from its
+    beginning).
+
+    None where that cannot be told: no scheduler, none of torch's (ReduceLROnPlateau is one of those), one whose ``step`` is somebody's own,
+    one that cannot be copied or run ahead, or no length.
+    """
+    scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
+    if not isinstance(scheduler, LRScheduler) or total_steps is None or type(scheduler).step.__module__ != LRScheduler.__module__:
+        return None
+    if type(scheduler) is LambdaLR:
+        places = _places(0, total_steps)
+        lambdas = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        return [float(base) * math.fsum(float(factor(step)) for step in places) / len(places) for base, factor in lambdas]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _run_ahead(scheduler, _done(scheduler), total_steps)
+    # Of somebody's own class, which may hold what cannot be copied: if something is wrong with it, it will say so itself.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) -> None:
+    """Loads ``state`` into a copy of torch's ``scheduler`` and goes on from there: some steps, or to the end in a thousand places where a
+    schedule can be asked for them. Nothing is done with one that runs somebody's functions.
+
+    Raises:
+        ValueError: the copy raises, or sets what is no `RATE`.
+    """
+    scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
+    if not _torchs_own(scheduler):
+        return
+    try:
+        ahead = _copy_of(scheduler)
+    except Exception:  # noqa: BLE001 - the groups hold what cannot be copied, and the state is not to blame
+        return
+    try:
+        ahead.load_state_dict(copy.deepcopy(dict(state)))
+        done, end = _done(ahead), getattr(ahead, "total_steps", total_steps)
+        if end is not None and done >= end:  # after its last step a linear OneCycleLR is below 0
+            return
+        ask = None if end is None or type(ahead) is MultiStepLR else _closed_form(ahead)  # plain data breaks that of MultiStepLR
+        places = range(done, done + REHEARSED) if ask is None else _places(done, end or 0)
+        for rates in _rates(ahead, places, ask):
+            for rate in rates:
+                RATE.read(rate, "a rate of the schedule", {})
+    except Exception as error:
+        raise ValueError(f"the scheduler's state does not go on ({type(error).__name__}: {error}): it is damaged") from error
+
+
+def _torchs_own(scheduler: Any) -> bool:
+    if type(scheduler) in (SequentialLR, ChainedScheduler):
+        return all(map(_torchs_own, scheduler._schedulers))
+    return type(scheduler) in (*CLOSED, OneCycleLR, CosineAnnealingWarmRestarts)
+
+
+def _places(first: int, end: int) -> list[int]:
+    """Steps from ``first`` to below ``end``, as many as are worth asking for."""
+    return sorted({first + round(i * (end - 1 - first) / POINTS) for i in range(POINTS + 1)})
+
+
+def _done(scheduler: Any) -> int:
+    """Steps; a ChainedScheduler has none of its own."""
+    return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else max(map(_done, scheduler._schedulers))
+
+
+def _run_ahead(scheduler: Any, first: int, end: int) -> list[float]:
+    """A closed form is asked in a thousand places, all else step by step: 10 to 25 seconds for a million."""
+    ahead = _copy_of(scheduler)
+    ask = _closed_form(ahead)
+    places = range(first, end) if ask is None else _places(first, end)
+    sums = [0.0] * len(ahead.optimizer.param_groups)
+    for rates in _rates(ahead, places, ask):
+        sums = [total + rate for total, rate in zip(sums, rates, strict=True)]
+    return [total / len(places) for total in sums]
+
+
+def _closed_form(ahead: Any) -> Callable[[], Any] | None:
+    return ahead.get_lr if type(ahead) is OneCycleLR else ahead._get_closed_form_lr if type(ahead) in CLOSED else None
+
+
+def _copy_of(scheduler: Any) -> Any:
+    """With an optimizer of its own, whose steps nobody needs."""
+    # One tensor a group, which needs no names; and no copies of a model that a scheduler may hold.
+    groups = [
+        {"params": [torch.zeros(1)], **{key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}}
+        for group in scheduler.optimizer.param_groups
+    ]
+    shared = {id(value): value for value in vars(scheduler).values() if isinstance(value, torch.nn.Module)}
+    return copy.deepcopy(scheduler, {id(scheduler.optimizer): torch.optim.SGD(groups, lr=0.0), **shared})
+
+
+def _rates(ahead: Any, places: Sequence[int], ask: Callable[[], Any] | None = None) -> Iterator[list[float]]:
+    """[parameter group], at each of the places, of which the first is now: by ``ask``, or step by step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer steps
+        for step in places:
+            if ask is not None:
+                ahead.last_epoch = step
+            elif step > places[0]:
+                ahead.step()
+            yield list(map(float, [group["lr"] for group in ahead.optimizer.param_groups] if ask is None else ask()))

@@ -1,0 +1,237 @@
+"""The parameters of the replicas on this rank: averaged, kept tied, taken back. Between these, the optimizer owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..converge import Average, Converge, Task
+from ..core.divergence import Divergence
+from ..core.rules.softmax import softmax_weights
+from ..replicas import ReplicaDisagreement, Replicas
+from ..replicas.agreement import digest
+from ..tensors.buffers import Averaged
+from ..tensors.dtensor import local_parts, reshard
+from .cycle_stats import LocalReplica, local_replicas
+from .moments import Moments
+from .snapshot import Anchors
+
+__all__ = ["ReplicaWeights", "Tied", "average_weights", "check_tied"]
+
+Tied = tuple[torch.Tensor, dist.ProcessGroup]
+"""A tensor of which each rank of a group holds a copy, such as an embedding on the first and the last stage of a pipeline."""
+
+
+class ReplicaWeights:
+    """What an `Ensemble` does to parameters.
+
+    Args:
+        tensors: parameters, then buffers; DTensors stand for their shards.
+        converge: the way of averaging; unused if one process holds all replicas, whose optimizer averages them.
+        tied, refresh, moments, divergence: see `Ensemble`.
+        modules: what is known to hold these parameters.
+    """
+
+    def __init__(
+        self,
+        tensors: Averaged,
+        optimizer: Optimizer,
+        replicas: Replicas,
+        converge: Converge,
+        *,
+        sync_interval: int,
+        bucket_bytes: int,
+        gradients: str,
+        moments: str | None,
+        tied: Sequence[Tied],
+        refresh: Callable[[], object] | None,
+        divergence: Divergence,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
+        self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
+        task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync_interval, bucket_bytes, gradients)
+        self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else converge.build(task)
+        self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
+        self._tied, self._refresh, self.modules = list(tied), refresh, list(modules)
+        self._anchors = None if divergence.rollback is None else Anchors(self.tensors, optimizer, divergence.rollback)
+
+    # -- what is known ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return local_parts(self.tensors[:1])[0].device
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of an average is under way or kept back."""
+        return self._average.settled
+
+    @property
+    def companions(self) -> int:
+        """Sets of parameters that the optimizer steps at the base rate beside the replica's own."""
+        return self._average.companions
+
+    def mean(self) -> list[torch.Tensor] | None:
+        """The mean of the replicas now, if this rank has it; see `Average.mean`."""
+        return self._average.mean()
+
+    def mark(self) -> float | None:
+        """What peers must have alike for this cycle's average, as a number for the slots; None: nothing but what was agreed on."""
+        if self.moments.policy != "average" and self.tensors.model is None:
+            return None
+        buffers = [] if self.tensors.model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
+        return float(digest((self.moments.structure(), buffers)))
+
+    def check_marks(self, marks: Sequence[float]) -> None:
+        """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
+        if len(set(marks)) > 1:
+            if self.moments.policy != "average":
+                raise ReplicaDisagreement(
+                    "the model's buffers differ in number, shape or dtype between replicas, so they have no average: make them alike on all, or "
+                    "leave out buffers=model"
+                )
+            raise ReplicaDisagreement(
+                "the optimizer's moments differ in number or shape between replicas, because some parameters have had a gradient on some "
+                "replicas only: moments='average' needs the same on all; use 'keep' or 'reset'"
+                + ("" if self.tensors.model is None else " (or the model's buffers differ, which are averaged too)")
+            )
+
+    def close(self) -> None:
+        """Give the optimizer back as it was before."""
+        self._average.close()
+
+    # -- in the course of a cycle ----------------------------------------------------------------------------------------
+
+    def depart(self) -> None:
+        """Before the first step of a cycle."""
+        if self._anchors is not None:
+            self._anchors.advance()
+
+    def loaded(self) -> None:
+        """Parameters may have been loaded: no earlier ones are of any use."""
+        if self._anchors is not None:
+            self._anchors.forget()
+
+    def acts_after(self, position: int) -> bool:
+        """Has the way of averaging anything to do after this step, which does not end the cycle?"""
+        return self._average.acts_after(position)
+
+    def after_step(self, position: int) -> list[str]:
+        """Let it. Returns notes for the record."""
+        notes = self._average.after_step(position)
+        self._publish()
+        return notes
+
+    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+        """Eq. 3, by the chosen way, at the end of a cycle. Returns notes for the record."""
+        notes = self._average.end_cycle(weights)
+        self.moments.converge(weights)
+        self._publish()
+        return notes
+
+    def complete(self, weights: Sequence[float]) -> None:
+        """Eq. 3 now, plainly and exactly, whatever the way of averaging. Moments only if they are averaged: it is no end of a cycle."""
+        self._average.complete(weights)
+        if self.moments.policy == "average":
+            self.moments.converge(weights)
+        self._publish()
+
+    def roll_back(self, attempt: int) -> None:
+        """Parameters and the optimizer's state as they were before the cycle's first step (`Anchors.go_back`), and equal on all replicas.
+
+        They need not have been: after a noisy start, or where a way of averaging never makes them so.
+        """
+        assert self._anchors is not None, "rollback needs an anchor"
+        self._anchors.go_back(attempt)
+        self._average.complete([1 / self.replicas.count] * self.replicas.count)
+        self._publish()
+
+    def took_back(self) -> None:
+        """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
+        self.loaded()
+        if self.replicas.count > 1:
+            self.complete([1.0] + [0.0] * (self.replicas.count - 1))
+        else:
+            self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Parameters were written: whoever holds copies follows."""
+        for tensor, group in self._tied:
+            for part in [*self._with_master(tensor), *self.moments.of(tensor)]:
+                sent = part.reshape(-1).view(torch.uint8)  # no backend's business what it is, and gloo knows no int16
+                dist.broadcast(sent, group_src=0, group=group)
+                if not part.is_contiguous():
+                    part.copy_(sent.view(part.dtype).view(part.shape))
+        for module in self.modules:
+            reshard(module)
+        if self._refresh is not None:
+            self._refresh()
+
+    def _with_master(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        place = next(i for i, own in enumerate(self.tensors) if own is tensor)
+        master: Any = self.local[0].masters()[place]
+        return local_parts([tensor] if master is None else [tensor, master])
+
+
+def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
+    """Raises TypeError or ValueError for a pair that is not (one of the averaged tensors, its group)."""
+    if not isinstance(tied, (list, tuple)):
+        raise TypeError(f"tied must be a list of (tensor, group), got {type(tied).__name__}")
+    for i, pair in enumerate(tied):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], torch.Tensor)):
+            raise TypeError(f"tied[{i}] must be (tensor, group), got {pair!r}: the tensor and the group of the ranks with a copy")
+        if not any(pair[0] is p for p in parameters):
+            raise ValueError(f"the tensor of tied[{i}] is none of the optimizer's parameters on this rank: pass the parameter itself")
+        if pair[1] is None:
+            raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
+        if not isinstance(pair[1], dist.ProcessGroup):
+            raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
+
+
+def average_weights(kind: str, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
+    """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again where a healthy one has no loss)."""
+    weights = [0.0] * len(losses)
+    for r in healthy:
+        weights[r] = 1 / len(healthy)
+    known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
+    if kind == "softmax" and len(known) == len(healthy):
+        for r, w in zip(healthy, softmax_weights(known, 0.1), strict=True):
+            weights[r] = w
+    return weights
+
+
+class _Coresident(Average):
+    """All replicas are in this process: their optimizer has all sets and averages them."""
+
+    settled = True
+    companions = 0
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def acts_after(self, position: int) -> bool:
+        return False
+
+    def after_step(self, position: int) -> list[str]:
+        return []
+
+    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+        self._optimizer.average_replicas(weights)
+        return []
+
+    def complete(self, weights: Sequence[float]) -> None:
+        self._optimizer.average_replicas(weights)
+
+    def mean(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,302 @@
+"""The user's scheduler and what it schedules: untouched values on one side, corrected base values at rest on the other."""
+
+from __future__ import annotations
+
+import reprlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..core.engine import Engine
+from ..core.schema import COUNT, Anything, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
+from ..knobs import Bound, GroupKnob
+from ..knobs.cells import content
+from ..replicas.agreement import ReplicaDisagreement, digest
+from ..replicas.layout import brief
+from .forecast import RATE, highest_factors, means, rehearse
+from .torch_schedulers import WAY_OUT, TorchSchedulers
+
+__all__ = ["Schedule", "Scheduler", "plain"]
+
+
+class Scheduler(Protocol):
+    """What an Ensemble asks of a scheduler: any of torch's. One that wraps torch's may have ``torch_alone()``: a scheduler of torch's, of the
+    same run and optimizer, that can be copied and run ahead (`forecast.means`)."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Schedule:
+    """A scheduler, or constant values, and the knobs of a run; only those of parameter groups does it move. Others may write, too: `take_writes`."""
+
+    def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
+        self.scheduler, self.knobs = scheduler, list(knobs)
+        self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
+        self._highest = highest_factors(scheduler, self.total_steps)
+        self._others: TorchSchedulers | None = None  # none is looked for before there is a correction
+        self._shown = self._told = False
+
+    @property
+    def step(self) -> int | None:
+        """Steps of the schedule done; None where nobody counts them."""
+        return getattr(self.scheduler, "last_epoch", None)
+
+    @property
+    def is_over(self) -> bool:
+        """Where a scheduler is stepped more often than the optimizer (several times a step, or in a step of rate 0), its end is the run's."""
+        total = getattr(self.scheduler, "total_steps", self.total_steps)
+        return total is not None and self.step == total
+
+    def advance(self) -> None:
+        """One step. The scheduler sees its own values, as it left them, and never a correction."""
+        if self.scheduler is not None:
+            moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
+            for knob in moved:
+                knob.show_schedule()
+            self.scheduler.step()
+            for knob in moved:
+                knob.take_schedule()
+            self.note()
+
+    def write(self, engine: Engine) -> None:
+        """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
+        for k, knob in enumerate(self.knobs):
+            knob.write(engine.in_force(k), engine.held[k])
+        if self._others is None and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
+            self._find_others()  # from now on there is something to tell
+
+    # -- what others write -----------------------------------------------------------------------------------------------
+
+    def take_writes(self, engine: Engine) -> None:
+        """What somebody else has written since `write`. A torch scheduler's value is the schedule's, and corrected; any other is the base value
+        in force, in which the correction is counted already: what the schedule's would be follows from it.
+
+        Costs a comparison for each value where nobody has written, and never waits for a device then.
+
+        Raises:
+            ValueError: it cannot be told which of these it is; nothing is changed then. Or this is inside `rescheduling`.
+        """
+        self.check_at_rest()
+        # Who has stepped may have written what stood there: half of a rate, where the correction is 2.
+        stepped = self._others is not None and self._others.moved()
+        writes = [
+            (knob, i, knob.cells[i].get())
+            for knob in self.knobs
+            for i in (range(len(knob.cells)) if stepped and isinstance(knob, GroupKnob) and not knob.in_use else knob.written())
+        ]
+        if writes:
+            self._take(writes, engine)
+
+    def check_at_rest(self) -> None:
+        """Raises ValueError inside of `rescheduling`."""
+        if self._shown:
+            raise ValueError(
+                "inside `with ensemble.rescheduling():` values are the schedule's own, without corrections: step, explore, save, load and read outside"
+            )
+
+    def _take(self, writes: Sequence[tuple[Bound, int, Any]], engine: Engine) -> None:
+        own = self._own_values(writes)
+        by_hand = [write for write, value in zip(writes, own, strict=True) if value is None]
+        factors = {knob: _common_factor(knob, by_hand) for knob, _, _ in by_hand if knob.base is not None}
+        for k, knob in enumerate(self.knobs):
+            if knob in factors and knob.base is not None:
+                knob.base = engine.held[k] = knob.base * factors[knob]
+        # Rates first: what a product's decay is corrected by follows from theirs.
+        for (knob, i, written), value in zip(writes, own, strict=True):
+            if value is not None:
+                knob.scheduled[i] = value
+            elif knob.base is None:
+                knob.take_base(i, written)
+        for knob in self.knobs:
+            if not knob.in_use:
+                knob.rewrite()
+        self._tell(by_hand)
+        self.note()
+
+    def _own_values(self, writes: Sequence[tuple[Bound, int, Any]]) -> list[Any]:
+        """[write]: the value of the untouched schedule, where it is no base value."""
+        own = [None if knob.differs(i, value) else content(value) for knob, i, value in writes]
+        asked = {n: (knob, i, value) for n, (knob, i, value) in enumerate(writes) if own[n] is None and isinstance(knob, GroupKnob)}
+        if asked and self._others is None:  # no correction yet, but a bound
+            self._find_others()
+            if self._others is not None:
+                self._others.forget()
+        if asked and self._others is not None:
+            for n, value in zip(asked, self._others.own_values(list(asked.values()), self.knobs), strict=True):
+                own[n] = value
+        return own
+
+    def _find_others(self) -> None:
+        for knob in self.knobs:
+            if isinstance(knob, GroupKnob):  # torch's schedulers write nowhere else
+                self._others = TorchSchedulers(knob.optimizer, self.scheduler)
+                return
+
+    def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:
+        """Once: whoever writes a schedule of his own in each step would wonder why no correction does anything."""
+        if self._told or not by_hand or (self._others is not None and self._others.claims(by_hand)):
+            return
+        self._told = True
+        knob, _, value = by_hand[0]
+        warnings.warn(
+            f"{knob.name} was set to {float(value):g} while a correction of it is in force: this is taken as the base value in force, and further "
+            f"corrections will be relative to it. If it is a schedule's value, to be corrected, {WAY_OUT}",
+            stacklevel=5,
+        )
+
+    @contextmanager
+    def rescheduling(self, engine: Engine) -> Iterator[None]:
+        """Inside, the cells hold the schedule's own values, and what is there at the end are the next of them."""
+        try:
+            self.take_writes(engine)
+        except ValueError:  # what cannot be told apart stays where it is, and is the schedule's by the user's word
+            if self._shown:
+                raise
+        for knob in self.knobs:
+            knob.show_schedule()
+        self._shown = True
+        try:
+            yield
+        finally:
+            self._shown = False
+            for knob in self.knobs:
+                knob.take_schedule()
+            for knob in self.knobs:
+                knob.rewrite()
+            if self._others is not None:
+                self._others.look()  # one may have been built inside
+                self._others.note()
+                self._others.begin()
+
+    def note(self) -> None:
+        """Schedulers that stand elsewhere than before have written what is taken already; or their states were loaded."""
+        if self._others is not None:
+            self._others.note()
+
+    # -- what is known ---------------------------------------------------------------------------------------------------
+
+    def values(self) -> list[float]:
+        """[knob]: the untouched schedule's value now."""
+        return [knob.scheduled_value() for knob in self.knobs]
+
+    def base_values(self) -> list[float]:
+        """[knob]: the base value in force, as `write` has left it."""
+        return [knob.base_value() for knob in self.knobs]
+
+    def peaks_and_floors(self) -> tuple[list[float], list[float]]:
+        """Highest and lowest values of the untouched schedule, by knob."""
+        pairs = [knob.peak_and_floor() for knob in self.knobs]
+        return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
+
+    def mark(self) -> float:
+        """Of the untouched values, as a number for the slots; waits for a device where they are."""
+        return float(digest([[float(x) for x in knob.scheduled] for knob in self.knobs]))
+
+    def check_marks(self, marks: Sequence[float]) -> None:
+        """Raises `ReplicaDisagreement`, on every rank alike, if `mark` differs between replicas."""
+        if len(set(marks)) > 1:
+            alike = sorted((brief([r for r, x in enumerate(marks) if x == mark]) for mark in set(marks)), key=len, reverse=True)
+            raise ReplicaDisagreement(
+                f"the schedule's values of {', '.join(knob.name for knob in self.knobs)} differ between replicas ({'; '.join(alike[:4])}): their "
+                "schedules have drifted apart, or somebody has written a value on some ranks only. Write it on all ranks alike, and go on from "
+                "the last checkpoint"
+            )
+
+    def means(self) -> list[float]:
+        """[knob]: the mean of the untouched schedule from now to the end of the run; its peak where that cannot be told."""
+        ahead = means(self.scheduler, self.total_steps)
+        return [
+            ahead[knob.indices[0]] if ahead and isinstance(knob, GroupKnob) and knob.key == "lr" else peak
+            for knob, peak in zip(self.knobs, self.peaks_and_floors()[0], strict=True)
+        ]
+
+    def _highest_of(self, knob: Bound) -> float:
+        return self._highest[knob.indices[0]] if self._highest and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
+            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
+        }
+
+    def check_state(self, state: Any) -> dict[str, Any]:
+        """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing.
+
+        Raises:
+            ValueError: a state of another run, or a damaged one.
+        """
+        given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
+        total = getattr(self.scheduler, "total_steps", None)
+        last = None if given is None else given.get("last_epoch")
+        least = -RATE.high if type(last) is int and last == total else RATE.low  # after its last step a linear OneCycleLR is below 0
+        scheduled: dict[str, Kind] = {knob.name: ListOf(_value_of(knob, least), len(knob.cells)) for knob in self.knobs}
+        values = read(state, {"scheduled": Fields(scheduled)}, "ensemble's")
+        if (given is None) != (self.scheduler is None):
+            raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
+        if self.scheduler is None:
+            return values
+        if isinstance(given.get("total_steps"), int) and given["total_steps"] != total:
+            raise ValueError(
+                f"the saved run has total_steps {reprlib.repr(given['total_steps'])}, this one {total!r}: build the scheduler as the saved run did"
+            )
+        own = plain(self.scheduler.state_dict())
+        torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
+        # Of somebody's own class what its lists hold is its own business, and keys may come in the course of a run.
+        kinds = {
+            key: like(value, least) if torchs else Anything() if isinstance(value, (Mapping, list, tuple)) else like(value)
+            for key, value in own.items()
+        }
+        if type(own.get("last_epoch")) is int:
+            kinds["last_epoch"] = Number(-1, COUNT.high if total is None else total, whole=True)
+        values["scheduler"] = {**({} if torchs else given), **read(given, kinds, "scheduler's")}
+        rehearse(self.scheduler, values["scheduler"], self.total_steps)
+        return values
+
+    @contextmanager
+    def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Loads a state, unless what is done inside raises. Raises as `check_state`, also where the scheduler itself refuses; nothing is changed
+        then."""
+        values = self.check_state(state)
+        with unchanged_on_error(self.scheduler):
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(values["scheduler"])
+            yield
+        for knob in self.knobs:
+            knob.scheduled = [float(x) for x in values["scheduled"][knob.name]]
+
+
+def _value_of(knob: Bound, least: float) -> Kind:
+    """A beta stays below 1, on a linear scale values pass 0, and on a log scale they are ``least`` or more."""
+    if knob.scale.kind == "horizon":
+        return Number(0, 1 - 2**-53)
+    return Number(least if knob.scale.kind == "log" else -RATE.high, RATE.high)
+
+
+def plain(value: Any) -> Any:
+    """Tensors as numbers, so that a state loads with weights_only and holds no device."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def _common_factor(knob: Bound, by_hand: Sequence[tuple[Bound, int, Any]]) -> float:
+    """Of the values that were written, to those before. Raises ValueError where they have none: off the schedule there is one base value."""
+    written = {i: float(value) for one, i, value in by_hand if one is knob}
+    factors = [written.get(i, float(left)) / float(left) for i, left in enumerate(knob.left)]
+    if not min(factors) > (1 - 1e-6) * max(factors) > 0:
+        raise ValueError(
+            f"{knob.name} was set to {', '.join(f'{written.get(i, float(left)):g}' for i, left in enumerate(knob.left))} in its groups, but it has left "
+            "the schedule (the controller's decay stands for it) and keeps the ratio of the groups: multiply all of them alike, by a number above 0, or "
+            "pass decay=None"
+        )
+    return factors[0]

@@ -1,0 +1,209 @@
+"""What parameters and an optimizer's state were at a moment, to be put back: a cycle that diverged, and the beginning of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adagrad, Optimizer
+
+from ..optim.fused import FusedOptimizer
+from ..optim.state import MASTER_KEYS, REPLICA_KEYS, kept_masters, reset_master
+from ..optim.step_plans import state_sets
+from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
+from ..tensors.dtensor import local_parts
+
+__all__ = ["Anchor", "Anchors", "GroupNumbers", "begin_anew", "keeps_weights", "state_tensors"]
+
+_SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
+"""Numbers of a group that users, schedules and knobs write."""
+
+_WEIGHTS = (*MASTER_KEYS, *REPLICA_KEYS)
+"""What a fused optimizer's state has of the parameters."""
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """(parameter, key, tensor) of the optimizer's state, in the order of its groups; lists of tensors one by one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {})
+            for key in sorted(values, key=str):
+                held: Any = values[key]
+                for tensor in held if isinstance(held, (list, tuple)) else [held]:
+                    if isinstance(tensor, torch.Tensor):
+                        yield parameter, str(key), tensor
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The `optimizer` of a wrapper."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def keeps_weights(optimizer: Optimizer) -> bool:
+    """Does its state hold weights beside the parameters? Schedule-free ones do, and note in their groups which of them are in place."""
+    return any("train_mode" in group for group in optimizer.param_groups)
+
+
+@torch.no_grad()
+def begin_anew(optimizer: Optimizer) -> None:
+    """The state as before the first step; masters and other replicas' parameters stay.
+
+    Of one of hdet's optimizers zeros, in place: plans know where it is. That of any other is dropped, and made by it as it makes it: not all
+    begins as zeros. What it counts in its groups is for `GroupNumbers`.
+    """
+    _put_back(optimizer, {}, weights=False)
+
+
+def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
+    """The state as it is in ``kept``, by number of the parameter. What has been made since goes. ``weights``: the `_WEIGHTS` too."""
+    fused, state = isinstance(_inner(optimizer), FusedOptimizer), optimizer.state
+    for key, parameter, group in _owners(optimizer):
+        before = kept.get(key)
+        if fused and parameter in state:
+            _renew(state[parameter], parameter, before or {}, weights)
+        elif before is None and isinstance(_inner(optimizer), Adagrad) and state.get(parameter):
+            _begin_adagrad(state[parameter], group)  # made together with the optimizer, and never again
+        elif before is None:
+            state.pop(parameter, None)
+        else:
+            state[parameter] = put(state.get(parameter), before)
+
+
+def _renew(state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, Any], weights: bool) -> None:
+    """Of a fused optimizer: in place, and what was not there begins: moments and counters as zeros, replicas and masters as the model."""
+    made = [key for key in state if key not in before]
+    state.update({key: put(state.get(key), held) for key, held in before.items()})
+    for key in made:
+        if key == "replica_params" and weights:
+            for other in state[key]:
+                other.copy_(parameter)
+        elif key not in _WEIGHTS and isinstance(state[key], torch.Tensor):
+            local_parts([state[key]])[0].zero_()
+    if weights and not set(MASTER_KEYS) & before.keys():
+        for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
+            reset_master(tensor, master)
+
+
+def _begin_adagrad(state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    state["step"].zero_()
+    local_parts([state["sum"]])[0].fill_(group["initial_accumulator_value"])
+
+
+def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
+    """(key, whose state it is, its group): parameters by number, which survives a state that is loaded anew; then what is no parameter."""
+    listed = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    own = {p for p, _ in listed}
+    return [(n, p, group) for n, (p, group) in enumerate(listed)] + [(key, key, {}) for key in [*optimizer.state] if key not in own]
+
+
+class GroupNumbers:
+    """What an optimizer that is neither torch's nor ours counts in its groups, as some do: steps, or the distance that it has found. As they
+    are now, to be put back."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        known = type(_inner(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
+        self._groups = [] if known else [(group, self._numbers(group)) for group in optimizer.param_groups]
+
+    @staticmethod
+    def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+        return {key: value for key, value in group.items() if type(value) in (int, float) and key not in _SETTINGS}
+
+    def put_back(self) -> None:
+        """Those that were not there are gone."""
+        for group, before in self._groups:
+            for key in self._numbers(group).keys() - before.keys():
+                del group[key]
+            group.update(before)
+
+
+class Anchor:
+    """Copies of some tensors, of a model's buffers and of an optimizer's state.
+
+    Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
+    host's, pinned for CUDA. `take` and `restore` are one pass over them each.
+
+    Args:
+        tensors: the same ones from `take` to `restore`.
+        model: whose buffers are kept too.
+        weights: are the masters, and the parameters of other replicas, that a fused optimizer has in its state kept too?
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None, *, weights: bool = True
+    ) -> None:
+        self._tensors, self._optimizer, self._on_host, self._weights = list(tensors), optimizer, place == "host", weights
+        self._buffers = None if model is None else BufferCopies(model, self._on_host)
+        self._copies: list[Copy] = []
+        self._state: dict[Any, dict[str, Any]] = {}
+        self._groups = GroupNumbers(optimizer)
+        self.taken = False
+
+    def forget(self) -> None:
+        """Its memory stays for the next time."""
+        self.taken = False
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Remember what is there now."""
+        befores: list[Any] = [*self._copies] or [None] * len(self._tensors)
+        self._copies = [Copy(tensor, self._on_host, old) for tensor, old in zip(self._tensors, befores, strict=True)]
+        if self._buffers is not None:
+            self._buffers.take()
+        state, fused = self._optimizer.state, isinstance(_inner(self._optimizer), FusedOptimizer)
+        held = {key: state[owner] for key, owner, _ in _owners(self._optimizer) if owner in state and state[owner] != {}}
+        if fused and not self._weights:
+            held = {key: {name: value for name, value in values.items() if name not in _WEIGHTS} for key, values in held.items()}
+        self._state = keep(held, self._on_host, self._state)
+        self._groups = GroupNumbers(self._optimizer)
+        self.taken = True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put it back, in place. State that was made since (an optimizer makes it in its first step) is as before the first step."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            copy.put(tensor)
+        if self._buffers is not None:
+            self._buffers.put_back()
+        _put_back(self._optimizer, self._state, self._weights)
+        self._groups.put_back()
+
+    def moved(self, place: int) -> bool:
+        """Is the tensor at ``place`` not what it was, on this rank?"""
+        return not self._copies[place].is_in(self._tensors[place])
+
+
+class Anchors:
+    """The beginnings of the running cycle and of the accepted one before it.
+
+    A cycle may be accepted although its last steps have ruined it, because its mean loss is still good. Then no rate helps from where
+    the next one begins, and going back has to go further.
+    """
+
+    def __init__(self, tensors: Averaged, optimizer: Optimizer, place: str) -> None:
+        self._now, self._before = (Anchor(tensors.fixed, optimizer, place, tensors.model) for _ in range(2))
+        self._went_back = False
+
+    def advance(self) -> None:
+        """A cycle begins. After a rollback it begins where it is known to."""
+        if not self._went_back:
+            self._now, self._before = self._before, self._now
+            self._now.take()
+        self._went_back = False
+
+    def forget(self) -> None:
+        """Other parameters have been loaded: the next cycle begins with them, and there is none before it."""
+        self._went_back = False
+        self._now.forget()
+        self._before.forget()
+
+    def go_back(self, attempt: int) -> None:
+        """To the beginning of the cycle; from the third attempt in a row on, to that of the cycle before. ``attempt`` counts from 0."""
+        if attempt >= 2 and self._before.taken:
+            self._now = self._before
+        assert self._now.taken, "nothing to go back to: no cycle has begun"
+        self._now.restore()
+        self._went_back = True

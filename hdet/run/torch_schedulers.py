@@ -1,0 +1,307 @@
+"""Whose value stands in a parameter group: torch's schedulers are asked, on copies, what they make of what stood there before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from ..knobs import Bound, GroupKnob
+from ..knobs.cells import content, put
+from ..tensors.eval_mode import undisturbed
+
+__all__ = ["WAY_OUT", "TorchSchedulers"]
+
+WAY_OUT = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
+Write = tuple[GroupKnob, int, Any]
+"""(knob, number of its cell, what stands there)"""
+_Place = tuple[GroupKnob, int]
+
+
+class TorchSchedulers:
+    """The torch schedulers of one optimizer that the user steps, built at any time: all but ``own``, the Ensemble's.
+
+    A scheduler is judged by what it does, and not by its name: it is copied onto copies of the groups with what the Ensemble had left there.
+    If the copy's step ends at what stands in the group now, the scheduler wrote it, and the same step from the schedule's own value gives
+    the schedule's next one. This holds for schedulers that compute from what stands there as for those that compute from scratch.
+    """
+
+    def __init__(self, optimizer: Optimizer, own: Any = None) -> None:
+        self._optimizer = optimizer
+        self._not_asked = {id(one) for one in (own, *_parts(getattr(own, "__dict__", {}).values()))}  # lives as long as this
+        self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
+        self._misses, self._patience = 0, 1
+        self.look()
+        self.note()
+        self.begin()
+
+    def begin(self) -> None:
+        """The groups hold the schedule's own values: torch's constructors take what stands there for the rates that a schedule begins with."""
+        self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
+
+    def note(self) -> None:
+        """Everything that stands in the groups is accounted for: who steps from now on may have written what comes."""
+        for scheduler in self._known:
+            self._noted[scheduler] = _position(scheduler)
+
+    def forget(self) -> None:
+        """Anybody may have written: nobody has looked before."""
+        self._noted.clear()
+
+    def moved(self) -> list[LRScheduler]:
+        """Those that have stepped since `note`, of the ones that are known."""
+        return [one for one in self._known if self._noted.get(one) != _position(one)]
+
+    def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
+        """[write]: the schedule's own value, where a scheduler has written, or nobody; None for what somebody else has.
+
+        Raises:
+            ValueError: it cannot be told which of these it is; names the scheduler and the way out.
+        """
+        places = [(knob, i) for knob in knobs if isinstance(knob, GroupKnob) for i in range(len(knob.cells))]
+        self._cells: dict[_Place, Any] = {(knob, i): knob.cells[i] for knob, i in places}
+        self._left, self._scheduled = {(knob, i): knob.left[i] for knob, i in places}, {(knob, i): knob.scheduled[i] for knob, i in places}
+        found: list[Any] = [None] * len(writes)
+        foreign = [not knob.is_ours(i, value) for knob, i, value in writes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about who calls what when
+            self._explain(found, writes, [[one] for one in self.moved()])
+            if any(other and own is None for other, own in zip(foreign, found, strict=True)) and self._look_again():
+                self._explain(found, writes, [[one] for one in self.moved()])
+            for one in self.moved():  # several times, as accelerate steps those that it has prepared
+                self._explain(found, writes, [[one]], ways=(_several(self._steps_of(one)),))
+            self._explain(found, writes, list(itertools.permutations(self.moved(), 2)))  # one after the other, by hand
+            for n, (knob, i, value) in enumerate(writes):
+                if found[n] is None and foreign[n]:
+                    self._check_not_several(knob, i, value)
+                    self._check_not_from_scratch(knob, i, value)
+                elif found[n] is None:
+                    found[n] = knob.scheduled[i]
+        return found
+
+    def claims(self, writes: Sequence[tuple[Bound, int, Any]]) -> bool:
+        """Does a scheduler that has stepped say that these rates are its own, though not how it came to them?"""
+        stepped = [getattr(one, "_last_lr", []) for one in self.moved()]
+        return all(
+            isinstance(knob, GroupKnob)
+            and knob.key == "lr"
+            and any(len(last) > knob.indices[i] and _equal(last[knob.indices[i]], value) for last in stepped)
+            for knob, i, value in writes
+        )
+
+    # -- who there is ----------------------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
+        # type(), because isinstance() asks proxies for the class of what they stand for.
+        found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
+        inside = {id(part) for one in found for part in _parts(vars(one).values())}
+        new = [one for one in found if id(one) not in inside | self._not_asked and one not in self._known]
+        for one in new:
+            self._known[one] = None
+        return bool(new)
+
+    def _look_again(self) -> bool:
+        """One may have been built since. Ever more rarely, for a loop that writes its rates in each step."""
+        self._misses += 1
+        if self._misses < self._patience:
+            return False
+        new = self.look()
+        self._misses, self._patience = 0, 1 if new else 2 * self._patience
+        return new
+
+    def _is_of_this_optimizer(self, scheduler: LRScheduler) -> bool:
+        optimizer = vars(scheduler).get("optimizer")
+        return optimizer is self._optimizer or getattr(optimizer, "param_groups", None) is self._optimizer.param_groups
+
+    # -- what they say ---------------------------------------------------------------------------------------------------
+
+    def _explain(
+        self, found: list[Any], writes: Sequence[Write], chains: Sequence[Sequence[LRScheduler]], ways: Sequence[_Way] | None = None
+    ) -> None:
+        """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other; ``ways``: how."""
+        for way in ways or (_next, _told):
+            missing = [n for n, own in enumerate(found) if own is None]
+            for chain in chains if missing else ():
+                now = self._after(chain, way, self._left) or {}
+                matching = [n for n in missing if now and _equal(now[writes[n][:2]], writes[n][2])]
+                own = (self._after(chain, way, self._scheduled) or {}) if matching else {}
+                for n in matching if own else ():
+                    knob, i, value = writes[n]
+                    answer = own[knob, i]
+                    if found[n] is not None and not _equal(answer, found[n]):
+                        raise ValueError(
+                            f"{_name(knob, i)} is {float(value):g}, and {_names(self.moved())} could all have written it, which would mean "
+                            f"different things while a correction is in force: {WAY_OUT}"
+                        )
+                    self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=_equal(answer, value))
+                    found[n] = answer
+
+    def _after(self, chain: Sequence[LRScheduler], way: _Way, start: Mapping[_Place, Any]) -> dict[_Place, Any] | None:
+        """What copies of these schedulers make of ``start``; None where one cannot be asked."""
+        groups = [{key: content(value) for key, value in group.items()} for group in self._optimizer.param_groups]
+        stand_in: Any = _StandIn(self._optimizer, groups)
+        copies: dict[_Place, Any] = {(knob, i): replace(cell, optimizer=stand_in) for (knob, i), cell in self._cells.items()}
+        for place, cell in copies.items():
+            cell.set(start[place])
+        for scheduler in chain:
+            try:
+                with undisturbed(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
+                    way(_twin(scheduler, stand_in), groups)
+            except Exception:  # noqa: BLE001 - a user's class, which was never meant to be asked: it is refused where that matters
+                return None
+        return {place: cell.get() for place, cell in copies.items()}
+
+    def _steps_of(self, scheduler: LRScheduler) -> int:
+        """Since `note`; 1 where that is not known."""
+        then, now = self._noted.get(scheduler, ()), _position(scheduler)
+        return max(1, *(b - a for a, b in zip(then, now, strict=True))) if len(then) == len(now) else 1
+
+    def _check_not_several(self, knob: GroupKnob, i: int, value: Any) -> None:
+        """Several steps between two looks are replayed; those that cannot be are taken for nobody's."""
+        several = [one for one in self.moved() if self._steps_of(one) > 1 and not isinstance(one, ReduceLROnPlateau)]
+        if several and knob.key == "lr":
+            raise ValueError(
+                f"{_name(knob, i)} is {float(value):g}, and {_names(several)} has stepped several times since the last step of the optimizer, which "
+                f"does not lead there from what was there, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
+            )
+
+    def _check_not_from_scratch(self, knob: GroupKnob, i: int, value: Any) -> None:
+        """What was written over a value from scratch may be relative to it, and so without the correction, or to what stood there before."""
+        other = {place: 2.0 * abs(float(left)) + 1.0 for place, left in self._left.items()}
+        for scheduler in self.moved():
+            if isinstance(scheduler, ReduceLROnPlateau):  # it reduces what stands there
+                continue
+            results = [self._after([scheduler], _next, start) for start in (self._left, self._scheduled, other)]
+            if any(result is None for result in results):
+                if knob.key == "lr":
+                    raise ValueError(
+                        f"{_name(knob, i)} is {float(value):g}, {_names([scheduler])} has stepped, and what its get_lr() gives cannot be asked on "
+                        f"a copy, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                    )
+                continue
+            left, scheduled, third = (result[knob, i] for result in results if result is not None)
+            if _equal(left, third) and _equal(scheduled, third):
+                raise ValueError(
+                    f"{_name(knob, i)} is {float(value):g}, but {_names([scheduler])}, which computes from scratch and has stepped, gives "
+                    f"{float(third):g}: somebody has written over it, and nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                )
+
+    def _check_begun_on_own_rates(self, scheduler: LRScheduler, knob: GroupKnob, i: int, *, from_scratch: bool) -> None:
+        """torch's constructors take what stands in the group for the rate that the schedule begins with."""
+        index = knob.indices[i]
+        if from_scratch and knob.key == "lr" and not self._begun[index] and "initial_lr" in self._optimizer.param_groups[index]:
+            raise ValueError(
+                f"{_names([scheduler])} was built while a correction of {_name(knob, i)} was in force, and may have begun with the corrected "
+                "rate: build it before the Ensemble, or inside `with ensemble.rescheduling():`"
+            )
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+_Way = Callable[[LRScheduler, list[dict[str, Any]]], None]
+
+
+class _StandIn:
+    """Copies of an optimizer's parameter groups, for a scheduler to write to; whatever else it asks for is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
+        self._optimizer, self.param_groups = optimizer, param_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def _twin(scheduler: LRScheduler, stand_in: _StandIn) -> LRScheduler:
+    """The same state on another optimizer. Not deep: a scheduler may hold a model."""
+    twin: LRScheduler = object.__new__(type(scheduler))
+    for name, value in vars(scheduler).items():
+        twin.__dict__[name] = _twin_of(value, stand_in)
+    twin.__dict__.update(optimizer=stand_in, _get_lr_called_within_step=True)
+    return twin
+
+
+def _twin_of(value: Any, stand_in: _StandIn) -> Any:
+    if isinstance(value, LRScheduler):
+        return _twin(value, stand_in)
+    if type(value) in (list, tuple):
+        return type(value)(_twin_of(item, stand_in) for item in value)
+    return copy.copy(value) if isinstance(value, (dict, set)) else value
+
+
+def _next(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+    """What its last step() wrote: it has counted already."""
+    if isinstance(twin, ChainedScheduler):
+        for part in twin._schedulers:
+            _next(part, groups)
+    elif isinstance(twin, SequentialLR):
+        number = bisect_right(twin._milestones, twin.last_epoch)
+        part = twin._schedulers[number]
+        begins = number > 0 and twin._milestones[number - 1] == twin.last_epoch
+        (_told if begins and hasattr(part, "_get_closed_form_lr") else _next)(part, groups)
+    else:
+        _write(groups, twin.get_lr())
+
+
+def _several(steps: int) -> _Way:
+    """What its last ``steps`` steps wrote, one after the other. Those of schedulers made of others are not replayed."""
+
+    def way(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+        if isinstance(twin, (ChainedScheduler, SequentialLR)):
+            raise NotImplementedError
+        end = twin.last_epoch
+        for twin.last_epoch in range(end - steps + 1, end + 1):
+            _write(groups, twin.get_lr())
+
+    return way
+
+
+def _told(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+    """What its last step(epoch) wrote: from scratch."""
+    _write(groups, twin._get_closed_form_lr())  # type: ignore[attr-defined]
+
+
+def _write(groups: list[dict[str, Any]], rates: Sequence[Any]) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = put(group["lr"], rate)
+
+
+def _parts(values: Iterable[Any]) -> Iterator[LRScheduler]:
+    """Schedulers inside of another one."""
+    for value in values:
+        if isinstance(value, LRScheduler):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _parts(value)
+
+
+def _position(scheduler: LRScheduler) -> tuple[int, ...]:
+    """Changes with each step."""
+    own = (getattr(scheduler, "last_epoch", 0), getattr(scheduler, "_step_count", 0))
+    return sum((_position(part) for part in getattr(scheduler, "_schedulers", ())), own)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    """But for some ulps of the coarser format: the same arithmetic may run on another device's numbers."""
+    formats = [x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    rounding = max([torch.finfo(torch.float64).eps, *(torch.finfo(dtype).eps for dtype in formats)])
+    return abs(float(value) - float(expected)) <= 8 * rounding * abs(float(expected))
+
+
+def _name(knob: GroupKnob, i: int) -> str:
+    return f"{knob.name} of parameter group {knob.indices[i]}"
+
+
+def _names(schedulers: Iterable[LRScheduler]) -> str:
+    return " and ".join(sorted({type(scheduler).__name__ for scheduler in schedulers}))

@@ -1,0 +1,172 @@
+"""What a run owns beside its parameters: buffers by module and name, as they are when they are asked for; and copies of what it owns.
+
+A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and `model.double()` does: a list of tensors that was
+made before has the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from .dtensor import is_sharded, like, local, local_parts
+
+__all__ = ["Averaged", "BufferCopies", "Copy", "keep", "put"]
+
+
+def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
+    """(module, name, tensor) of every buffer there is now; of one that has none yet, None."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            yield module, name, buffer
+
+
+def has_average(tensor: torch.Tensor) -> bool:
+    """Floating point, and wide enough for arithmetic: weights in 8 bits are quantised, and stand still."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+class Averaged(Sequence[torch.Tensor]):
+    """The tensors that are averaged: parameters, then buffers. Looked up whenever they are asked for, so it is not to be copied into a list.
+
+    Args:
+        parameters: the optimizer's.
+        listed: buffers that are given as tensors. They stay the same ones.
+        model: all buffers that it has at the time and that have an average.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], listed: Sequence[torch.Tensor] = (), model: nn.Module | None = None) -> None:
+        self.parameters, self.model = list(parameters), model
+        self.fixed = [*parameters, *listed]
+        """All but the model's buffers."""
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        listed = self.fixed[len(self.parameters) :]
+        return listed if self.model is None else [*listed, *(b for b in self.model.buffers() if has_average(b))]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.parameters
+        yield from self.buffers
+
+    def __len__(self) -> int:
+        return len(self.parameters) + len(self.buffers)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        return list(self)[index]
+
+    def marks(self) -> list[tuple[torch.Tensor, int]]:
+        """The buffers and their versions: for `unwritten`."""
+        return [(b, 0 if b.is_inference() else b._version) for b in self.buffers]
+
+    def unwritten(self, marks: Sequence[tuple[torch.Tensor, int]]) -> bool:
+        """Are the buffers those of then, and has nobody written to them? (Without looking at them.)"""
+        now = self.marks()
+        return len(now) == len(marks) and all(a is b and x == y for (a, x), (b, y) in zip(now, marks, strict=True))
+
+
+class Copy:
+    """A tensor's values at a moment; of a DTensor those of this rank's shard.
+
+    Args:
+        on_host: in the host's memory, pinned for CUDA; else on the tensor's device.
+        before: an earlier one, whose memory may be used.
+    """
+
+    def __init__(self, tensor: torch.Tensor, on_host: bool = False, before: Any = None) -> None:
+        own = local_parts([tensor])[0]
+        self.device, self._layout = own.device, tensor if is_sharded(tensor) else None
+        room: torch.Tensor | None = before.values if isinstance(before, Copy) else None
+        if room is None or room.shape != own.shape or room.dtype != own.dtype or (room.device != own.device and not on_host):
+            elsewhere = on_host and own.device.type != "cpu"
+            room = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda) if elsewhere else torch.empty_like(own)
+        self.values: torch.Tensor = room
+        self.values.copy_(own, non_blocking=True)
+
+    def put(self, current: Any) -> torch.Tensor:
+        """Into ``current``, in place, if it has this shape; else, and in place of None, into a new tensor. Returns which it was."""
+        if isinstance(current, torch.Tensor) and local(current).shape == self.values.shape:
+            local_parts([current])[0].copy_(self.values, non_blocking=True)
+            return current
+        made = self.values.to(self.device, copy=True)
+        return made if self._layout is None else like(made, self._layout)
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        """Has the tensor these values, bit for bit?"""
+        own = local_parts([tensor])[0]
+        if own.shape != self.values.shape or own.dtype != self.values.dtype:
+            return False
+        one, two = (t.to(own.device).contiguous().view(-1).view(torch.uint8) for t in (own, self.values))
+        return torch.equal(one, two)
+
+
+def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
+    """A copy of the tensors in a value, however nested in dicts, lists and tuples; what else there is, as it is. ``before``: as of `Copy`."""
+    if isinstance(value, torch.Tensor):
+        return Copy(value, on_host, before)
+    if isinstance(value, dict):
+        old = before if isinstance(before, dict) else {}
+        return {key: keep(held, on_host, old.get(key)) for key, held in value.items()}
+    if type(value) in (list, tuple):
+        olds = list(before) if type(before) is type(value) and len(before) == len(value) else [None] * len(value)
+        return type(value)(keep(held, on_host, old) for held, old in zip(value, olds, strict=True))
+    return value
+
+
+def put(current: Any, kept: Any) -> Any:
+    """What is to stand where ``current`` does, so that it is what was kept: in place, as far as there are tensors, dicts and lists for it."""
+    if isinstance(kept, Copy):
+        return kept.put(current)
+    if isinstance(kept, dict):
+        values = current if isinstance(current, dict) else {}
+        for key in values.keys() - kept.keys():
+            del values[key]
+        values.update({key: put(values.get(key), held) for key, held in kept.items()})
+        return values
+    if type(kept) in (list, tuple):
+        olds = current if type(current) is type(kept) and len(current) == len(kept) else [None] * len(kept)
+        made = [put(old, held) for old, held in zip(olds, kept, strict=True)]
+        if type(current) is list and type(kept) is list:
+            current[:] = made
+            return current
+        return type(kept)(made)
+    return kept
+
+
+class BufferCopies:
+    """All buffers of a model at a moment, counters included, by module and name. Memory: as much as they have."""
+
+    def __init__(self, model: nn.Module, on_host: bool = False) -> None:
+        self._model, self._on_host = model, on_host
+        self._kept: dict[tuple[nn.Module, str], Any] | None = None
+
+    @property
+    def taken(self) -> bool:
+        return self._kept is not None
+
+    def forget(self) -> None:
+        self._kept = None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        before = self._kept or {}
+        self._kept = {
+            (module, name): keep(buffer, self._on_host, before.get((module, name))) for module, name, buffer in places(self._model)
+        }
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """In place, whatever tensor is in a buffer's place by now. Buffers that were not there are gone."""
+        assert self._kept is not None, "take comes first"
+        for module, name, buffer in places(self._model):
+            if (module, name) not in self._kept:
+                del module._buffers[name]
+            else:
+                module._buffers[name] = put(buffer, self._kept[module, name])

@@ -1,0 +1,68 @@
+"""A look at a model that leaves no trace: how probe and line evaluate in the middle of a run."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from .buffers import BufferCopies, Copy, places
+
+__all__ = ["undisturbed"]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients inside; afterwards module modes, buffers and every random state are exactly as before.
+
+    Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state. Modes are changed by `train`, which a module
+    may have of its own (adapters add themselves to their weights in eval mode): the parameters in such a module are exactly as before, too,
+    at the price of a copy meanwhile.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    # By name too: a module may put a new tensor in the place of a buffer.
+    buffers, kept = list(places(model)), BufferCopies(model)
+    kept.take()
+    written = {p: Copy(p) for module, _ in modes if _trains_by_itself(module) for p in module.parameters()}
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(torch.no_grad())
+            stack.callback(_restore, modes)
+            model.eval()
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in written.items():
+                before.put(parameter)
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+            kept.put_back()
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
+
+
+def _trains_by_itself(module: nn.Module) -> bool:
+    return type(module).train is not nn.Module.train or "train" in vars(module)
+
+
+def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Parents before children, whose mode may be another. One that cannot keeps nobody else from it."""
+    failed: Exception | None = None
+    for module, training in modes:
+        if module.training != training:
+            try:
+                module.train(training)
+            except Exception as error:  # noqa: BLE001 - raised when all others are what they were
+                failed = failed or error
+        module.training = training
+    if failed is not None:
+        raise failed

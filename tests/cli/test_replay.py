@@ -1,0 +1,88 @@
+"""`hdet replay`: the decisions of a recorded run, made again without its text, its checkpoint or training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdet.cli.main import main
+from hdet.cli.run_files import CHECKPOINT, CONFIG, HISTORY, read_history
+
+from .harness import run_cli, tiny
+from .test_line import lined
+
+CONTROLLERS = ("probe", "softmax", "line")
+
+
+@pytest.fixture(scope="module")
+def runs(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By controller: a run's folder with what a replay needs, and nothing else."""
+    home = tmp_path_factory.mktemp("replay")
+    folders = {}
+    for controller in CONTROLLERS:
+        words = lined(text_folder, 2) if controller == "line" else [*tiny(text_folder), "--controller", controller]
+        finished = run_cli("train", *words, "--out", str(home / controller))
+        assert finished.code == 0, finished.err
+        folders[controller] = home / f"{controller} again"
+        folders[controller].mkdir()
+        for name in (CONFIG, HISTORY):
+            shutil.copy(home / controller / name, folders[controller])
+    return folders
+
+
+def decided(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in read_history(folder / HISTORY) if record["event"] == "cycle" and record["record"]["evidence"] is not None]
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_every_decision_is_made_again(runs: dict[str, Path], controller: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(runs[controller])]) == 0
+    out, err = capsys.readouterr()
+    count = len(decided(runs[controller]))
+    assert count >= 4 and out == f"{count} decisions replayed, all the same to the bit\n" and err == ""
+    assert sorted(path.name for path in runs[controller].iterdir()) == sorted((CONFIG, HISTORY))
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_difference_is_printed(runs: dict[str, Path], controller: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(runs[controller], tmp_path / "run")
+    records = read_history(folder / HISTORY)
+    cycle = next(r for r in records if r["event"] == "cycle" and any(d["factor"] != 1 for d in r["record"]["decisions"]))
+    cycle["record"]["decisions"][0]["factor"] *= 1 + 1e-15
+    (folder / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["replay", str(folder)]) == 1
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"cycle {cycle['cycle']}: decisions differ") and len(out.splitlines()) == 1
+
+
+def test_an_answer_that_is_missing_is_a_difference(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(runs["line"], tmp_path / "run")
+    records = read_history(folder / HISTORY)
+    cycle = next(r for r in records if r["event"] == "cycle" and r["record"]["answers"])
+    cycle["record"]["answers"] = []
+    (folder / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["replay", str(folder)]) == 1
+    assert "was not asked when this run was recorded" in capsys.readouterr().out
+
+
+def test_a_resumed_run_too(text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    broken = run_cli("train", *tiny(text_folder), "--out", str(folder), fault="raise@20")
+    assert broken.code == 1 and (folder / CHECKPOINT).exists(), broken.err
+    assert run_cli("train", "--resume", str(folder)).code == 0
+    assert main(["replay", str(folder)]) == 0
+    assert "all the same to the bit" in capsys.readouterr().out
+
+
+def test_what_is_no_such_run_is_refused(tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "pass the folder of a run" in capsys.readouterr().err
+    folder = shutil.copytree(runs["probe"], tmp_path / "run")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, "mode": "fixed"}))
+    assert main(["replay", str(folder)]) == 2
+    assert "no recorded decisions" in capsys.readouterr().err

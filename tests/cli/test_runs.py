@@ -1,0 +1,202 @@
+"""Real runs through the command line: what they leave behind, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdet.cli.resume import load_checkpoint
+from hdet.cli.run_files import read_history
+
+from ..limits import HANG_S
+from .harness import ROOT, Finished, run_cli, tiny, wait_until_gone
+
+TIMES = {"converge_ms", "probe_ms", "seconds", "probe_percent", "converge_percent"}
+
+
+def same(a: object, b: object) -> bool:
+    """Bitwise, through dicts and lists."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a if key not in TIMES)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    return [record for record in read_history(folder / "history.jsonl") if record["event"] == kind]
+
+
+# -- a comparison --------------------------------------------------------------------------------------------------------
+
+
+def test_comparison_ends_well_and_says_where_the_files_are(compared: tuple[Path, Finished]) -> None:
+    out, finished = compared
+    assert finished.code == 0, finished.err
+    assert finished.err == ""
+    for path in (out / "report.png", out / "hdet/history.jsonl", out / "hdet/checkpoint.pt", out / "hdet/sample.txt"):
+        assert path.is_file() and str(path) in finished.out
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "hdet/sample.txt").read_bytes().startswith(b"import ")
+    assert "\x1b" not in finished.out, "control codes in a pipe"
+    table = finished.out[finished.out.index("validation loss") :]
+    for run in ("fixed", "hdet"):
+        end = events(out / run, "end")[0]
+        assert f"{end['validation']:.4f}" in table
+
+
+def test_both_runs_see_the_same_batches_and_validate_at_the_same_steps(compared: tuple[Path, Finished]) -> None:
+    out, _ = compared
+    first = [events(out / run, "train")[0] for run in ("fixed", "hdet")]
+    # Replicas differ from step 2 on by their rates, of which OneCycle's first are tiny.
+    assert first[0]["step"] == first[1]["step"] == 3
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], abs=1e-3)
+    assert (
+        [r["step"] for r in events(out / "fixed", "validation")] == [r["step"] for r in events(out / "hdet", "validation")] == [8, 16, 24]
+    )
+
+
+def test_history_holds_every_cycle_and_the_rates_in_force(compared: tuple[Path, Finished]) -> None:
+    out, finished = compared
+    cycles = events(out / "hdet", "cycle")
+    assert [record["step"] for record in cycles] == [4, 8, 12, 16, 20, 24]
+    assert not events(out / "fixed", "cycle")
+    explored = [record["probe"] is not None for record in cycles]
+    assert explored[:2] == [True, True] and explored == sorted(explored, reverse=True), "the spread rests once, when it is past use"
+    for record, differ in zip(cycles, explored, strict=True):
+        assert sorted(record["multipliers"]["lr"]) == pytest.approx([0.7, 1.3] if differ else [1.0, 1.0])
+        assert (record["slopes"]["lr"] is not None and record["errors"]["lr"] > 0) == differ
+        assert f"{record['values']['lr']:9.2e}" in finished.out
+    train = events(out / "hdet", "train")
+    assert {3, 4, 6, 8, 9, 24} <= {record["step"] for record in train}  # every third step, and where cycles end
+    assert all(record["correction"] == 1.0 for record in events(out / "fixed", "train"))
+    moved = [record["corrections"]["lr"] for record in cycles]
+    # Steps 9 to 12 of the run train with the correction that the second cycle decided on.
+    assert moved[0] == 1.0 < moved[1]
+    assert [r["correction"] for r in train if r["step"] in (8, 9, 12)] == [moved[0], moved[1], moved[1]]
+
+
+def test_costs_are_parts_of_the_training_time(compared: tuple[Path, Finished]) -> None:
+    out, _ = compared
+    end, cycles = events(out / "hdet", "end")[0], events(out / "hdet", "cycle")
+    for cost in ("probe", "converge"):
+        spent = sum(record[f"{cost}_ms"] for record in cycles)
+        assert end[f"{cost}_percent"] == pytest.approx(100 * spent / (1000 * end["seconds"]))
+        assert 0 < end[f"{cost}_percent"] < 100
+    assert events(out / "fixed", "end")[0]["probe_percent"] == 0
+
+
+def test_checkpoint_loads_without_trusting_it(compared: tuple[Path, Finished]) -> None:
+    out, _ = compared
+    state = torch.load(out / "hdet/checkpoint.pt", weights_only=True)
+    assert state["step"] == 24 and state["config"]["mode"] == "hdet"
+    assert json.loads((out / "hdet/config.json").read_text()) == state["config"]
+
+
+def test_a_finished_run_resumes_to_itself(compared: tuple[Path, Finished]) -> None:
+    out, _ = compared
+    before = read_history(out / "fixed/history.jsonl")
+    again = run_cli("train", "--resume", str(out / "fixed"))
+    assert again.code == 0, again.err
+    assert same(read_history(out / "fixed/history.jsonl"), before)
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------------
+
+
+def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path) -> None:
+    """kill -9 of the parent at step 12, four steps after the checkpoint of step 8. Three replicas: a sum of two has no order."""
+    settings = tiny(text_folder, replicas=3)
+    straight = run_cli("train", *settings, "--out", str(tmp_path / "straight"))
+    assert straight.code == 0, straight.err
+    pids, scratch = tmp_path / "pids", tmp_path / "scratch"
+    pids.mkdir()
+    scratch.mkdir()
+    folder = tmp_path / "killed"
+    killed = run_cli("train", *settings, "--out", str(folder), fault="kill-parent@12", pids=pids, scratch=scratch)
+    assert killed.code == -9
+    wait_until_gone(pids, expected=3)
+    assert not list(scratch.glob("hdet-*")), "the workers clear up what the parent could not"
+    assert load_checkpoint(folder)["step"] == 8
+    assert max(record["step"] for record in read_history(folder / "history.jsonl")) == 12
+    resumed = run_cli("train", "--resume", str(folder))
+    assert resumed.code == 0, resumed.err
+    assert "from step 8" in resumed.out
+    assert same(read_history(folder / "history.jsonl"), read_history(tmp_path / "straight/history.jsonl"))
+    ends = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("straight", "killed")]
+    assert same(*ends)
+    assert (folder / "sample.txt").read_bytes() == (tmp_path / "straight/sample.txt").read_bytes()
+
+
+def test_interrupted_run_says_where_the_checkpoint_is(text_folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal reaches the whole process group."""
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    folder = tmp_path / "run"
+    stopped = run_cli("train", *tiny(text_folder), "--out", str(folder), fault="interrupt@12", pids=pids)
+    assert stopped.code == 130
+    wait_until_gone(pids, expected=2, seconds=0.5)
+    assert stopped.err.count("\n") == 1 and f"--resume {folder}" in stopped.err
+    assert load_checkpoint(folder)["step"] == 8
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("fault", ["raise@8", "die@8"])
+def test_one_failing_replica_ends_the_run(text_folder: Path, tmp_path: Path, fault: str) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    failed = run_cli("train", *tiny(text_folder), "--out", str(tmp_path / "run"), fault=fault, pids=pids)
+    assert failed.code == 1
+    wait_until_gone(pids, expected=2, seconds=0.5)
+    if fault == "raise@8":
+        assert failed.err.startswith("hdet train: the process of replica 1 failed")
+        assert failed.err.count("Traceback") == 1 and failed.err.count("ArithmeticError: the fault of replica 1") == 1
+    else:
+        assert "replica 1 was ended by SIGKILL" in failed.err and "Traceback" not in failed.err
+
+
+# -- another launcher ------------------------------------------------------------------------------------------------------
+
+
+def test_joins_processes_that_torchrun_started(text_folder: Path, tmp_path: Path, compared: tuple[Path, Finished]) -> None:
+    """Same run, same numbers as from our own launcher, and the number of replicas is the number of processes."""
+    settings = tiny(text_folder)
+    del settings[settings.index("--replicas") : settings.index("--replicas") + 2]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "hdet",
+        "train",
+        "--schedule-only",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *settings, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=HANG_S, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 24/24") == 1
+    assert same(read_history(tmp_path / "run/history.jsonl"), read_history(compared[0] / "fixed/history.jsonl"))
+
+
+def test_example_runs(text_folder: Path) -> None:
+    """One process: no replicas, but every line of the loop."""
+    command = [sys.executable, "-W", "ignore", "examples/bytes.py", "--steps", "4", "--sync-interval", "2", "--data", str(text_folder)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert 5 < float(done.stdout.split("validation loss")[1].split()[0]) < 6  # ln 256 is 5.55
