@@ -2,10 +2,10 @@
 
     python -m benchmarks.controller [--replicas 1024] [--repeats 30] [--json FILE]
 
-*controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *slots*: the rows of all replicas, as the
+*controller*: who has diverged, the decisions on all knobs, the next cycle's multipliers. *stats*: the rows of all replicas, as the
 all_reduce leaves them, become losses and probe scores. The goals, 5 ms a cycle and 100 kB a rank at 1 024 replicas, are those of the sums:
-of both times, and of the slots' array with what is kept between two cycles. What a cycle needs beside that for a moment, as Python numbers
-made of the slots, is shown apart. Memory is counted by tracemalloc.
+of both times, and of the stats' array with what is kept between two cycles. What a cycle needs beside that for a moment, as Python numbers
+made of the stats, is shown apart. Memory is counted by tracemalloc.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Cycle:
         )
         self.divergence = Divergence()
 
-    def take_slots(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
-        slots = parse(self.rows, compare=False, marks=1)
-        scores = None if self.losses is None else self.losses.split([slot.probe for slot in slots])
-        rows = {} if scores is None else {PROBE: [row if slot.votes else None for row, slot in zip(scores, slots, strict=True)]}
-        return [slot.finite for slot in slots], [slot.raw_loss for slot in slots], [slot.loss for slot in slots], rows
+    def take_stats(self) -> tuple[list[bool], list[float | None], list[float | None], Any]:
+        stats = parse(self.rows, compare=False, marks=1)
+        scores = None if self.losses is None else self.losses.split([stat.probe for stat in stats])
+        rows = {} if scores is None else {PROBE: [row if stat.votes else None for row, stat in zip(scores, stats, strict=True)]}
+        return [stat.finite for stat in stats], [stat.raw_loss for stat in stats], [stat.loss for stat in stats], rows
 
     def control(self, finite: list[bool], raw: list[float | None], losses: list[float | None], rows: Any) -> None:
         engine = self.engine
@@ -67,28 +67,28 @@ class Cycle:
         engine.multipliers()
 
     def __call__(self) -> None:
-        self.control(*self.take_slots())
+        self.control(*self.take_stats())
 
 
 def measure_time(cycle: Cycle, repeats: int) -> dict[str, float]:
     """Milliseconds of a cycle, medians and the best."""
-    slots, controller = [], []
+    stats, controller = [], []
     for turn in range(-3, repeats):
         start = time.perf_counter()
-        evidence = cycle.take_slots()
+        evidence = cycle.take_stats()
         between = time.perf_counter()
         cycle.control(*evidence)
         if turn >= 0:
-            slots.append(1e3 * (between - start))
+            stats.append(1e3 * (between - start))
             controller.append(1e3 * (time.perf_counter() - between))
-    times = {"controller": controller, "slots": slots, "sum": [a + b for a, b in zip(controller, slots, strict=True)]}
+    times = {"controller": controller, "statistics": stats, "sum": [a + b for a, b in zip(controller, stats, strict=True)]}
     return {
         f"{name}{which}_ms": take(values) for name, values in times.items() for which, take in (("", statistics.median), ("_best", min))
     }
 
 
 def measure_memory(controller: str, replicas: int, knobs: int) -> dict[str, float]:
-    """Bytes: of the slots' array, kept by a fresh engine between cycles, and in Python objects at the height of one beside that."""
+    """Bytes: of the stats' array, kept by a fresh engine between cycles, and in Python objects at the height of one beside that."""
     cycle = Cycle(controller, replicas, knobs)
     cycle()  # makes what is made once for all engines
     gc.collect()
@@ -100,8 +100,8 @@ def measure_memory(controller: str, replicas: int, knobs: int) -> dict[str, floa
         tracemalloc.reset_peak()
         kept = tracemalloc.get_traced_memory()[0]
         cycle()
-        slots, moment = cycle.rows.nbytes, tracemalloc.get_traced_memory()[1] - kept
-        return {"slots": slots, "kept": kept, "sum": slots + kept, "for_a_moment": moment}
+        stats, moment = cycle.rows.nbytes, tracemalloc.get_traced_memory()[1] - kept
+        return {"statistics": stats, "kept": kept, "sum": stats + kept, "for_a_moment": moment}
     finally:
         tracemalloc.stop()
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--json", help="append the results to this file, as JSON lines")
     options = parser.parse_args()
     print(
-        f"{options.replicas} replicas    controller (best)        slots (best)      their sum (best)   slots' array       kept        sum   for a moment"
+        f"{options.replicas} replicas    controller (best)        stats (best)      their sum (best)   stats' array       kept        sum   for a moment"
     )
     for controller in CONTROLLERS:
         for knobs in (1, 4):
@@ -122,8 +122,10 @@ def main() -> None:
             missed = {f"{GOAL_MS:g} ms": times["sum_ms"] > GOAL_MS, f"{GOAL_BYTES / 1e3:g} kB": memory["sum"] > GOAL_BYTES}
             print(
                 f"  {controller:8} {knobs} knob{'s' * (knobs > 1):1}"
-                + "".join(f"{times[f'{name}_ms']:7.2f} ms ({times[f'{name}_best_ms']:5.2f} ms)" for name in ("controller", "slots", "sum"))
-                + "".join(f"{memory[name] / 1e3:10.1f} kB" for name in ("slots", "kept", "sum", "for_a_moment"))
+                + "".join(
+                    f"{times[f'{name}_ms']:7.2f} ms ({times[f'{name}_best_ms']:5.2f} ms)" for name in ("controller", "statistics", "sum")
+                )
+                + "".join(f"{memory[name] / 1e3:10.1f} kB" for name in ("statistics", "kept", "sum", "for_a_moment"))
                 + "".join(f"   {what}: missed" for what, bad in missed.items() if bad)
             )
             record = {"benchmark": "controller", "controller": controller, "replicas": options.replicas, "knobs": knobs}

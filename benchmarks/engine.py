@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = hdet.FusedAdamW(model.parameter_groups(0.1), lr=3e-4, betas=(0.9, 0.95))
     total = 10 * options.repeats
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-4, total, cycle_momentum=False)
-    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=FourReplicas(), sync_interval=total)
+    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=FourReplicas(), sync=hdet.Sync(total))
     plain = torch.optim.lr_scheduler.OneCycleLR(
         torch.optim.SGD(model.parameters(), lr=0.1), 3e-4, total, cycle_momentum=False
     )  # what a loop without HDET calls in the same place

@@ -37,9 +37,9 @@ def prepare(mode: str, model: torch.nn.Module, replicas: int) -> Callable[[], ob
     if mode == "step" and replicas == 1:
         return optimizer.step
     if dist.is_initialized():
-        ensemble = hdet.Ensemble(optimizer, sync_interval=1 << 30)
+        ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(1 << 30))
     else:
-        ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(model, max(2, replicas)), sync_interval=1 << 30)
+        ensemble = hdet.Ensemble(optimizer, replicas=hdet.CoresidentReplicas(model, max(2, replicas)), sync=hdet.Sync(1 << 30))
     if mode == "step":
         return optimizer.step
 

@@ -134,9 +134,8 @@ def train(args: argparse.Namespace, after_step: Callable[[int, Stage, hdet.Ensem
         OneCycleLR(optimizer, args.max_lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False),
         knobs=[hdet.LearningRate(0.0 if args.fixed else 0.3)],
         replicas=replicas,
-        sync_interval=args.sync_interval,
-        controller=None if args.fixed else hdet.SoftmaxController(temperature=0.02, decay=None),
-        tied=[] if ends is None else [(stage.tokens.weight, ends)],  # (3)
+        sync=hdet.Sync(args.sync_interval, tied=[] if ends is None else [(stage.tokens.weight, ends)]),
+        controller=None if args.fixed else hdet.SoftmaxController(temperature=0.02, decay=None),  # (3)
     )
 
     pipeline = PipelineStage(stage, mesh.get_local_rank("pp"), args.pp, device, group=mesh.get_group("pp"))

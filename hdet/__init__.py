@@ -59,6 +59,7 @@ _HOMES = {
     "SlopeController": "core.rules",
     "SnapshotOf": "core.plan",
     "SoftmaxController": "core.rules",
+    "Sync": "policies",
     "Temperature": "knobs",
     "WeightDecay": "knobs",
     "replay": "core.replay",
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from .optim import FusedAdamW as FusedAdamW
     from .optim import FusedLion as FusedLion
     from .optim import FusedSGD as FusedSGD
+    from .policies import Sync as Sync
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas
     from .replicas.coresident import CoresidentReplicas as CoresidentReplicas

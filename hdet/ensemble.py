@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .converge import Converge, Plain, fingerprints
-from .converge.bucketed_average import DEFAULT_BUCKET_BYTES
+from .converge import Plain, fingerprints
 from .core.clock import Clock
 from .core.controller import Controller
 from .core.divergence import Divergence, Verdict, judge
@@ -23,6 +22,7 @@ from .core.plan import Adopt, Average, Ending, Keep, Plan, Restore
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from .knobs.bound import ProductKnob
 from .measure.measurement import Closure, Watched
+from .policies import Sync
 from .profiling import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
@@ -36,13 +36,13 @@ from .run.compatibility import (
     design_of,
     in_order,
 )
-from .run.cycle_stats import Slot, gather_slots, masters_of
+from .run.cycle_stats import CycleStats, gather_stats, masters_of
 from .run.fan_out import FanOut
 from .run.faults import ReplicaLost, during
 from .run.history import cycle_record
 from .run.measurements import Panel
 from .run.named_snapshots import Snapshots
-from .run.replica_parameters import ReplicaWeights, Tied, average_weights, check_tied
+from .run.replica_parameters import ReplicaWeights, average_weights, check_tied
 from .run.schedule import Schedule, Scheduler
 from .tensors.dtensor import local_parts
 
@@ -69,30 +69,13 @@ class Ensemble:
             two levels for all knobs together, so that their effects can be told apart best. Default: orthogonal for several knobs, as
             far as N - 1 >= knobs; else permutation.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
-        sync_interval: T, optimizer steps between averages, >= 1.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
         controller: None, `LineController`, `ProbeController`, or any `hdet.Controller` (docs/controllers.md).
-        gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``: each with its own, so that nothing
-            travels between averages (DDP inside ``no_sync()``, or a one-dimensional FSDP mesh for each replica); then ``moments`` is
-            needed. Which of them it is, is looked at in the first step.
-        moments: with local gradients, what becomes of the optimizer's moments at an average: ``"keep"``, ``"average"`` or ``"reset"``
-            (hdet/run/moments.py tells what follows from each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
-            then ``"average"`` or ``"reset"``.
-        average: ``"mean"``, or ``"softmax"``: weights of Eq. 4 from the cycle's training losses (sigma 0.1).
+        sync: when and how replicas are averaged: `Sync`.
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
-        converge: the way of averaging, from hdet.converge; default ``Plain()`` (docs/converge.md tells when another one pays).
-        bucket_bytes: extra memory of the average, in bytes.
-        buffers: further floating-point tensors to average (running statistics of BatchNorm), or a module: all it has at the time, but for those in
-            8 bits, also where a forward pass has put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident replicas
-            share theirs.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
-        tied: (tensor, group) for each parameter of which several ranks of one replica hold a copy, such as an embedding on the first and
-            the last pipeline stage: after each average it is sent from the group's first rank, so that copies stay equal to the bit.
-        refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever keeps a model beside the parameters
-            that the optimizer has (Megatron's float32 masters) copies them there. FSDP2 modules given as ``buffers`` or to a
-            `ProbeController` are resharded without it.
 
     Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. What somebody else writes there is
     noticed before it is used, in optimizer.step(), explore() and step(): see `rescheduling`. Only the end of a cycle communicates (one
@@ -107,92 +90,69 @@ class Ensemble:
         scheduler: Scheduler | None = None,
         *,
         knobs: Sequence[Knob] | None = None,
-        design: str | None = None,
-        replicas: Replicas | None = None,
-        sync_interval: int = 1000,
-        warmup_steps: int = 0,
         controller: Controller | None = None,
-        gradients: str = "shared",
-        moments: str | None = None,
-        average: str = "mean",
-        converge: Converge | None = None,
+        replicas: Replicas | None = None,
+        sync: Sync | None = None,
         divergence: Divergence | None = None,
+        design: str | None = None,
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
         seed: int = 0,
         log: Callable[[dict[str, Any], int], object] | None = None,
-        total_steps: int | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        buffers: Iterable[torch.Tensor] | nn.Module = (),
-        tied: Sequence[Tied] = (),
-        refresh: Callable[[], object] | None = None,
     ) -> None:
         # Everything is validated before the optimizer is touched.
         knobs = [LearningRate()] if knobs is None else knobs
-        converge = Plain() if converge is None else converge
+        sync = Sync() if sync is None else sync
         divergence = Divergence() if divergence is None else divergence
         check_arguments(
-            optimizer, scheduler=scheduler, knobs=knobs, replicas=replicas, controller=controller, gradients=gradients, moments=moments,
-            average=average, converge=converge, divergence=divergence, seed=seed, log=log, refresh=refresh,
+            optimizer, scheduler=scheduler, knobs=knobs, replicas=replicas, controller=controller, sync=sync, divergence=divergence,
+            seed=seed, log=log,
         )  # fmt: skip
-        self.optimizer, self.gradients, self.average, self.divergence, self.log = optimizer, gradients, average, divergence, log
-        self.parameters = averaged_tensors(optimizer, buffers)
-        check_tied(tied, self.parameters)
-        check_sharding(optimizer, self.parameters, replicas, gradients, rollback=divergence.rollback is not None)
+        self.optimizer, self.sync, self.divergence, self.log = optimizer, sync, divergence, log
+        self.parameters = averaged_tensors(optimizer, sync.buffers)
+        check_tied(sync.tied, self.parameters)
+        check_sharding(optimizer, self.parameters, replicas, sync.gradients, rollback=divergence.rollback is not None)
         self.replicas = Replicas.default() if replicas is None else replicas
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
         design = design_of(design, self.knobs, self.replicas)
-        check_knobs(
-            self.knobs, optimizer, self.replicas, controller, design=design, gradients=gradients, moments=moments, converge=converge
-        )
+        check_knobs(self.knobs, optimizer, self.replicas, controller, design=design, sync=sync)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
         specs = [
             KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr", product=isinstance(knob, ProductKnob))
             for knob in self.knobs
         ]
-        clock = Clock(sync_interval, warmup_steps, self.schedule.total_steps)
+        clock = Clock(sync.every, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
         self.run = Run(
-            clock, specs, self.replicas.count, self.schedule.peaks_and_floors()[1], local=gradients == "local",
-            together=len(self.replicas.local) > 1, averaging=repr(converge),
+            clock, specs, self.replicas.count, self.schedule.peaks_and_floors()[1], local=sync.gradients == "local",
+            together=len(self.replicas.local) > 1, averaging=repr(sync.converge),
         )  # fmt: skip
         check_controller(controller, self.run)
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self._settings = {
-            "the number of replicas": self.replicas.count, "bucket_bytes": bucket_bytes, "average": average, "gradients": gradients,
-            "moments": moments, "converge": converge, "divergence": divergence, "design": design,
+            "the number of replicas": self.replicas.count, "bucket_bytes": sync.bucket_bytes, "weights": sync.weights,
+            "gradients": sync.gradients, "moments": sync.moments, "converge": sync.converge, "divergence": divergence, "design": design,
         }  # fmt: skip
         self.engine.schedule_step = self._schedule_step()
         if controller is not None and self.engine.step:
             self.engine.restart()
-        self._plain = converge == Plain()
+        self._plain = sync.converge == Plain()
         self._panel = Panel(self.engine, self._schedule_step, self.during)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
-        models = [*self._panel.modules, *([buffers] if isinstance(buffers, nn.Module) else [])]
-        self._snapshots = Snapshots(trained, masters[0], optimizer, models, refresh is not None)
+        models = [*self._panel.modules, *([sync.buffers] if isinstance(sync.buffers, nn.Module) else [])]
+        self._snapshots = Snapshots(trained, masters[0], optimizer, models, sync.refresh is not None)
         self._panel.watch(
             Watched(
-                optimizer, sets, masters, self.knobs, clock, self.replicas, gradients, lambda: self._fan_out.multipliers,
-                refresh is not None, self._snapshots.parameters,
+                optimizer, sets, masters, self.knobs, clock, self.replicas, sync.gradients, lambda: self._fan_out.multipliers,
+                sync.refresh is not None, self._snapshots.parameters,
             )
         )  # fmt: skip
         self._means = self.schedule.means() if controller is not None and controller.needs_schedule_mean else []
         # Last, because some ways of averaging give the optimizer a second set of parameters.
-        self.weights = ReplicaWeights(
-            self.parameters,
-            optimizer,
-            self.replicas,
-            converge,
-            sync_interval=sync_interval,
-            bucket_bytes=bucket_bytes,
-            gradients=gradients,
-            moments=moments,
-            tied=tied,
-            refresh=refresh,
-            divergence=divergence,
-            modules=models,
-        )
+        self.weights = ReplicaWeights(self.parameters, optimizer, self.replicas, sync, divergence, models)
 
         self._agreed = False  # ranks have the same settings
         self._values: torch.Tensor | None = None  # of the parameters, before the first step
@@ -210,7 +170,12 @@ class Ensemble:
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it: see `hdet.run.history.cycle_record`. None before the first."""
         self._fan_out = FanOut(
-            optimizer, self.knobs, self.replicas.local[0], self._depart, skippable=gradients == "local", take_writes=self._take_writes
+            optimizer,
+            self.knobs,
+            self.replicas.local[0],
+            self._on_cycle_start,
+            skippable=sync.gradients == "local",
+            take_writes=self._take_writes,
         )
         self.replicas.attach(optimizer)
         if self.engine.corrections != [1.0] * len(self.knobs):  # the controller's opening counts from the first step on
@@ -227,7 +192,7 @@ class Ensemble:
         Raises:
             ValueError: not a scalar, or a negative weight; or nothing says which replica's it is.
         """
-        self.weights.local[self.replicas.place(replica)].window.add(loss, weight)
+        self.weights.local[self.replicas.place(replica)].loss_meter.add(loss, weight)
 
     def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
@@ -240,7 +205,7 @@ class Ensemble:
         step of one replica: all must count alike.
 
         Raises:
-            ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no anchor to go back to.
+            ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no snapshot to go back to.
             ReplicaLost: a collective failed or timed out.
             ValueError: see `rescheduling`.
         """
@@ -263,7 +228,7 @@ class Ensemble:
             ends = ends or (self.schedule.is_over and self.engine.position > 0)
             if ends:
                 self._end_cycle(closure)
-            elif stepped and (self._replicas_part or not self.weights.settled) and self.weights.acts_after(self.engine.position):
+            elif stepped and (self._replicas_part or not self.weights.idle) and self.weights.acts_after(self.engine.position):
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
@@ -282,29 +247,29 @@ class Ensemble:
         self._check_whole()
         self._agree()
         if self.replicas.count == 1:
-            self.forget_window()
+            self.reset_loss_meters()
             return
-        slots = self._gather(None, compare=True)
-        finite = [r for r, slot in enumerate(slots) if slot.finite]
+        stats = self._gather(None, compare=True)
+        finite = [r for r, stat in enumerate(stats) if stat.finite]
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if not (self.weights.settled and self.weights.moments.policy != "average" and len({slot.digest for slot in slots}) == 1):
+        if not (self.weights.idle and self.weights.moments.policy != "average" and len({stat.digest for stat in stats}) == 1):
             with self.during("average"):
-                self.weights.complete(average_weights(self.average, finite, [slot.loss for slot in slots]))
-        self._settle()
-        for r, slot in enumerate(slots):
-            if not slot.finite:
+                self.weights.complete(average_weights(self.sync.weights, finite, [stat.loss for stat in stats]))
+        self._mark_in_sync()
+        for r, stat in enumerate(stats):
+            if not stat.finite:
                 note = f"replica {r} left out of the average: parameters not finite"
                 warnings.warn(f"converge: {note}", stacklevel=2)
                 self._notes.append(note)
-        self.forget_window()
+        self.reset_loss_meters()
 
     @property
-    def converged(self) -> bool:
+    def in_sync(self) -> bool:
         """Are the replicas' parameters, and the buffers that are averaged, equal right now, with nothing under way, as known from the last average
         and what has been written since?"""
-        return self._lockstep or (not self._fan_out.moved and self.weights.settled and self.parameters.unwritten(self._marks))
+        return self._lockstep or (not self._fan_out.moved and self.weights.idle and self.parameters.unwritten(self._marks))
 
     @contextmanager
     def explore(self) -> Iterator[None]:
@@ -412,7 +377,7 @@ class Ensemble:
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
         with ``converge=ExactLocal()``; else None. Not to be written to."""
-        return list(self.parameters) if self.converged else self.weights.mean()
+        return list(self.parameters) if self.in_sync else self.weights.mean()
 
     @property
     def parted(self) -> bool:
@@ -424,18 +389,18 @@ class Ensemble:
         """Does the optimizer's state differ between replicas even when they are converged? (Local gradients that keep their moments.)"""
         return self.weights.moments.private and self.replicas.count > 1
 
-    def _settle(self) -> None:
+    def _mark_in_sync(self) -> None:
         """Replicas are equal. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
         self._fan_out.averaged()
         self._parted = False
         has_buffers = len(self.parameters.buffers) > 0
-        self._lockstep = self.replicas.count == 1 or (self.weights.settled and not self._replicas_part and not has_buffers)
+        self._lockstep = self.replicas.count == 1 or (self.weights.idle and not self._replicas_part and not has_buffers)
         self._marks = self.parameters.marks()
 
     @property
     def _replicas_part(self) -> bool:
         """Can replicas differ after steps of the running cycle?"""
-        return self.engine.explores or (self.gradients == "local" and self.replicas.count > 1)
+        return self.engine.explores or (self.sync.gradients == "local" and self.replicas.count > 1)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -480,7 +445,7 @@ class Ensemble:
 
     def _compare_gradients(self) -> None:
         with self.during("agreement"):
-            check_gradients(self.replicas, self._fan_out.gradient_norm, self.gradients, self.weights.device)
+            check_gradients(self.replicas, self._fan_out.gradient_norm, self.sync.gradients, self.weights.device)
         self._compared = True
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
@@ -499,26 +464,26 @@ class Ensemble:
         if not self._plain and not isinstance(self.engine.plan.end, Average):
             raise ValueError(
                 f"the controller {self.engine.controller_name!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
-                f"{self._settings['converge']!r}, which has averages under way within cycles: leave converge out"
+                f"{self.sync.converge!r}, which has averages under way within cycles: leave converge out"
             )
         self._snapshots.begin_cycle(self.engine.plan.snapshots)
         self._panel.begin_cycle()
-        self.forget_window()
+        self.reset_loss_meters()
         self._explored = False
         table = self.engine.multipliers()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
         self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
 
-    def _depart(self) -> None:
+    def _on_cycle_start(self) -> None:
         """Before the first optimizer step after an average."""
         self._look_at_values()
-        self.weights.depart()
+        self.weights.on_cycle_start()
         self._snapshots.on_cycle_start()
         self._panel.on_cycle_start()
 
-    def forget_window(self) -> None:
+    def reset_loss_meters(self) -> None:
         for member in self.weights.local:
-            member.window.reset()
+            member.loss_meter.reset()
         self._panel.reset()
 
     @ranged("hdet.cycle")
@@ -531,19 +496,19 @@ class Ensemble:
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
-        slots = self._gather(rows, compare=compare)
-        measured = self._panel.measured(rows, slots)
-        verdict, losses = self._verdict(plan, slots)
+        stats = self._gather(rows, compare=compare)
+        measured = self._panel.measured(rows, stats)
+        verdict, losses = self._verdict(plan, stats)
         self._notes += verdict.notes
-        together = self._converge(plan.end, verdict, losses, equal=compare and len({slot.digest for slot in slots}) == 1)
+        together = self._converge(plan.end, verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
         averaged = self._now()
-        outcome = self._control(verdict, losses, measured, slots, closure)
+        outcome = self._control(verdict, losses, measured, stats, closure)
         if outcome.end is not None:
             with self.during("average"):
                 together = self._carry_out(outcome.end, verdict, losses)
         read = self._now() if outcome.answers else averaged
         if together:
-            self._settle()
+            self._mark_in_sync()
         else:
             self._parted, self._lockstep = self.replicas.count > 1, self.replicas.count == 1
         self.schedule.write(self.engine)
@@ -554,35 +519,35 @@ class Ensemble:
         self._notes = []
         self._begin_cycle()
 
-    def _verdict(self, plan: Plan, slots: Sequence[Slot]) -> tuple[Verdict, list[float | None]]:
+    def _verdict(self, plan: Plan, stats: Sequence[CycleStats]) -> tuple[Verdict, list[float | None]]:
         """Who has diverged, and each replica's loss.
 
         Raises:
             ValueError: what breaks is the controller's to take back, and there is no loss by which it could tell.
         """
         if plan.judged:
-            finite, raw = [slot.finite for slot in slots], [slot.raw_loss for slot in slots]
-            return judge(self.divergence, finite, raw, self.engine.level), [slot.loss for slot in slots]
-        if all(slot.finite and slot.raw_loss is None for slot in slots):
+            finite, raw = [stat.finite for stat in stats], [stat.raw_loss for stat in stats]
+            return judge(self.divergence, finite, raw, self.engine.level), [stat.loss for stat in stats]
+        if all(stat.finite and stat.raw_loss is None for stat in stats):
             raise ValueError(
                 f"the controller {self.engine.controller_name!r} reads the training losses too: call step(loss, closure=...), or "
                 "observe(loss)"
             )
         # One replica that broke breaks the average of all: its loss may not be left out then.
-        count = all(slot.votes for slot in slots) or not isinstance(plan.end, Average)
-        verdict = Verdict(list(range(len(slots))), roll_back=False, level=None, notes=[])
-        return verdict, [slot.loss if count else None for slot in slots]
+        count = all(stat.votes for stat in stats) or not isinstance(plan.end, Average)
+        verdict = Verdict(list(range(len(stats))), roll_back=False, level=None, notes=[])
+        return verdict, [stat.loss if count else None for stat in stats]
 
-    def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[Slot]:
-        """The slots of all replicas, which have what must be alike, or `ReplicaDisagreement` is raised on every rank."""
+    def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
+        """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is raised on every rank."""
         of_weights = self.weights.mark()
         marks = [] if self.replicas.world_group is None else [self.schedule.mark(), *([] if of_weights is None else [of_weights])]
-        with self.during("slots"):
-            slots = gather_slots(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
-        of_each = list(zip(*(slot.marks for slot in slots), strict=True))
+        with self.during("statistics"):
+            stats = gather_stats(self.replicas, self.weights.local, rows, compare=compare, marks=marks)
+        of_each = list(zip(*(stat.marks for stat in stats), strict=True))
         for check, column in zip((self.schedule.check_marks, self.weights.check_marks), of_each, strict=False):
             check(column)
-        return slots
+        return stats
 
     def _check_explored(self) -> None:
         if self._forward and not self._explored and self.engine.explores:
@@ -594,12 +559,12 @@ class Ensemble:
     @contextmanager
     def _as_replica(self, place: int) -> Iterator[None]:
         """To be scored: at the local replica's own values where a loss depends on them at given weights, else at base values."""
-        with self.replicas.use(self.replicas.local[place]), self._replicas_values(place, lambda knob: knob.direct):
+        with self.replicas.use(self.replicas.local[place]), self._replicas_values(place, lambda knob: knob.affects_eval_loss):
             yield
 
     @ranged("hdet.converge")
     def _converge(self, end: Ending, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> bool:
-        """As the plan says; or, of a cycle that is taken back, the anchor's state again. Returns whether replicas are together now."""
+        """As the plan says; or, of a cycle that is taken back, the snapshot's state again. Returns whether replicas are together now."""
         with self.during("average"):
             if verdict.roll_back:
                 if self.engine.rollbacks_in_row >= self.divergence.attempts:
@@ -610,7 +575,7 @@ class Ensemble:
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
             # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-            elif not (isinstance(end, Average) and equal and self.weights.settled):
+            elif not (isinstance(end, Average) and equal and self.weights.idle):
                 return self._carry_out(end, verdict, losses)
         return True
 
@@ -619,7 +584,7 @@ class Ensemble:
         if isinstance(end, Adopt):
             self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(self.replicas.count)])
         elif isinstance(end, Average):
-            self._notes += self.weights.end_cycle(average_weights(self.average, verdict.healthy, losses))
+            self._notes += self.weights.end_cycle(average_weights(self.sync.weights, verdict.healthy, losses))
         elif isinstance(end, Restore):
             self._snapshots.restore(end.snapshot)
             self._panel.restart()
@@ -631,7 +596,7 @@ class Ensemble:
         verdict: Verdict,
         losses: list[float | None],
         measured: Mapping[str, list[list[float]]],
-        slots: Sequence[Slot],
+        stats: Sequence[CycleStats],
         closure: Closure | None,
     ) -> CycleOutcome:
         """Let the controller learn from the cycle; or, where it is taken back, lower the learning rate's base values."""
@@ -640,15 +605,15 @@ class Ensemble:
             self._snapshots.forget()
             self._notes.append(f"cycle taken back; base values multiplied by {self.divergence.lower:g}")
             return self.engine.roll_back(self.divergence.lower, self.schedule.step)
-        self.engine.accept(verdict.level, len(slots) - len(verdict.healthy))
+        self.engine.accept(verdict.level, len(stats) - len(verdict.healthy))
         voting: dict[str, Any] = {
-            name: [row if slot.votes else None for row, slot in zip(rows, slots, strict=True)] for name, rows in measured.items()
+            name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)] for name, rows in measured.items()
         }
         peaks, floors = self.schedule.peaks_and_floors()
         with self._panel.answering(closure) as answer:
             outcome = self.engine.close(
                 losses, voting, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
-                schedule_step=self.schedule.step, local=self.gradients == "local", answer=answer,
+                schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
         return outcome
 
@@ -688,14 +653,14 @@ class Ensemble:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; no communication; the same on every rank; loads with another N.
 
-        Save when `converged`: in the middle of a cycle each replica has its own parameters, and the window of the running
+        Save when `in_sync`: in the middle of a cycle each replica has its own parameters, and the window of the running
         cycle is not part of the state (a warning says so). And not while `sweeping`: the weights that will be taken back are not those of
         the run, and what they are taken back to is not part of the state (a warning says so, too).
         """
         self._check_whole()
         self._check_not_exploring("state_dict")
         self._take_writes()
-        if not self.converged and (self._parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
+        if not self.in_sync and (self._parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,

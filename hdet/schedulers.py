@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,7 @@ from .core.schema import Anything, Instance, read
 from .core.spread import check_spread
 from .ensemble import Ensemble
 from .knobs import LearningRate
+from .policies import Sync
 from .replicas import Replicas
 from .run.schedule import plain
 
@@ -43,9 +45,9 @@ class OneCycleAutoLR(OneCycleLR):
             than the published signal (line, probe, slope ...) all parameter groups are one knob.
         freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of steps after which nothing moves any
             more. One that you give has its own.
-        gradients: ``"shared"`` or ``"local"``.
         seed: key of the assignments of multipliers, equal on all ranks.
-        settings: further ones of the `Ensemble`: moments, converge, divergence, average, buffers, tied, refresh, bucket_bytes, log.
+        sync: as in `Ensemble`, but for ``every``, which is ``model_sync_interval``.
+        settings: further ones of the `Ensemble`: divergence, log, design.
 
     Corrections multiply the OneCycle schedule: with neutral losses the rates are OneCycleLR's own, to the bit. Between
     steps ``param_groups`` and ``get_last_lr()`` hold the corrected base rate, never a multiplied one.
@@ -80,7 +82,7 @@ class OneCycleAutoLR(OneCycleLR):
         replicas: Replicas | None = None,
         controller: Controller | None = None,
         freeze_after: float | None = None,
-        gradients: str = "shared",
+        sync: Sync | None = None,
         seed: int = 0,
         **settings: Any,
     ) -> None:
@@ -89,6 +91,8 @@ class OneCycleAutoLR(OneCycleLR):
             rates = max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]
             if not all(math.isfinite(float(rate)) and float(rate) > 0 for rate in rates):
                 raise ValueError(f"max_lr must be positive and finite, got {max_lr!r}")
+            if type(model_sync_interval) is not int or model_sync_interval < 1:
+                raise ValueError(f"model_sync_interval must be a whole number of steps above 0, got {model_sync_interval!r}")
             replicas = _resolve_replicas(replicas, rank, world_size)
             if freeze_after is not None and (controller is not None or not enable_auto_lr):
                 raise ValueError(
@@ -110,10 +114,9 @@ class OneCycleAutoLR(OneCycleLR):
                 _TorchPart(self),
                 knobs=[LearningRate(ensemble_lr_spread_ratio, groups=_knobs_of(optimizer, controller))],
                 replicas=replicas,
-                sync_interval=model_sync_interval,
+                sync=dataclasses.replace(Sync() if sync is None else sync, every=model_sync_interval),
                 warmup_steps=auto_lr_warmup_steps,
                 controller=controller,
-                gradients=gradients,
                 seed=seed,
                 **{"design": "permutation", **settings},  # as published
             )
@@ -147,9 +150,9 @@ class OneCycleAutoLR(OneCycleLR):
         return self.ensemble.guard()
 
     @property
-    def converged(self) -> bool:
-        """See `Ensemble.converged`."""
-        return self.ensemble.converged
+    def in_sync(self) -> bool:
+        """See `Ensemble.in_sync`."""
+        return self.ensemble.in_sync
 
     def close(self) -> None:
         """Give the optimizer back: see `Ensemble.close`."""

@@ -48,7 +48,7 @@ def run_the_engine(rank: int, world: int) -> bool:
         "tokens": 64,
     }
     exec(BLOCKS[1].replace("controller=...", "controller=None"), names)  # noqa: S102
-    return bool(names["ensemble"].converged)  # type: ignore[attr-defined]
+    return bool(names["ensemble"].in_sync)  # type: ignore[attr-defined]
 
 
 def test_the_engines_calls_exist_as_written() -> None:
@@ -83,5 +83,5 @@ def test_the_loop_with_coresident_replicas_runs_as_written() -> None:
     }
     exec(BLOCKS[3], names)  # noqa: S102
     ensemble = names["ensemble"]
-    assert ensemble.cycle == 10 and ensemble.converged  # type: ignore[attr-defined]
+    assert ensemble.cycle == 10 and ensemble.in_sync  # type: ignore[attr-defined]
     assert ensemble.history["slopes"]["lr"] is not None  # type: ignore[attr-defined]

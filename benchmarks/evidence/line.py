@@ -28,7 +28,7 @@ def hdet_line(
         optimizer,
         schedule(optimizer, problem.steps),
         total_steps=problem.steps,
-        sync_interval=fine_interval(problem),
+        sync=hdet.Sync(fine_interval(problem)),
         controller=hdet.LineController(model, rule=rule),
         seed=seed,
     )

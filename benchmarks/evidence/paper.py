@@ -127,7 +127,7 @@ def train_shared(setup: Setup, rate: float, seed: int, steps: int, history: Hist
         warnings.filterwarnings("ignore", "one replica explores nothing")
         ensemble = hdet.Ensemble(
             optimizer, onecycle(optimizer, rate, steps), replicas=replicas, seed=seed, design="permutation",
-            knobs=[hdet.LearningRate(SPREAD, groups="each")], sync_interval=INTERVAL if setup.averages else steps + 1,
+            knobs=[hdet.LearningRate(SPREAD, groups="each")], sync=hdet.Sync(INTERVAL if setup.averages else steps + 1),
             warmup_steps=int(WARMUP * steps), controller=None if setup.sigma is None else hdet.SoftmaxController(setup.sigma, decay=setup.decay),
         )  # fmt: skip
     bases, apart = [], []

@@ -70,7 +70,7 @@ def replicated(
         total_steps=problem.steps,
         knobs=[hdet.LearningRate(SPREAD)],
         replicas=replicas,
-        sync_interval=interval or max(1, problem.steps // INTERVALS),
+        sync=hdet.Sync(interval or max(1, problem.steps // INTERVALS)),
         warmup_steps=round(warmup * problem.steps),
         controller=controller(probed),
         seed=seed,

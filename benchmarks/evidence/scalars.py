@@ -130,10 +130,8 @@ def replica(rank: int, world_size: int, values: Values, seed: int, steps: int, c
         optimizer,
         schedule,
         knobs=knobs if control else [hdet.LearningRate(0.0)],
-        sync_interval=max(1, int(CYCLE * steps)),
+        sync=hdet.Sync(max(1, int(CYCLE * steps)), gradients="local", moments="keep"),
         total_steps=steps,
-        gradients="local",
-        moments="keep",
         controller=controller if control else None,
         seed=seed,
     )

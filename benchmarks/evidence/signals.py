@@ -157,7 +157,7 @@ def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller
     """One replica with the whole batch."""
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     schedule = wsd_schedule(optimizer, problem.steps)
-    ensemble = hdet.Ensemble(optimizer, schedule, total_steps=problem.steps, sync_interval=cycle, controller=controller, seed=seed)
+    ensemble = hdet.Ensemble(optimizer, schedule, total_steps=problem.steps, sync=hdet.Sync(cycle), controller=controller, seed=seed)
 
     def after(batch: Batch) -> None:
         ensemble.step(closure=lambda: problem.losses(model, batch))

@@ -27,7 +27,7 @@ DECAY = 0.2
 FIXED = "wsd"
 """the schedule, and the method under it alone, that search, signal and horizon are about"""
 FINE = 400
-"""cycles in a run of the line, whose octaves are of several; the same for all starts and problems"""
+"""cycles in a run of the line, whose doublings are of several; the same for all starts and problems"""
 POINTS = 20
 """of the rate's trajectory"""
 

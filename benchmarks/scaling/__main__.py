@@ -70,8 +70,8 @@ def _record(job: Job, knobs: int, chunks: int) -> dict[str, Any]:
         "job": dataclasses.asdict(job),
         "ways": [dataclasses.asdict(way) for way in cost.ways(job)],
         "gradients": {"sent_a_step": traffic.sent, "seconds_a_step": job.between_replicas.seconds(traffic)},
-        "slots": dataclasses.asdict(cost.slots(job)),
-        "slots_with_probe": dataclasses.asdict(cost.slots(job, chunks)) if chunks else None,
+        "statistics": dataclasses.asdict(cost.statistics(job)),
+        "statistics_with_probe": dataclasses.asdict(cost.statistics(job, chunks)) if chunks else None,
         "controller": {
             "seconds": cost.controller_seconds(job.replicas, knobs),
             "bytes": cost.controller_bytes(job.replicas, knobs),
@@ -108,8 +108,8 @@ def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
         yield f"  note: that alone is longer than a step of {_seconds(job.step_seconds)}: see --step-seconds"
     plain = job.own * job.value_bytes / (job.own * job.gradient_bytes * job.interval)
     yield f"  plain converge / shared gradients: {_percent(plain)} of the bytes"
-    small = cost.slots(job)
-    yield f"slots: {_bytes(small.size)} over all ranks, {_seconds(small.seconds)} a cycle" + _probed(job, chunks)
+    small = cost.statistics(job)
+    yield f"statistics: {_bytes(small.size)} over all ranks, {_seconds(small.seconds)} a cycle" + _probed(job, chunks)
     yield (
         f"controller: {_seconds(cost.controller_seconds(job.replicas, knobs))} a cycle on every rank, {_bytes(cost.controller_bytes(job.replicas, knobs))} kept "
         f"({knobs} knob{'s' * (knobs > 1)})"
@@ -119,7 +119,7 @@ def _lines(job: Job, knobs: int, chunks: int) -> Iterator[str]:
 def _probed(job: Job, chunks: int) -> str:
     if chunks == 0:
         return ""
-    large = cost.slots(job, chunks)
+    large = cost.statistics(job, chunks)
     return f"; with a probe of {chunks} mini-batches {_bytes(large.size)}, {_seconds(large.seconds)}"
 
 

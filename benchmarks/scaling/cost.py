@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = [
-    "Job", "Link", "Slots", "Traffic", "Way", "all_gather", "all_reduce", "all_to_all", "controller_bytes", "controller_seconds",
-    "gradients", "hierarchical", "reduce_scatter", "ring_all_reduce", "slots", "tree_all_reduce", "ways",
+    "Job", "Link", "Statistics", "Traffic", "Way", "all_gather", "all_reduce", "all_to_all", "controller_bytes", "controller_seconds",
+    "gradients", "hierarchical", "reduce_scatter", "ring_all_reduce", "statistics", "tree_all_reduce", "ways",
 ]  # fmt: skip
 
 INT8_BYTES = 1 + 4 / 256
@@ -263,23 +263,23 @@ def gradients(job: Job) -> Traffic:
 
 
 @dataclass(frozen=True)
-class Slots:
+class Statistics:
     """The small collective of a cycle: ``size`` bytes on every rank, ``seconds`` on the wire."""
 
     size: int
     seconds: float
 
 
-def slots(job: Job, chunks: int = 0) -> Slots:
+def statistics(job: Job, chunks: int = 0) -> Statistics:
     """(N, 3) float64 over all N S ranks: loss sums, weights, marks of the schedule; with a probe ``chunks`` losses and the batches' digest,
     (N, 5 + chunks)."""
     size = 8 * job.replicas * (3 if chunks == 0 else 5 + chunks)
     link = job.between_ranks
-    return Slots(size, link.seconds(all_reduce(size, job.replicas * job.shards, link)))
+    return Statistics(size, link.seconds(all_reduce(size, job.replicas * job.shards, link)))
 
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
-    """Of one cycle on every rank, with a probe of 8 chunks, the slots' way into Python included: measured at 1 024 replicas
+    """Of one cycle on every rank, with a probe of 8 chunks, the statistics' way into Python included: measured at 1 024 replicas
     (benchmarks.controller), linear in both."""
     return replicas * (2.0e-6 + 1.2e-6 * knobs)
 

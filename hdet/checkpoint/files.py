@@ -63,9 +63,9 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
             if len(asked) > 1:
                 raise CheckpointError(f"save was called with different (step, keep) on different ranks: {sorted(asked)}")
             together.first(hold)
-        if not state.ensemble.converged:
+        if not state.ensemble.in_sync:
             state.ensemble.converge()
-        state.ensemble.forget_window()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
+        state.ensemble.reset_loss_meters()  # also where nothing had to be averaged: losses of the running cycle are not in the checkpoint
         with state.ensemble.during("checkpoint"):
             _write(folder, final, state, step, keep, together)
     later = steps(folder)[-1:] if together.rank == 0 else []
@@ -269,7 +269,7 @@ class _Destinations:
 
     def _replica(self) -> int:
         """Whose optimizer state is taken, where each replica has one. Shared gradients need the same everywhere."""
-        return self.keys.replicas.index % self.replicas if self.state.ensemble.gradients == "local" else 0
+        return self.keys.replicas.index % self.replicas if self.state.ensemble.sync.gradients == "local" else 0
 
     def _own(self, name: str) -> str:
         """This rank's own in the saved run, counted round."""

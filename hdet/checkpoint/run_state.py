@@ -99,7 +99,7 @@ class RunState:
         """
         ensemble = self.ensemble
         self._check_outside_use("state_dict")
-        if ensemble.converged or not _under_way(ensemble):
+        if ensemble.in_sync or not _under_way(ensemble):
             return None
         mean = ensemble.mean()
         if mean is None:
@@ -141,7 +141,7 @@ class RunState:
         rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
         about = {"groups": settings, "unstarted": unstarted, "rest": rest}
         replicas = self.ensemble.replicas
-        key = self.about_keys(replicas.index)[0 if self.ensemble.gradients == "local" and replicas.count > 1 else 1]
+        key = self.about_keys(replicas.index)[0 if self.ensemble.sync.gradients == "local" and replicas.count > 1 else 1]
         return {"state": state, "about": {key: pack(about, "the optimizer's settings")}}
 
     def about_keys(self, replica: int) -> list[str]:
@@ -221,7 +221,7 @@ def _only(values: Mapping[str, Any]) -> Any:
 
 def _under_way(ensemble: Ensemble) -> bool:
     """Has the run parted the replicas? Before its first step there is nothing to converge, and a load may find them as they are."""
-    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.settled)
+    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.idle)
 
 
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Run:
             self.schedule,
             knobs=[hdet.LearningRate(config.spread)],
             replicas=self.replicas,
-            sync_interval=config.sync_interval,
+            sync=hdet.Sync(config.sync_interval),
             warmup_steps=config.warmup_steps if config.controller == "softmax" else 0,
             controller=self._make_controller(),
             seed=config.seed,
@@ -210,7 +210,7 @@ class Run:
 
     def _between_cycles(self) -> None:
         config, last = self.config, self.step == self.config.steps
-        if last and self.ensemble is not None and not self.ensemble.converged:
+        if last and self.ensemble is not None and not self.ensemble.in_sync:
             self.ensemble.converge()
         if last or config.validates_at(self.step):
             count = config.validation_batches if last else min(SHORT_VALIDATION, config.validation_batches)

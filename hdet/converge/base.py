@@ -43,7 +43,7 @@ class Average(Protocol):
     """
 
     @property
-    def settled(self) -> bool:
+    def idle(self) -> bool:
         """Nothing is under way and nothing is kept back: the tensors are all there is to know, and are equal on all replicas."""
 
     def acts_after(self, position: int) -> bool:
@@ -56,7 +56,7 @@ class Average(Protocol):
         """After the last step of a cycle. Returns notes for the record."""
 
     def complete(self, weights: Sequence[float]) -> None:
-        """Now, in full and exactly: afterwards `settled`. What was under way is finished or dropped, what was kept back is forgotten."""
+        """Now, in full and exactly: afterwards `idle`. What was under way is finished or dropped, what was kept back is forgotten."""
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas at this very step, without communication, where this rank has it; else None. Not to be written to."""

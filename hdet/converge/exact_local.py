@@ -99,14 +99,14 @@ class _ExactLocal(PlainAverage):
         # Until a step the mean track is the model: weights may still be loaded, initialised or broadcast.
         self._follows = True
         self._hooks = [
-            optimizer.register_step_pre_hook(self._settle),
+            optimizer.register_step_pre_hook(self._finish_step),
             optimizer.register_step_post_hook(self._part),
-            optimizer.register_state_dict_pre_hook(self._settle),
+            optimizer.register_state_dict_pre_hook(self._finish_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
 
-    def _settle(self, *_: Any) -> None:
+    def _finish_step(self, *_: Any) -> None:
         """Before a step, or a look at the state: the mean track becomes what it is to be."""
         if self._follows:
             self._optimizer.average_replicas([1.0, 0.0])

@@ -50,7 +50,7 @@ class Overlapped:
 class _Overlapped(PlainAverage):
     def __init__(self, task: Task, steps: int) -> None:
         super().__init__(task)
-        self._index, self._steps, self.settled = task.replicas.index, steps, True
+        self._index, self._steps, self.idle = task.replicas.index, steps, True
         # A communicator of its own: on a shared one the gradients of the next steps would queue behind the average.
         self._group = own_group([peers(task.replicas, member) for member in range(task.replicas.members)], task.replicas.ranks)
         self._snapshots = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, keep=True)
@@ -62,7 +62,7 @@ class _Overlapped(PlainAverage):
         """Parameters were loaded: what is under way is of others."""
         for work in self._works:
             work.wait()
-        self._works, self.settled = [], True
+        self._works, self.idle = [], True
 
     def acts_after(self, position: int) -> bool:
         return position >= self._steps and bool(self._works)
@@ -75,7 +75,7 @@ class _Overlapped(PlainAverage):
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         self._apply()  # of a cycle that the run's end cuts short
         absent = [r for r, weight in enumerate(weights) if weight == 0]
-        if absent:  # steps on what it has would spoil its moments too, and an anchor taken before the mean arrives
+        if absent:  # steps on what it has would spoil its moments too, and a reference taken before the mean arrives
             self.complete(weights)
             return [f"averaged at once: replica {', '.join(map(str, absent))} is left out"]
         fillings = self._snapshots.plan()
@@ -84,7 +84,7 @@ class _Overlapped(PlainAverage):
         for filling, total in zip(fillings, self._sums, strict=True):
             torch.mul(filling.gather(), float(weights[self._index]), out=total)
             self._works.append(dist.all_reduce(total, group=self._group, async_op=True))
-        self.settled = False
+        self.idle = False
         return []
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class _Overlapped(PlainAverage):
     def complete(self, weights: Sequence[float]) -> None:
         self._apply()
         super().complete(weights)
-        self.settled = True
+        self.idle = True
 
     def close(self) -> None:
         super().close()

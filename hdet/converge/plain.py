@@ -29,7 +29,7 @@ class Plain:
 class PlainAverage:
     """Eq. 3 in place; what the other ways fall back to."""
 
-    settled = True
+    idle = True
     companions = 0
 
     def __init__(self, task: Task) -> None:

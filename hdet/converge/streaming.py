@@ -50,7 +50,7 @@ class Streaming:
 class _Streaming(PlainAverage):
     def __init__(self, task: Task, count: int) -> None:
         super().__init__(task)
-        self._task, self.settled, self._position = task, True, 0
+        self._task, self.idle, self._position = task, True, 0
         self.due = [-(-(f + 1) * task.sync_interval // count) for f in range(count)]
         """the step after which each fragment is averaged"""
         room = max(1024, task.bucket_bytes // count)
@@ -78,7 +78,7 @@ class _Streaming(PlainAverage):
         where = f"fragment {f + 1} of {len(self.due)}"
         if not healthy:
             return [f"{where} not averaged: finite on no replica"]
-        self.settled = False
+        self.idle = False
         self._averages[f]([1 / len(healthy) if bad == 0 else 0.0 for bad in rows])
         return [f"replica {r} left out of the average of {where}: not finite" for r, bad in enumerate(rows) if bad != 0]
 
@@ -88,7 +88,7 @@ class _Streaming(PlainAverage):
         if absent:  # it is to take the mean, not a last fragment of it
             self.complete(weights)
             return [f"all fragments averaged at once: replica {', '.join(map(str, absent))} is left out"]
-        self.settled = False
+        self.idle = False
         for average, due in zip(self._averages, self.due, strict=True):
             if due > self._position:
                 average(weights)
@@ -104,7 +104,7 @@ class _Streaming(PlainAverage):
         self._forget()
 
     def _forget(self) -> None:
-        self.settled, self._position = True, 0
+        self.idle, self._position = True, 0
 
 
 _Span = tuple[int, int, int]

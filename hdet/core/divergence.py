@@ -45,7 +45,7 @@ class Divergence:
             if bound is not None and not (isinstance(bound, (int, float)) and math.isfinite(bound) and bound > 1):
                 raise ValueError(f"{name} must be a number above 1, or None, got {bound!r}: it is a factor of a healthy loss")
         if self.rollback not in (None, "device", "host"):
-            raise ValueError(f"rollback must be None, 'device' or 'host' (where the anchor is kept), got {self.rollback!r}")
+            raise ValueError(f"rollback must be None, 'device' or 'host' (where the snapshot is kept), got {self.rollback!r}")
         if not (isinstance(self.lower, (int, float)) and 0 < self.lower < 1):
             raise ValueError(f"lower must lie between 0 and 1, got {self.lower!r}: the base value is multiplied by it")
         if not isinstance(self.attempts, int) or isinstance(self.attempts, bool) or self.attempts < 1:

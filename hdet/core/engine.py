@@ -240,7 +240,7 @@ class Engine:
     ) -> CycleOutcome:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
-        ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a slot never reaches
+        ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a stat never reaches
         the controller. ``measured``: by name, [replica][number]; rows with a number that is not finite are left out whole. ``mean`` and
         ``local``: see `Evidence`. ``schedule_step``: see the attribute; controllers count in them. ``answer``: to the controller's questions.
         """
@@ -356,7 +356,7 @@ class Engine:
             "knobs": [knob.name for knob in self.knobs],
             "corrections": list(self.corrections),
             "bases": list(self.held),
-            "eased": [list(ramp) for ramp in self.ramps],
+            "ramps": [list(ramp) for ramp in self.ramps],
             "controller": None if self.controller is None else self.controller.name,
             "controller_state": None if self.controller is None else self.controller.state_dict(),
         }
@@ -388,11 +388,11 @@ class Engine:
             "corrections": ListOf(correction, knobs),
             "bases": ListOf(Optional(POSITIVE), knobs),
             # Versions before the line had none.
-            "eased": Or(ListOf(Row(Number(POSITIVE.low, LARGEST_CORRECTION), COUNT, COUNT), knobs), [(1.0, 0, 0)] * knobs),
+            "ramps": Or(ListOf(Row(Number(POSITIVE.low, LARGEST_CORRECTION), COUNT, COUNT), knobs), [(1.0, 0, 0)] * knobs),
             "controller_state": Optional(Instance(Mapping)) if self.controller is None else Instance(Mapping),
         }
         values = read(state, fields, "ensemble's")
-        if not values["position"] <= values["step"] >= max(since for _, since, _ in values["eased"]):
+        if not values["position"] <= values["step"] >= max(since for _, since, _ in values["ramps"]):
             raise ValueError(
                 f"the ensemble's state has step {values['step']}, but position {values['position']} and eased {values['eased']}: it is damaged"
             )
@@ -415,7 +415,7 @@ class Engine:
         self.level = None if values["level"] is None else float(values["level"])
         self.corrections = [float(x) for x in values["corrections"]]
         self.held = [None if x is None else float(x) for x in values["bases"]]
-        self.ramps = [(float(before), since, over) for before, since, over in values["eased"]]
+        self.ramps = [(float(before), since, over) for before, since, over in values["ramps"]]
         self._plan = None
 
 

@@ -38,7 +38,7 @@ class Betas:
         """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta outside of the bounds."""
         require_key(optimizer, "betas", "Betas")
         return [
-            GroupKnob(name, self.spread, optimizer, "betas", indices, scale_of(self.bounds, "horizon"), entry=i, parts_moments=True)
+            GroupKnob(name, self.spread, optimizer, "betas", indices, scale_of(self.bounds, "horizon"), entry=i, moments_diverge=True)
             for i in self.which
             for name, indices in choose(optimizer, self.groups, f"beta{i + 1}")
         ]

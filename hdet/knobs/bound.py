@@ -37,11 +37,11 @@ class Bound:
         cells: at least one.
         scale: see `Scale`.
         key: of a parameter group, "" otherwise.
-        honest: may training losses judge it? If not, only a held-out, unregularised probe may.
+        valid_on_train_loss: may training losses judge it? If not, only a held-out, unregularised probe may.
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
         direct: the loss depends on it also at given weights in eval mode, so a probe scores each replica at its own value.
         on_gradients: it acts on gradients that are all-reduced already, so that replicas differ although these are shared.
-        parts_moments: replicas with different values have different moments.
+        moments_diverge: replicas with different values have different moments.
 
     Raises:
         ValueError: a value outside of the bounds, or one that no factor can move.
@@ -55,15 +55,15 @@ class Bound:
         scale: Scale | None = None,
         *,
         key: str = "",
-        honest: bool = True,
+        valid_on_train_loss: bool = True,
         acts: str = "step",
-        direct: bool = False,
+        affects_eval_loss: bool = False,
         on_gradients: bool = False,
-        parts_moments: bool = False,
+        moments_diverge: bool = False,
     ) -> None:
         self.name, self.spread, self.cells, self.scale, self.key = name, check_spread(spread), list(cells), scale or Scale(), key
-        self.honest, self.acts, self.direct = honest, acts, direct
-        self.on_gradients, self.parts_moments = on_gradients, parts_moments
+        self.valid_on_train_loss, self.acts, self.affects_eval_loss = valid_on_train_loss, acts, affects_eval_loss
+        self.on_gradients, self.moments_diverge = on_gradients, moments_diverge
         self.scheduled: list[Any] = [content(cell.get()) for cell in self.cells]
         """[cell]: the untouched schedule's values."""
         self.rho = 1.0

@@ -37,7 +37,7 @@ class ClipNorm:
         """Raises ValueError without a norm above 0 to begin with."""
         if self.value is not None:
             return Scalar(
-                "clip_norm", spread=self.spread, bounds=self.bounds, honest=True, on_gradients=True, value=self.value
+                "clip_norm", spread=self.spread, bounds=self.bounds, valid_on_train_loss=True, on_gradients=True, value=self.value
             ).bind(optimizer)  # fmt: skip
         norm = getattr(optimizer, "max_grad_norm", None)
         if norm is None or not 0 < norm < math.inf:
@@ -46,4 +46,4 @@ class ClipNorm:
                 'and clip by ensemble.value("clip_norm")'
             )
         cells = [AttributeCell(optimizer, "max_grad_norm")]
-        return [Bound("clip_norm", self.spread, cells, scale_of(self.bounds), key="max_grad_norm", parts_moments=True)]
+        return [Bound("clip_norm", self.spread, cells, scale_of(self.bounds), key="max_grad_norm", moments_diverge=True)]

@@ -54,7 +54,7 @@ class Dropout:
             cells = [cell for cell in cells if isinstance(cell.owner, _KINDS) and (cell.get() > 0 or self.scale == "linear")]
         if not cells:
             raise ValueError(f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, or use scale='linear'")
-        return [scalar_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds, honest=False)]
+        return [scalar_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds, valid_on_train_loss=False)]
 
 
 _KINDS = tuple(kind for kind, _ in _PLACES)

@@ -30,8 +30,8 @@ class GroupValue:
         scale: "log", or "horizon" for the factor of a running average, which stays below 1: the knob multiplies 1 / (1 - value), as `Betas`
             does. None: "horizon" for momentum, alpha, rho and beta, else "log".
         bounds: as for `LearningRate`; None on the horizon scale: (0, 0.99999).
-        honest: may training losses judge it? False asks for a `ProbeController` with ``held_out=True``.
-        parts_moments: do moments depend on it? Then ``moments`` is to be chosen, also with shared gradients.
+        valid_on_train_loss: may training losses judge it? False asks for a `ProbeController` with ``held_out=True``.
+        moments_diverge: do moments depend on it? Then ``moments`` is to be chosen, also with shared gradients.
     """
 
     key: str
@@ -39,8 +39,8 @@ class GroupValue:
     groups: Groups = None
     scale: str | None = None
     bounds: Bounds = None
-    honest: bool = False
-    parts_moments: bool = True
+    valid_on_train_loss: bool = False
+    moments_diverge: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key:
@@ -67,7 +67,7 @@ class GroupValue:
         chosen = choose(optimizer, self.groups, self.key, lambda group: float(group[self.key]) > 0, "it is multiplied, so begin above 0")
         return [
             GroupKnob(
-                name, self.spread, optimizer, self.key, indices, self._scale(), honest=self.honest, parts_moments=self.parts_moments
+                name, self.spread, optimizer, self.key, indices, self._scale(), valid_on_train_loss=self.valid_on_train_loss, moments_diverge=self.moments_diverge
             )
             for name, indices in chosen
         ]  # fmt: skip

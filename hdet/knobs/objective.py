@@ -42,7 +42,7 @@ class LabelSmoothing:
         if not hasattr(self.target, "label_smoothing"):
             raise ValueError(f"target must be an nn.CrossEntropyLoss or a number, got {type(self.target).__name__}")
         cells = [AttributeCell(self.target, "label_smoothing")]
-        return [scalar_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds, honest=False)]
+        return [scalar_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds, valid_on_train_loss=False)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LossWeights:
             if task not in self.weights:
                 raise ValueError(f"tasks names {task!r}, which is none of {list(self.weights)}")
         return [
-            scalar_knob(f"loss_weight/{task}", self.spread, [ItemCell(self.weights, task)], bounds=self.bounds, honest=False)
+            scalar_knob(f"loss_weight/{task}", self.spread, [ItemCell(self.weights, task)], bounds=self.bounds, valid_on_train_loss=False)
             for task in tasks
         ]
 
@@ -101,4 +101,4 @@ class Temperature:
                     f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d tensor: name another attribute"
                 )
         cells = [AttributeCell(module, self.attribute) for module in found]
-        return [scalar_knob(self.attribute, self.spread, cells, bounds=self.bounds, honest=True, direct=True)]
+        return [scalar_knob(self.attribute, self.spread, cells, bounds=self.bounds, valid_on_train_loss=True, affects_eval_loss=True)]

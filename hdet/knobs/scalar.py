@@ -28,7 +28,7 @@ class Scalar:
         scale: "log" (value * rho, for values above 0) or "linear" (value + unit * (rho - 1); a correction c adds unit * ln c).
         unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed there.
         bounds: (low, high), hard for the base value and for every replica's.
-        honest: may training losses judge it? False, the safe answer, asks for a `ProbeController` with ``held_out=True``: training losses
+        valid_on_train_loss: may training losses judge it? False, the safe answer, asks for a `ProbeController` with ``held_out=True``: training losses
             always vote for less of a regulariser, of augmentation, or of a task's weight.
         direct: the loss depends on it at given weights also in eval mode (a temperature), so a probe scores each replica at its own value.
         on_gradients: it acts on the gradients between backward and step (clipping), not in the forward pass.
@@ -37,7 +37,7 @@ class Scalar:
     whatever their own forward passes were.
 
     >>> model.temperature = 1.0
-    >>> knob = hdet.Scalar("temperature", lambda: model.temperature, lambda x: setattr(model, "temperature", x), bounds=(0.1, 10.0), honest=True, direct=True)
+    >>> knob = hdet.Scalar("temperature", lambda: model.temperature, lambda x: setattr(model, "temperature", x), bounds=(0.1, 10.0), valid_on_train_loss=True, affects_eval_loss=True)
     """
 
     name: str
@@ -47,8 +47,8 @@ class Scalar:
     scale: str = "log"
     unit: float | None = None
     bounds: Bounds = None
-    honest: bool = False
-    direct: bool = False
+    valid_on_train_loss: bool = False
+    affects_eval_loss: bool = False
     on_gradients: bool = False
     value: float | None = None
 
@@ -74,7 +74,7 @@ class Scalar:
         return [
             scalar_knob(
                 self.name, self.spread, [cell], self.scale, self.unit, self.bounds,
-                honest=self.honest, direct=self.direct, on_gradients=self.on_gradients,
+                valid_on_train_loss=self.valid_on_train_loss, affects_eval_loss=self.affects_eval_loss, on_gradients=self.on_gradients,
             )
         ]  # fmt: skip
 
@@ -91,8 +91,8 @@ def scalar_knob(
     unit: float | None = None,
     bounds: Bounds = None,
     *,
-    honest: bool,
-    direct: bool = False,
+    valid_on_train_loss: bool,
+    affects_eval_loss: bool = False,
     on_gradients: bool = False,
 ) -> Bound:
     """A knob that acts inside ``explore()``. Raises ValueError for values that are not finite, that no factor moves, or outside of the bounds."""
@@ -104,7 +104,7 @@ def scalar_knob(
         raise ValueError(f"{name} is {still[0]:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
     return Bound(
         name, spread, cells, scale_of(bounds, scale, unit or 1.0),
-        acts="forward", honest=honest, direct=direct, on_gradients=on_gradients, parts_moments=on_gradients,
+        acts="forward", valid_on_train_loss=valid_on_train_loss, affects_eval_loss=affects_eval_loss, on_gradients=on_gradients, moments_diverge=on_gradients,
     )  # fmt: skip
 
 

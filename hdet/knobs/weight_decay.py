@@ -56,7 +56,7 @@ class WeightDecay:
         return [
             kind(
                 name, self.spread, optimizer, "weight_decay", indices, scale_of(self.bounds),
-                honest=False, parts_moments=any(_is_coupled(optimizer, i) for i in indices),
+                valid_on_train_loss=False, moments_diverge=any(_is_coupled(optimizer, i) for i in indices),
             )
             for name, indices in chosen
         ]  # fmt: skip

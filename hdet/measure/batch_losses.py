@@ -16,7 +16,7 @@ from torch import nn
 from ..converge import digest
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts, reshard
-from ..tensors.eval_mode import undisturbed
+from ..tensors.eval_mode import eval_mode
 from .measurement import Measurement, Watched, settings_of
 from .points import CyclePoints, LinePoints
 from .weight_line import check_room
@@ -142,7 +142,7 @@ class BatchLosses(Measurement):
             self._points = self._make_points(1)
         if not self._points.due:
             return None
-        with undisturbed(self.model):
+        with eval_mode(self.model):
             chosen = self._choose(cycle)
             try:
                 with self._points.at(place):

@@ -22,7 +22,7 @@ from ..profiling import ranged
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..tensors.dtensor import reshard
-from ..tensors.eval_mode import undisturbed
+from ..tensors.eval_mode import eval_mode
 from .measurement import Closure, Measurement, Watched, settings_of
 from .weight_line import WeightLine, check_room
 
@@ -156,7 +156,7 @@ class LineLosses(Measurement):
         if not any(kind <= values.keys() for values in state.values() for kind in ADAMS):
             warnings.warn(
                 "a LineController's sweep was found and measured with Adam's two moments, which this optimizer has not: it may find nothing, or a rate "
-                "that is several times too high or too low. In runs of more than 2 000 steps try rule=LineRule(octave=16), and compare with a fixed "
+                "that is several times too high or too low. In runs of more than 2 000 steps try rule=LineRule(doubling_steps=16), and compare with a fixed "
                 "schedule (docs/controllers.md has figures)",
                 stacklevel=5,
             )
@@ -164,7 +164,7 @@ class LineLosses(Measurement):
     def _evaluate(self, closure: Closure) -> Callable[[], torch.Tensor | None]:
         def evaluate() -> torch.Tensor | None:
             # The same random numbers at all points: dropout, if the closure has any, then cancels.
-            with undisturbed(self.model) if self.model is not None else torch.random.fork_rng():
+            with eval_mode(self.model) if self.model is not None else torch.random.fork_rng():
                 if self.model is not None:
                     reshard(self.model)
                 losses = closure()

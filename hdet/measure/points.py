@@ -61,9 +61,9 @@ class CyclePoints:
 
 
 class LinePoints:
-    """All replicas on one line, each at the multiplier of the cycle that ends: anchor + rho_r (average - anchor), by knob.
+    """All replicas on one line, each at the multiplier of the cycle that ends: origin + rho_r (average - origin), by knob.
 
-    The anchor is where an interval of several cycles began, the average that of the mean trajectory over its later part. A replica's own
+    The origin is where an interval of several cycles began, the average that of the mean trajectory over its later part. A replica's own
     weights are the mean's and (rho_r - 1) s, with a new rho_r and a new s in each cycle. So each replica averages its own, and at the
     interval's end these are averaged over replicas: that is the mean trajectory's average, the same to the bit on all replicas, whatever the
     optimizer and however multipliers were assigned, for one all_reduce. At the ends of cycles alone replicas are equal and no all_reduce is
@@ -73,7 +73,7 @@ class LinePoints:
     Args:
         owners: the number of the knob that moves each tensor, or None.
         cycles: in an interval.
-        dtype: of anchor and average.
+        dtype: of origin and average.
         others: as for `CyclePoints`; ``after`` is a part of the interval.
     """
 

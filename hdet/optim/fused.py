@@ -105,7 +105,7 @@ class FusedOptimizer(Stepper):
         else:
             planned.step(gradients, settings, self._options)  # type: ignore[arg-type]
         if planned is not self._planned:
-            planned.settle(self.state)
+            planned.write_back(self.state)
             self._planned = planned
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -294,4 +294,4 @@ class FusedOptimizer(Stepper):
             masters = plans.master_columns(states, self.num_replicas)
             self._averaging.setdefault(device, Averaging())(sets, masters, weights, self.backend)
         if self._planned is not None:
-            self._planned.watch.settle()
+            self._planned.watch.refresh()

@@ -54,9 +54,9 @@ class Watch:
             adopt(param, master)
         if self.sharded:
             self._look()
-        self.settle()
+        self.refresh()
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """What has been written up to now is known."""
         self.sum = sum(map(lists.version, self.params))
 
@@ -120,7 +120,7 @@ class Planned:
         chosen = self._chosen(params)
         return lists.addresses(shards.locals_of(chosen) if self.sharded else chosen)
 
-    def settle(self, container: dict[Tensor, dict[str, Any]]) -> None:
+    def write_back(self, container: dict[Tensor, dict[str, Any]]) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
         for i, made in self.entries.items():
             state = container.setdefault(self.params[i], {})

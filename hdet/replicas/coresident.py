@@ -107,7 +107,7 @@ class CoresidentReplicas(Replicas):
         self._check_frozen()
         self._check_kind(replica)
         if not self._entered:
-            self.settle()
+            self.write_back()
         entry = [replica]
         self._entered.append(entry)
         self._put(replica)
@@ -170,7 +170,7 @@ class CoresidentReplicas(Replicas):
         return [main._version for main in self._sets] if self._following else []
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Copy the model's weights to the other replicas if somebody has written them since."""
         if self._following and self._versions() != self._marks:
             for main, *others in self._sets.values():
@@ -182,7 +182,7 @@ class CoresidentReplicas(Replicas):
         """The optimizer is about to step: from now on replicas differ."""
         if self._entered:
             raise ValueError("optimizer.step() was called inside `with replicas.use(k):`; it steps all replicas, call it after")
-        self.settle()
+        self.write_back()
         self._following = False
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -235,11 +235,11 @@ class CoresidentReplicas(Replicas):
         self.check_optimizer(optimizer)
         self.detach()
         self._share(optimizer)
-        self.settle()
+        self.write_back()
         optimizer.set_replicas(self.count, self._copies)
         self._hooks = [
             optimizer.register_step_pre_hook(self._part),
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.write_back()),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]

@@ -174,7 +174,7 @@ class Replicas:
         """The same parameters of each local replica."""
         return [list(tensors)]
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Local replicas that are still to be copies of the model become what it is now."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -204,7 +204,7 @@ class Replicas:
                 ) from error
 
     def sum_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the slots of a cycle.
+        """(width,) float64 for each local replica -> (N, width), bitwise the same in all processes: the stats of a cycle.
 
         All ranks of a replica add to its row; one all_reduce of N * width numbers. A NaN stays in its own row, because the ranks of
         other replicas add zeros there.

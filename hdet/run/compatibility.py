@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .. import __version__ as version
-from ..converge import Converge, ExactLocal, Plain
+from ..converge import ExactLocal, Plain
 from ..converge.bucketed_average import check_averageable
 from ..core.controller import Controller
 from ..core.design import columns
@@ -22,12 +22,12 @@ from ..core.divergence import Divergence
 from ..core.engine import STATE_VERSION, Engine
 from ..core.evidence import Run
 from ..knobs import Bound
+from ..policies import Sync
 from ..replicas import Replicas
 from ..replicas.agreement import digest
 from ..replicas.refusals import check_wrapper
 from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts
-from .moments import POLICIES
 from .snapshot import keeps_weights
 
 __all__ = [
@@ -49,14 +49,10 @@ def check_arguments(
     knobs: Any,
     replicas: Any,
     controller: Any,
-    gradients: Any,
-    moments: Any,
-    average: Any,
-    converge: Any,
+    sync: Any,
     divergence: Any,
     seed: Any,
     log: Any,
-    refresh: Any,
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
@@ -85,34 +81,20 @@ def check_arguments(
             f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.LineController(model) or "
             "hdet.ProbeController(...)"
         )
-    if gradients not in ("shared", "local"):
-        raise ValueError(
-            f"gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), got {gradients!r}"
-        )
-    if gradients == "local" and replicas is not None and len(replicas.local) > 1:
+    if not isinstance(sync, Sync):
+        raise TypeError(f"sync must be an hdet.Sync, such as hdet.Sync(50), got {sync!r}")
+    if sync.gradients == "local" and replicas is not None and len(replicas.local) > 1:
         raise ValueError(
             "gradients is 'local', but co-resident replicas step with one gradient and one set of moments: pass gradients='shared'"
         )
-    if gradients == "local" and moments not in POLICIES:
-        raise ValueError(
-            f"moments must be one of {', '.join(map(repr, POLICIES))} with gradients='local', got {moments!r}: replicas' moments differ, "
-            "and what becomes of them at an average is a choice (docs/method.md)"
-        )
-    if average not in ("mean", "softmax"):
-        raise ValueError(f"average must be 'mean' or 'softmax', got {average!r}")
-    if isinstance(converge, type) or not (isinstance(converge, Converge) and is_dataclass(converge)):
-        # A dataclass, because ranks compare its repr.
-        raise TypeError(f"converge must be a way of averaging such as hdet.converge.Plain(), a dataclass, got {converge!r}")
-    if replicas is not None and len(replicas.local) > 1 and converge != Plain():
-        raise ValueError(f"converge is {converge!r}, but co-resident replicas are averaged by their optimizer: leave it out")
+    if replicas is not None and len(replicas.local) > 1 and sync.converge != Plain():
+        raise ValueError(f"converge is {sync.converge!r}, but co-resident replicas are averaged by their optimizer: leave it out")
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be an hdet.Divergence, got {divergence!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     if log is not None and not callable(log):
         raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
-    if refresh is not None and not callable(refresh):
-        raise TypeError(f"refresh must be callable as refresh(), got {type(refresh).__name__}")
 
 
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:
@@ -171,15 +153,14 @@ def check_knobs(
     controller: Controller | None,
     *,
     design: str,
-    gradients: str,
-    moments: str | None,
-    converge: Converge,
+    sync: Sync,
 ) -> None:
     """Can these knobs be explored in this run, and judged by this controller?
 
     Raises:
         ValueError: names the knob, why not, and the way out.
     """
+    gradients, moments = sync.gradients, sync.moments
     shared, together = gradients == "shared", len(replicas.local) > 1
     for knob in knobs:
         if together and knob.acts == "step" and knob.key != "lr":
@@ -187,7 +168,7 @@ def check_knobs(
                 f"the knob {knob.name!r} acts inside optimizer.step(), which co-resident replicas share, at rates of their own only: "
                 "explore it with one process per replica"
             )
-        if shared and knob.acts == "forward" and not (knob.direct or knob.on_gradients):
+        if shared and knob.acts == "forward" and not (knob.affects_eval_loss or knob.on_gradients):
             raise ValueError(
                 f"the knob {knob.name!r} acts in the forward pass, but with gradients='shared' all replicas step with the same all-reduced "
                 "gradient, so nothing would differ between them: pass gradients='local' and a choice of moments"
@@ -196,7 +177,7 @@ def check_knobs(
             raise ValueError(
                 f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have one: explore it with one process per replica"
             )
-        if not knob.honest and not _judges_held_out(controller):
+        if not knob.valid_on_train_loss and not _judges_held_out(controller):
             raise ValueError(
                 f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
                 f"{getattr(controller, 'name', '')!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
@@ -205,8 +186,8 @@ def check_knobs(
     if keeps_weights(optimizer):
         _check_weights_in_state(optimizer, replicas.count > 1 and (gradients == "local" or any(knob.spread > 0 for knob in knobs)), moments)
     else:
-        _check_moments([knob.name for knob in knobs if knob.parts_moments and knob.spread > 0], knobs, gradients, moments)
-    if isinstance(converge, ExactLocal):
+        _check_moments([knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0], knobs, gradients, moments)
+    if isinstance(sync.converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
 
 
@@ -227,7 +208,7 @@ def _check_weights_in_state(optimizer: Optimizer, part: bool, moments: str | Non
 def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:
     if gradients == "local":
         return
-    if moments is not None and not any(knob.parts_moments for knob in knobs):
+    if moments is not None and not any(knob.moments_diverge for knob in knobs):
         raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
     if parting and moments not in ("average", "reset"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The slots of a cycle: one row of numbers per replica, added up over its ranks, the same on every rank of all replicas.
+"""The stats of a cycle: one row of numbers per replica, added up over its ranks, the same on every rank of all replicas.
 
 A row is (loss sum, weight, a mark of the schedule's values), and only where more is to be compared more: 3N numbers a cycle for every layout.
 All ranks of a replica add to its row: micro-batches, context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and
@@ -20,9 +20,9 @@ from ..converge import Masters, all_finite, digest
 from ..profiling import ranged
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
-from .loss_meter import LossWindow
+from .loss_meter import LossMeter
 
-__all__ = ["LocalReplica", "Slot", "gather_slots", "local_replicas", "masters_of", "parse"]
+__all__ = ["CycleStats", "LocalReplica", "gather_stats", "local_replicas", "masters_of", "parse"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LocalReplica:
     """Gives its parameters and buffers, which may be others by now."""
     masters: Masters
     """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split form, or None."""
-    window: LossWindow
+    loss_meter: LossMeter
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -44,7 +44,7 @@ def local_replicas(replicas: Replicas, optimizer: Optimizer, tensors: Sequence[t
     """The replicas that this process holds, each with its own of ``tensors``."""
     device = local_parts(tensors[:1])[0].device
     return [
-        LocalReplica(lambda place=place: replicas.sets(tensors)[place], masters_of(optimizer, tensors, place), LossWindow(device))  # type: ignore[misc]
+        LocalReplica(lambda place=place: replicas.sets(tensors)[place], masters_of(optimizer, tensors, place), LossMeter(device))  # type: ignore[misc]
         for place in range(len(replicas.local))
     ]
 
@@ -55,7 +55,7 @@ def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
     return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
 
 
-class Slot(NamedTuple):
+class CycleStats(NamedTuple):
     """What one replica contributes at the end of a cycle, and what follows from it. (Made by `parse`, a thousand at a time.)"""
 
     loss_sum: float
@@ -77,20 +77,20 @@ class Slot(NamedTuple):
 
 
 @ranged("hdet.cycle_stats")
-def gather_slots(
+def gather_stats(
     replicas: Replicas,
     members: Sequence[LocalReplica],
     probes: Sequence[torch.Tensor] | None,
     *,
     compare: bool,
     marks: Sequence[float] = (),
-) -> list[Slot]:
+) -> list[CycleStats]:
     """One small all_reduce, then one read by the host: the only place where a cycle waits for the device.
 
     ``members``: this process's replicas; ``probes``: the probe's row of each. ``compare`` adds a digest of the parameters, by
     which replicas that should be equal are recognised; ``marks`` are whole numbers below 2^40 that are to be compared.
     """
-    replicas.settle()
+    replicas.write_back()
     local = [_row(member, None if probes is None else probes[k], compare, marks) for k, member in enumerate(members)]
     return parse(replicas.sum_rows(*local), compare=compare, marks=len(marks))
 
@@ -98,7 +98,7 @@ def gather_slots(
 def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks: Sequence[float]) -> torch.Tensor:
     """float64 on the parameters' device."""
     parameters = local_parts(member.parameters)
-    row = member.window.slots()
+    row = member.loss_meter.stats()
     row[1] += torch.where(all_finite(parameters).to(row.device) == 1, 0.0, math.nan)
     pieces = [row]
     if compare:
@@ -110,7 +110,7 @@ def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks:
     return torch.cat([piece.to(row.device) for piece in pieces])
 
 
-def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[Slot]:
+def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[CycleStats]:
     """The inverse of `_row`, of the sums over each replica's ranks: (N, w) float64, on any device. Column by column: at a thousand
     replicas a look at each number by itself would be most of what a cycle costs the host."""
     sums, weights, *rest = table.cpu().T.tolist()
@@ -121,4 +121,4 @@ def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[Slot]:
     votes = [good and math.isfinite(total) for good, total in zip(finite, sums, strict=True)]
     losses = [loss if vote else None for loss, vote in zip(raw, votes, strict=True)]
     probes = zip(*rest, strict=True) if rest else repeat(())
-    return list(map(Slot._make, zip(sums, weights, digests, marked, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end
+    return list(map(CycleStats._make, zip(sums, weights, digests, marked, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end

@@ -35,7 +35,7 @@ class FanOut:
     an optimizer's state that way.
 
     ``first_replica``: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
-    ``depart`` is called before the first step after an average. ``take_writes`` is called before each step that is fanned out, and before the
+    ``on_cycle_start`` is called before the first step after an average. ``take_writes`` is called before each step that is fanned out, and before the
     optimizer's state is saved: somebody may have written other values since.
 
     The wrapper asks whichever FanOut the optimizer has, so one is enough for all that come one after the other.
@@ -46,14 +46,14 @@ class FanOut:
         optimizer: Optimizer,
         knobs: Sequence[Bound],
         first_replica: int = 0,
-        depart: Callable[[], object] = lambda: None,
+        on_cycle_start: Callable[[], object] = lambda: None,
         skippable: bool = False,
         take_writes: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer, self.knobs = optimizer, knobs
         self.multipliers: list[list[float]] = [[1.0] * len(knobs)]  # [replica][knob]
         self._unchecked = True
-        self._depart, self._departed, self._skippable, self._take_writes = depart, False, skippable, take_writes
+        self._on_cycle_start, self._cycle_started, self._skippable, self._take_writes = on_cycle_start, False, skippable, take_writes
         self._stepping = False
         self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
         self.stepped = False
@@ -119,26 +119,26 @@ class FanOut:
         return all(rate == 0 if not isinstance(rate, torch.Tensor) else not rate.is_cuda and not rate.any() for rate in rates)
 
     def _leave(self) -> None:
-        if not self._departed:
-            self._depart()
-            self._departed = True
+        if not self._cycle_started:
+            self._on_cycle_start()
+            self._cycle_started = True
 
     def averaged(self) -> None:
         """Replicas have been averaged: they are equal until the next step."""
-        self.moved = self._departed = False
+        self.moved = self._cycle_started = False
 
     def unknown(self, rewrite: Callable[[], None]) -> None:
         """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here. The optimizer's
         state may be yet to come, with the values of the moment when it was saved: ``rewrite`` puts back those of the run that goes on, which may
         have begun its sweep anew."""
-        self.moved, self._departed, self.stepped = True, False, False
+        self.moved, self._cycle_started, self.stepped = True, False, False
         self._awaits_state()
         self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
 
     def assign(self, *replicas: Sequence[float]) -> None:
         """rho for the cycle that begins, one per knob, of each set that this optimizer steps (a stock one has one)."""
         self.multipliers = [list(multipliers) for multipliers in replicas]
-        self._departed = False  # also after a cycle at whose end nothing was averaged
+        self._cycle_started = False  # also after a cycle at whose end nothing was averaged
         self._unchecked = True  # gradients are looked at once a cycle: each step would cost too much
         for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
             knob.rho = multiplier

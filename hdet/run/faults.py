@@ -37,7 +37,7 @@ _WHILE = {
     "average": "while averaging",
     "checkpoint": "while saving a checkpoint",
     "probe": "during the probe",
-    "slots": "while gathering the losses",
+    "statistics": "while gathering the losses",
     "training step": "in a training step",
 }
 _REMEDY = (
@@ -50,7 +50,7 @@ class ReplicaLost(RuntimeError):
     """A collective failed or timed out because ranks are gone or late. Raised from the backend's own error.
 
     Attributes:
-        phase: what was under way, e.g. "average", "slots", "training step", "checkpoint".
+        phase: what was under way, e.g. "average", "statistics", "training step", "checkpoint".
         cycle, step: of this rank when it failed.
         lost: ranks of the default group that are gone, ascending: those whose processes have ended, and those on other hosts that
             did not answer the roll call. Empty if there are none: then a rank was late, or a connection between two broke.

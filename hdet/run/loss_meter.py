@@ -7,10 +7,10 @@ from numbers import Real
 
 import torch
 
-__all__ = ["LossWindow"]
+__all__ = ["LossMeter"]
 
 
-class LossWindow:
+class LossMeter:
     """Weighted sum of scalar losses in float64 on ``device``; `add` never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class LossWindow:
             loss = loss.to(self._total.device, non_blocking=True)
         self._total[0].add_(loss, alpha=weight) if isinstance(loss, torch.Tensor) else self._total[0].add_(loss * weight)
 
-    def slots(self) -> torch.Tensor:
+    def stats(self) -> torch.Tensor:
         """(2,) float64 on the device: weighted sum and weight. A weight that is NaN makes the sum NaN and is 0 itself."""
         total, weight = self._total[0], self._total[1] + self._weight
         return torch.stack([torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)])

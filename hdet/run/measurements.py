@@ -12,7 +12,7 @@ from torch import nn
 from ..core.engine import Engine
 from ..core.plan import Question
 from ..measure.measurement import Closure, Measurement, Watched
-from .cycle_stats import Slot
+from .cycle_stats import CycleStats
 
 __all__ = ["Panel"]
 
@@ -101,13 +101,13 @@ class Panel:
             table.append(torch.cat([row.to(found[0][1].device) for _, row in found]) if found else torch.zeros(0, dtype=torch.float64))
         return table
 
-    def measured(self, rows: Sequence[torch.Tensor] | None, slots: Sequence[Slot]) -> dict[str, list[list[float]]]:
+    def measured(self, rows: Sequence[torch.Tensor] | None, stats: Sequence[CycleStats]) -> dict[str, list[list[float]]]:
         """What has come back of such ``rows`` from all replicas, by name, [replica]."""
         if rows is None:
             return {}
         found, at = {}, 0
         for name, width in self._widths:
-            found[name] = self._all[name].split([slot.probe[at : at + width] for slot in slots])
+            found[name] = self._all[name].split([stat.probe[at : at + width] for stat in stats])
             at += width
         return found
 

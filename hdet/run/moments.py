@@ -19,15 +19,13 @@ from ..converge import BucketedAverage
 from ..optim.state import MASTER_KEYS, REPLICA_KEYS
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
-from .snapshot import GroupNumbers, begin_anew, state_tensors
+from .snapshot import GroupNumbers, reset_moments, state_tensors
 
-__all__ = ["POLICIES", "Moments"]
-
-POLICIES = ("keep", "average", "reset")
+__all__ = ["Moments"]
 
 
 class Moments:
-    """The moments of one optimizer under one of the `POLICIES`; None, under shared gradients, does nothing."""
+    """The moments of one optimizer under one of the policies of `Sync`; None, under shared gradients, does nothing."""
 
     def __init__(self, policy: str | None, optimizer: Optimizer, replicas: Replicas, bucket_bytes: int) -> None:
         self.policy, self._optimizer, self._replicas, self._bucket_bytes = policy, optimizer, replicas, bucket_bytes
@@ -70,7 +68,7 @@ class Moments:
     @torch.no_grad()
     def reset(self) -> None:
         """As before the first step, also the counters. Masters stay."""
-        begin_anew(self._optimizer)
+        reset_moments(self._optimizer)
         self._groups.put_back()
 
     def of(self, parameter: torch.Tensor) -> list[torch.Tensor]:

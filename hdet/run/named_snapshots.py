@@ -13,7 +13,7 @@ from ..core.plan import SnapshotOf
 from ..kernels.spec.rounding import split
 from ..measure.weight_line import local_masters, room_for, value_at
 from ..tensors.dtensor import local_parts
-from .run_start import Beginning
+from .run_start import RunStart
 
 __all__ = ["Snapshots"]
 
@@ -81,7 +81,7 @@ class Snapshots:
 class _Snapshot:
     def __init__(self, wanted: SnapshotOf, optimizer: Optimizer, model: nn.Module | None, copied: bool) -> None:
         self._place, self._dtype = wanted.place, None if wanted.dtype is None else getattr(torch, wanted.dtype)
-        self._rest = Beginning(optimizer, model, wanted.place, copied) if wanted.state else None
+        self._rest = RunStart(optimizer, model, wanted.place, copied) if wanted.state else None
         self.weights: list[torch.Tensor] = []
         if self._rest is not None:
             self._rest.expect()

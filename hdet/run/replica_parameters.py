@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..converge import Average, Converge, Task
+from ..converge import Average, Task
 from ..core.divergence import Divergence
 from ..core.rules.softmax import softmax_weights
+from ..policies import Sync
 from ..replicas import ReplicaDisagreement, Replicas
 from ..replicas.agreement import digest
 from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import LocalReplica, local_replicas
 from .moments import Moments
-from .snapshot import Anchors
+from .snapshot import CycleStarts
 
-__all__ = ["ReplicaWeights", "Tied", "average_weights", "check_tied"]
-
-Tied = tuple[torch.Tensor, dist.ProcessGroup]
-"""A tensor of which each rank of a group holds a copy, such as an embedding on the first and the last stage of a pipeline."""
+__all__ = ["ReplicaWeights", "average_weights", "check_tied"]
 
 
 class ReplicaWeights:
@@ -32,8 +30,8 @@ class ReplicaWeights:
 
     Args:
         tensors: parameters, then buffers; DTensors stand for their shards.
-        converge: the way of averaging; unused if one process holds all replicas, whose optimizer averages them.
-        tied, refresh, moments, divergence: see `Ensemble`.
+        sync: `Sync`; its way of averaging is unused if one process holds all replicas, whose optimizer averages them.
+        divergence: `Divergence`.
         modules: what is known to hold these parameters.
     """
 
@@ -42,24 +40,17 @@ class ReplicaWeights:
         tensors: Averaged,
         optimizer: Optimizer,
         replicas: Replicas,
-        converge: Converge,
-        *,
-        sync_interval: int,
-        bucket_bytes: int,
-        gradients: str,
-        moments: str | None,
-        tied: Sequence[Tied],
-        refresh: Callable[[], object] | None,
+        sync: Sync,
         divergence: Divergence,
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
         self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
-        task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync_interval, bucket_bytes, gradients)
-        self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else converge.build(task)
-        self.moments = Moments(moments, optimizer, replicas, bucket_bytes)
-        self._tied, self._refresh, self.modules = list(tied), refresh, list(modules)
-        self._anchors = None if divergence.rollback is None else Anchors(self.tensors, optimizer, divergence.rollback)
+        task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes, sync.gradients)
+        self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+        self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
+        self._tied, self._refresh, self.modules = list(sync.tied), sync.refresh, list(modules)
+        self._starts = None if divergence.rollback is None else CycleStarts(self.tensors, optimizer, divergence.rollback)
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -69,9 +60,9 @@ class ReplicaWeights:
         return local_parts(self.tensors[:1])[0].device
 
     @property
-    def settled(self) -> bool:
+    def idle(self) -> bool:
         """Nothing of an average is under way or kept back."""
-        return self._average.settled
+        return self._average.idle
 
     @property
     def companions(self) -> int:
@@ -83,7 +74,7 @@ class ReplicaWeights:
         return self._average.mean()
 
     def mark(self) -> float | None:
-        """What peers must have alike for this cycle's average, as a number for the slots; None: nothing but what was agreed on."""
+        """What peers must have alike for this cycle's average, as a number for the stats; None: nothing but what was agreed on."""
         if self.moments.policy != "average" and self.tensors.model is None:
             return None
         buffers = [] if self.tensors.model is None else [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
@@ -109,15 +100,15 @@ class ReplicaWeights:
 
     # -- in the course of a cycle ----------------------------------------------------------------------------------------
 
-    def depart(self) -> None:
+    def on_cycle_start(self) -> None:
         """Before the first step of a cycle."""
-        if self._anchors is not None:
-            self._anchors.advance()
+        if self._starts is not None:
+            self._starts.advance()
 
     def loaded(self) -> None:
         """Parameters may have been loaded: no earlier ones are of any use."""
-        if self._anchors is not None:
-            self._anchors.forget()
+        if self._starts is not None:
+            self._starts.forget()
 
     def acts_after(self, position: int) -> bool:
         """Has the way of averaging anything to do after this step, which does not end the cycle?"""
@@ -144,12 +135,12 @@ class ReplicaWeights:
         self._publish()
 
     def roll_back(self, attempt: int) -> None:
-        """Parameters and the optimizer's state as they were before the cycle's first step (`Anchors.go_back`), and equal on all replicas.
+        """Parameters and the optimizer's state as they were before the cycle's first step (`CycleStarts.go_back`), and equal on all replicas.
 
         They need not have been: after a noisy start, or where a way of averaging never makes them so.
         """
-        assert self._anchors is not None, "rollback needs an anchor"
-        self._anchors.go_back(attempt)
+        assert self._starts is not None, "rollback needs a snapshot"
+        self._starts.go_back(attempt)
         self._average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
@@ -211,7 +202,7 @@ def average_weights(kind: str, healthy: Sequence[int], losses: Sequence[float | 
 class _Coresident(Average):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
-    settled = True
+    idle = True
     companions = 0
 
     def __init__(self, optimizer: Any) -> None:

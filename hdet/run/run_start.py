@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from ..tensors.buffers import BufferCopies
 from ..tensors.dtensor import local_parts
 from ..tensors.module_hooks import Hook
-from .snapshot import Anchor
+from .snapshot import Snapshot
 
-__all__ = ["Beginning"]
+__all__ = ["RunStart"]
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -22,7 +22,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class Beginning:
+class RunStart:
     """All that a sweep changes but the optimizer's own parameters (a snapshot has those), as it was at the first step.
 
     - The optimizer's state, with moments that were loaded; without masters, which follow their parameters.
@@ -40,7 +40,7 @@ class Beginning:
     def __init__(self, optimizer: Optimizer, model: nn.Module | None, place: str, copied: bool = False) -> None:
         self._optimizer, self._model, self._place, self._copied = optimizer, model, place, copied
         self._buffers = None if model is None else BufferCopies(model, place == "host")
-        self._anchor: Anchor | None = None
+        self._snapshot: Snapshot | None = None
         self._others: list[tuple[str, nn.Parameter]] = []
         self._left_out: list[tuple[str, nn.Parameter, int]] = []
         self._before_forward: list[RemovableHandle] = []
@@ -49,7 +49,7 @@ class Beginning:
 
     @property
     def taken(self) -> bool:
-        return self._anchor is not None
+        return self._snapshot is not None
 
     def expect(self) -> None:
         """It is still to come, with the next first step."""
@@ -79,14 +79,14 @@ class Beginning:
         if module.training and self._buffers is not None:
             if self._after_load and not self._buffers.taken:
                 self._buffers.take()
-            self._rest()
+            self._release()
 
     def _look_while_tracing(self) -> None:
         self._traced = True
         if self._after_load and self._buffers is not None and not self._buffers.taken:
             self._buffers.take()
 
-    def _rest(self) -> None:
+    def _release(self) -> None:
         """The hooks of a compiled model stay, and do nothing: without them it would be compiled again."""
         if not self._traced:
             _remove(self._before_forward)
@@ -99,15 +99,15 @@ class Beginning:
         fits = sum(p.nbytes for p in resting) <= sum(p.nbytes for p in local_parts(list(own.values())))
         self._others = [(name, p) for name, p in others if p.requires_grad or fits]
         self._left_out = [] if fits else [(name, p, _version(p)) for name, p in others if not p.requires_grad]
-        self._anchor = Anchor([p for _, p in self._others], self._optimizer, self._place, weights=False)
-        self._anchor.take()
+        self._snapshot = Snapshot([p for _, p in self._others], self._optimizer, self._place, weights=False)
+        self._snapshot.take()
         if self._buffers is not None and not self._buffers.taken:
             self._buffers.take()
         _remove(self._after_load)
 
     def put_back(self) -> None:
-        assert self._anchor is not None, "take comes first"
-        self._anchor.restore()
+        assert self._snapshot is not None, "take comes first"
+        self._snapshot.restore()
         written = next((name for name, p, version in self._left_out if _version(p) != version), None)
         if written is not None:
             warnings.warn(
@@ -120,17 +120,17 @@ class Beginning:
 
     def moved(self) -> str | None:
         """The name of a parameter that asks for gradients, is not this optimizer's, and is not what it was, on this rank."""
-        if self._anchor is None:
+        if self._snapshot is None:
             return None
         thawed = next((name for name, p, version in self._left_out if p.requires_grad and _version(p) != version), None)
-        return thawed or next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._anchor.moved(i)), None)
+        return thawed or next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._snapshot.moved(i)), None)
 
     def close(self) -> None:
         """It is not needed any more: its memory is free."""
-        self._anchor, self._others, self._left_out = None, [], []
+        self._snapshot, self._others, self._left_out = None, [], []
         if self._buffers is not None:
             self._buffers.forget()
-        self._rest()
+        self._release()
         _remove(self._after_load)
 
     def leave(self) -> None:

@@ -194,7 +194,7 @@ class Schedule:
         return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
 
     def mark(self) -> float:
-        """Of the untouched values, as a number for the slots; waits for a device where they are."""
+        """Of the untouched values, as a number for the stats; waits for a device where they are."""
         return float(digest([[float(x) for x in knob.scheduled] for knob in self.knobs]))
 
     def check_marks(self, marks: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ from ..optim.step_plans import state_sets
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts
 
-__all__ = ["Anchor", "Anchors", "GroupNumbers", "begin_anew", "keeps_weights", "state_tensors"]
+__all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "keeps_weights", "reset_moments", "state_tensors"]
 
 _SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
@@ -49,7 +49,7 @@ def keeps_weights(optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def begin_anew(optimizer: Optimizer) -> None:
+def reset_moments(optimizer: Optimizer) -> None:
     """The state as before the first step; masters and other replicas' parameters stay.
 
     Of one of hdet's optimizers zeros, in place: plans know where it is. That of any other is dropped, and made by it as it makes it: not all
@@ -120,7 +120,7 @@ class GroupNumbers:
             group.update(before)
 
 
-class Anchor:
+class Snapshot:
     """Copies of some tensors, of a model's buffers and of an optimizer's state.
 
     Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
@@ -176,7 +176,7 @@ class Anchor:
         return not self._copies[place].is_in(self._tensors[place])
 
 
-class Anchors:
+class CycleStarts:
     """The beginnings of the running cycle and of the accepted one before it.
 
     A cycle may be accepted although its last steps have ruined it, because its mean loss is still good. Then no rate helps from where
@@ -184,7 +184,7 @@ class Anchors:
     """
 
     def __init__(self, tensors: Averaged, optimizer: Optimizer, place: str) -> None:
-        self._now, self._before = (Anchor(tensors.fixed, optimizer, place, tensors.model) for _ in range(2))
+        self._now, self._before = (Snapshot(tensors.fixed, optimizer, place, tensors.model) for _ in range(2))
         self._went_back = False
 
     def advance(self) -> None:

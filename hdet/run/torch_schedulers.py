@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content, put
-from ..tensors.eval_mode import undisturbed
+from ..tensors.eval_mode import eval_mode
 
 __all__ = ["WAY_OUT", "TorchSchedulers"]
 
@@ -157,7 +157,7 @@ class TorchSchedulers:
             cell.set(start[place])
         for scheduler in chain:
             try:
-                with undisturbed(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
+                with eval_mode(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
                     way(_twin(scheduler, stand_in), groups)
             except Exception:  # noqa: BLE001 - a user's class, which was never meant to be asked: it is refused where that matters
                 return None

@@ -12,11 +12,11 @@ from torch import nn
 
 from .buffers import BufferCopies, Copy, places
 
-__all__ = ["undisturbed"]
+__all__ = ["eval_mode"]
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients inside; afterwards module modes, buffers and every random state are exactly as before.
 
     Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state. Modes are changed by `train`, which a module

@@ -125,7 +125,7 @@ class Shadow:
         self.corrected = [0, 1] if setup["knob"] == "all" else [0]
 
     def state(self) -> dict[str, Any]:
-        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "eased", "temperature")}
+        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "ramps", "temperature")}
         schedulers = {key: s and copy.deepcopy(s.state_dict()) for key, s in (("scheduler", self.scheduler), ("own", self.own))}
         return {"plain": plain, "lr": [group["lr"] for group in self.optimizer.param_groups], **schedulers}
 
@@ -219,7 +219,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.controller = Scripted(self.script)
         knobs: list[Any] = [hdet.LearningRate(self.setup["spread"], groups=None if self.setup["knob"] == "all" else [0])]
         if self.setup["temperature"]:
-            settings = {"spread": 0.5 * self.setup["spread"], "honest": True, "direct": True}
+            settings = {"spread": 0.5 * self.setup["spread"], "valid_on_train_loss": True, "affects_eval_loss": True}
             knobs.append(hdet.Scalar("temperature", lambda: self.temperature, lambda x: setattr(self, "temperature", x), **settings))
         with quiet():
             self.ensemble = hdet.Ensemble(
@@ -227,7 +227,7 @@ class EnsembleMachine(RuleBasedStateMachine):
                 self.scheduler,
                 knobs=knobs,
                 replicas=self.replicas,
-                sync_interval=self.setup["interval"],
+                sync=hdet.Sync(self.setup["interval"]),
                 warmup_steps=self.setup["warmup"],
                 controller=self.controller,
                 divergence=hdet.Divergence(peer_bound=None),
@@ -308,7 +308,7 @@ class EnsembleMachine(RuleBasedStateMachine):
             assert bits(self.weights(k)) == bits(list(twin.parameters())), k
 
     def converged_means_equal(self) -> None:
-        if self.ensemble.converged:
+        if self.ensemble.in_sync:
             assert all(bits(self.weights(k)) == bits(self.weights(0)) for k in range(self.count))
 
     def state_is_plain(self) -> None:
@@ -445,7 +445,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         with quiet():
             self.ensemble.converge()
         self.average(set(range(self.count)))
-        assert self.ensemble.converged
+        assert self.ensemble.in_sync
         self.broken_losses = set()
 
     @rule(what=st.integers(0, 13))

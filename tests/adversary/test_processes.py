@@ -69,8 +69,8 @@ def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str,
                 assert equal(state), what
                 run.ensemble.load_state_dict(state)
             averaged = run.ensemble.cycle > cycle or action in ("converge", "save", "broken weights")
-            assert run.ensemble.converged or not averaged, what
-            if run.ensemble.converged:
+            assert run.ensemble.in_sync or not averaged, what
+            if run.ensemble.in_sync:
                 assert equal(bits(run.weights())), what
             assert torch.isfinite(run.weights()).all(), what
             assert equal(([group["lr"] for group in run.optimizer.param_groups], run.ensemble.values(), run.ensemble.corrections)), what

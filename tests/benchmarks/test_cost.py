@@ -217,9 +217,9 @@ def test_a_link_that_cannot_be_is_refused(bandwidth: float, latency: float) -> N
 
 def test_bytes_of_the_slots() -> None:
     job = Job(1024, 10**9, shards=64)
-    assert cost.slots(job).size == 24_576
-    assert cost.slots(job, chunks=8).size == 106_496
-    assert cost.slots(job).seconds == pytest.approx(32e-5 + 2 * 24576 / 45e9)  # 2 log2(65 536) messages
+    assert cost.statistics(job).size == 24_576
+    assert cost.statistics(job, chunks=8).size == 106_496
+    assert cost.statistics(job).seconds == pytest.approx(32e-5 + 2 * 24576 / 45e9)  # 2 log2(65 536) messages
 
 
 def test_an_engine_draws_once_a_cycle() -> None:

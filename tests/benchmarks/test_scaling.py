@@ -48,7 +48,7 @@ def test_json_has_the_numbers_of_the_table(capsys: pytest.CaptureFixture[str]) -
     assert record["job"]["parameters"] == 70 * 10**9 and record["job"]["across"] == {"bandwidth": 45e9, "latency": 0.0}
     plain = record["ways"][0]
     assert plain["name"] == "plain" and plain["seconds"] == pytest.approx(2 * 1023 / 1024 * 4 * 70e9 / 64 / 45e9)
-    assert record["slots"]["size"] == 24_576 and record["slots_with_probe"] is None
+    assert record["statistics"]["size"] == 24_576 and record["statistics_with_probe"] is None
 
 
 @pytest.mark.parametrize(

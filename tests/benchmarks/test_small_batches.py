@@ -59,7 +59,7 @@ def test_a_problem_is_a_function_of_seed_and_step_and_can_be_learned(name: str) 
     assert best["validation"] < 0.9 * best["untrained"]
 
 
-@pytest.mark.filterwarnings("ignore:step.loss. was:UserWarning")  # of a few losses that explode between a step and its octave's end
+@pytest.mark.filterwarnings("ignore:step.loss. was:UserWarning")  # of a few losses that explode between a step and its doubling's end
 @pytest.mark.parametrize(("name", "batch"), [("regression", 2), ("classification", 2), ("classification", 4)])
 def test_a_rate_that_is_a_hundred_times_too_low_is_raised_and_no_run_is_lost(name: str, batch: int) -> None:
     """Of these nine runs six ended above the untrained model, at rates that were 1e3 to 2e5 times the user's: 2^-8 is the best."""

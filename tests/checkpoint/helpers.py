@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet import checkpoint, converge
 from hdet.replicas import Replicas
+from tests.harness import policies
 
 TOTAL, INTERVAL = 40, 5
 
@@ -36,8 +37,7 @@ class Run:
             self.scheduler,
             knobs=[hdet.LearningRate(0.3)],
             replicas=replicas,
-            sync_interval=INTERVAL,
-            **{"controller": hdet.SoftmaxController(decay=None), **settings},
+            **policies(every=INTERVAL, **{"controller": hdet.SoftmaxController(decay=None), **settings}),
         )
         self.generator = torch.Generator().manual_seed(stream)
         self.extra: dict[str, Any] = {}

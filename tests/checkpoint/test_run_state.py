@@ -341,7 +341,7 @@ def coresident(count: int, **settings: Any) -> Any:
     replicas = hdet.CoresidentReplicas(net, count)
     optimizer = helpers.fused_fp32(net.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
-    return replicas, net, optimizer, hdet.Ensemble(optimizer, scheduler, replicas=replicas, sync_interval=4)
+    return replicas, net, optimizer, hdet.Ensemble(optimizer, scheduler, replicas=replicas, sync=hdet.Sync(4))
 
 
 def turn(parts: Any, steps: range) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hdet
+from tests.harness import policies
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,8 +62,7 @@ class Run:
         scheduler = None if constant else torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total_steps=steps)
         self.replicas = hdet.CoresidentReplicas(self.model, num_replicas=replicas) if replicas > 1 else None
         self.ensemble = hdet.Ensemble(
-            self.optimizer, scheduler, knobs=[hdet.LearningRate(spread)], replicas=self.replicas, sync_interval=interval,
-            total_steps=steps, controller=self.controller, log=lambda record, _: self.history.append(json.loads(json.dumps(record))), **settings,
+            self.optimizer, scheduler, knobs=[hdet.LearningRate(spread)], replicas=self.replicas, total_steps=steps, controller=self.controller, log=lambda record, _: self.history.append(json.loads(json.dumps(record))), **policies(every=interval, **settings),
         )  # fmt: skip
         self.done = 0
 

@@ -52,21 +52,21 @@ def equal(run: Run) -> bool:
 
 def test_a_kept_cycle_leaves_replicas_apart_and_says_so() -> None:
     run = planned([hdet.Plan(), KEPT]).train(10)
-    assert equal(run) and run.ensemble.converged and not run.ensemble.parted
+    assert equal(run) and run.ensemble.in_sync and not run.ensemble.parted
     run.train(10)
-    assert not equal(run) and not run.ensemble.converged and run.ensemble.parted
+    assert not equal(run) and not run.ensemble.in_sync and run.ensemble.parted
     with pytest.warns(UserWarning, match="saving in the middle of a cycle"):
         run.ensemble.state_dict()
     with pytest.raises(ValueError, match="would be a mixture"):
         hdet.checkpoint.RunState(run.model, run.ensemble).state_dict()
     run.ensemble.converge()
-    assert equal(run) and run.ensemble.converged and not run.ensemble.parted
+    assert equal(run) and run.ensemble.in_sync and not run.ensemble.parted
 
 
 def test_a_spread_after_a_kept_cycle_without_one_parts_replicas() -> None:
     """Replicas that could not part were known to be equal; that knowledge ends with the cycle."""
     run = planned([hdet.Plan(), hdet.Plan(spread=False, end=hdet.Keep()), KEPT]).train(25)
-    assert not equal(run) and not run.ensemble.converged
+    assert not equal(run) and not run.ensemble.in_sync
 
 
 def test_a_snapshot_of_a_cycle_after_a_kept_one_is_taken_at_its_first_step() -> None:
@@ -84,7 +84,7 @@ def test_an_average_after_a_kept_cycle_is_one(replicas: int) -> None:
     if replicas > 1:
         assert not equal(run)
     run.train(1)
-    assert run.ensemble.converged and (replicas == 1 or equal(run)) and len(before) == 4
+    assert run.ensemble.in_sync and (replicas == 1 or equal(run)) and len(before) == 4
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_buffers_go_back_without_anything_that_is_measured() -> None:
     net = nn.Sequential(build(), nn.BatchNorm1d(1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     controller = Planned([hdet.Plan(5, snapshots=START, judged=False, end=hdet.Restore("start"))])
-    ensemble = hdet.Ensemble(optimizer, None, total_steps=50, controller=controller, buffers=net)
+    ensemble = hdet.Ensemble(optimizer, None, total_steps=50, controller=controller, sync=hdet.Sync(buffers=net))
     before = {key: value.clone() for key, value in net.state_dict().items()}
     for step in range(5):
         loss = loss_of(net, batch(step))
@@ -130,7 +130,7 @@ def noisy(rank: int, world: int, plans: Callable[[], list[hdet.Plan]]) -> tuple[
         model[0].weight.add_(0.1 * rank)  # type: ignore[index,union-attr,operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ensemble = hdet.Ensemble(
-        optimizer, None, sync_interval=5, total_steps=50, controller=Planned(plans()), gradients="local", moments="reset"
+        optimizer, None, sync=hdet.Sync(5, gradients="local", moments="reset"), total_steps=50, controller=Planned(plans())
     )
     begin = model[0].weight.flatten().tolist()  # type: ignore[index,union-attr,operator]
     for step in range(5):
@@ -139,7 +139,7 @@ def noisy(rank: int, world: int, plans: Callable[[], list[hdet.Plan]]) -> tuple[
         optimizer.step()
         optimizer.zero_grad()
         ensemble.step(loss)
-    return begin, model[0].weight.flatten().tolist(), ensemble.converged  # type: ignore[index,union-attr,operator]
+    return begin, model[0].weight.flatten().tolist(), ensemble.in_sync  # type: ignore[index,union-attr,operator]
 
 
 def restored() -> list[hdet.Plan]:
@@ -156,7 +156,7 @@ def test_another_way_of_averaging_is_refused_where_cycles_end_otherwise() -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with pytest.raises(ValueError, match=r"ends with Keep\(\).*leave converge out"):
         hdet.Ensemble(
-            optimizer, None, total_steps=50, sync_interval=5, controller=Planned([KEPT]), converge=hdet.converge.Compressed("bf16")
+            optimizer, None, total_steps=50, sync=hdet.Sync(5, converge=hdet.converge.Compressed("bf16")), controller=Planned([KEPT])
         )
 
 

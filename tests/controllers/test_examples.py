@@ -80,12 +80,12 @@ def test_a_population_parts_and_adopts_the_winner() -> None:
     multipliers, before = run.history[0]["multipliers"]["lr"], [own[0].detach().clone() for own in sets]
     assert multipliers[0] == 1.0 and {1.0} < set(multipliers) <= {0.5, 1.0, 2.0}
     other = next(r for r, rho in enumerate(multipliers) if rho != 1.0)
-    assert not torch.equal(before[0], before[other]) and not run.ensemble.converged, "nothing is averaged"
+    assert not torch.equal(before[0], before[other]) and not run.ensemble.in_sync, "nothing is averaged"
     run.train(10)
     record = run.history[1]
     best = min(range(4), key=lambda r: record["losses"][r])
     assert record["record"]["end"] == {"kind": "Adopt", "replica": best}
-    assert all(torch.equal(own[0], sets[0][0]) for own in sets) and run.ensemble.converged, "all are the winner now"
+    assert all(torch.equal(own[0], sets[0][0]) for own in sets) and run.ensemble.in_sync, "all are the winner now"
     assert not any(torch.equal(sets[0][0], old) for old in before)
     assert record["corrections"]["lr"] == record["multipliers"]["lr"][best], "and so are its values"
     run.train()
@@ -122,8 +122,7 @@ def two_ranks(rank: int, world: int, file: str, settings: dict[str, Any]) -> tup
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     controller, corrections = made(file, **settings), []
     ensemble = hdet.Ensemble(
-        optimizer, None, knobs=[hdet.LearningRate(0.3)], sync_interval=10, total_steps=120, controller=controller, gradients="local",
-        moments="reset", log=lambda record, _: corrections.append(record["corrections"]["lr"]),
+        optimizer, None, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(10, gradients="local", moments="reset"), total_steps=120, controller=controller, log=lambda record, _: corrections.append(record["corrections"]["lr"]),
     )  # fmt: skip
     for step in range(120):
         loss = loss_of(model, batch_of(1000 * step + rank))

@@ -25,8 +25,8 @@ def averages(rank: int, world: int, way: Compressed, weights: list[float], shape
     start = [torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
     tensors, masters = held(start, KINDS)
     made = way.build(task(tensors, masters, bucket_bytes=bucket))
-    made.end_cycle([1 / world] * world)  # sets the anchor
-    assert made.settled
+    made.end_cycle([1 / world] * world)  # sets the reference
+    assert made.idle
     report = []
     for step in (1, 2):
         for i, value in enumerate(exact(tensors, masters)):
@@ -39,7 +39,7 @@ def averages(rank: int, world: int, way: Compressed, weights: list[float], shape
                 masters[i].copy_(kept[0])
         before = exact(tensors, masters)
         made.end_cycle(weights)
-        assert not made.settled
+        assert not made.idle
         report.append((before, exact(tensors, masters), written(tensors, masters)))
     return report
 
@@ -79,7 +79,7 @@ def long_run(rank: int, world: int, way: Compressed, feedback: bool) -> Any:
                 kept.chunk_error.zero_()
     arrived = tensor[1:].mean().item()
     made.complete([1 / world] * world)
-    return arrived, made.settled, tensor.clone()
+    return arrived, made.idle, tensor.clone()
 
 
 def test_what_rounding_takes_away_arrives_later() -> None:

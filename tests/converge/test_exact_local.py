@@ -43,7 +43,7 @@ def train(rank: int, world: int, name: str, way: Any, dtype: torch.dtype, settin
         apart = (parameter if master is None or master.dtype == torch.int16 else master).detach().clone()
         with account() as sent:
             notes = made.end_cycle([1 / world] * world)
-        assert notes == [] and made.settled, notes
+        assert notes == [] and made.idle, notes
         master = optimizer.masters([parameter], 0)[0]
         found.append((apart, parameter.detach().clone(), None if master is None else master.clone()))
         sent_in.append(sum(b for _, b in sent))
@@ -244,7 +244,7 @@ def two_ensembles(rank: int, world: int) -> tuple[Any, ...]:
     optimizer = hdet.FusedSGD([parameter], lr=0.1)
     hooks, sent = registered(optimizer), []
     for way in (ExactLocal(), Plain()):
-        ensemble = hdet.Ensemble(optimizer, None, sync_interval=2, converge=way)
+        ensemble = hdet.Ensemble(optimizer, None, sync=hdet.Sync(2, converge=way))
         with account() as collectives:
             for _ in range(4):
                 parameter.grad = torch.full((4,), 0.5)

@@ -49,7 +49,7 @@ def average_cases(rank: int, world: int, seeds: range, way: Converge, method: st
                 made.after_step(2)
         else:
             made.complete(weights)
-            assert made.settled
+            assert made.idle
         reports.append((written(tensors, masters), exact(tensors, masters)))
     return reports
 
@@ -107,12 +107,12 @@ def streaming_account(rank: int, world: int, fragments: int, interval: int, brok
             notes += made.after_step(position) if acts else []
         travelled.append(sum(b for _, b in sent))
         assert acts == bool(sent)
-    assert not made.settled
+    assert not made.idle
     with account() as sent:
         notes += made.end_cycle([1 / world] * world)
     travelled.append(sum(b for _, b in sent))
     made.complete([1 / world] * world)
-    assert made.settled
+    assert made.idle
     return travelled, notes, [t.clone() for t in tensors]
 
 
@@ -146,7 +146,7 @@ def streaming_cut_short(rank: int, world: int) -> Any:
     made.end_cycle([0.5, 0.5])
     before = tensors[0].clone()
     made.end_cycle([1.0, 0.0])
-    return before, tensors[0], made.settled
+    return before, tensors[0], made.idle
 
 
 def test_what_a_short_cycle_has_not_averaged_it_averages_at_its_end() -> None:
@@ -173,11 +173,11 @@ def overlapped_run(rank: int, world: int, weights: list[float], masters: bool) -
         tensors[0].copy_(value)
         moved.append(step)
         if position == 1:
-            assert not made.settled
+            assert not made.idle
         assert made.acts_after(position) == (position == 2)
         if position == 2:
             made.after_step(position)
-    return snapshot, moved, value, tensors[0].float(), made.settled
+    return snapshot, moved, value, tensors[0].float(), made.idle
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.25, 0.75]], ids=str)
@@ -200,7 +200,7 @@ def overlapped_without_one(rank: int, world: int) -> Any:
     if rank == 1:
         tensors[0][7] = torch.nan
     notes = made.end_cycle([1.0, 0.0])
-    return tensors[0].tolist(), notes, made.settled, made.acts_after(2)
+    return tensors[0].tolist(), notes, made.idle, made.acts_after(2)
 
 
 def test_overlapped_averages_at_once_where_a_replica_is_left_out() -> None:
@@ -216,7 +216,7 @@ def overlapped_early(rank: int, world: int) -> Any:
     made.end_cycle([0.5, 0.5])  # the run's end cuts the cycle short: 0.5 + (1 or 2), and on with the next average
     first = float(tensors[0][0])
     made.complete([0.5, 0.5])
-    return first, float(tensors[0][0]), made.settled
+    return first, float(tensors[0][0]), made.idle
 
 
 def test_overlapped_averages_are_applied_before_others_begin() -> None:
@@ -283,6 +283,6 @@ def test_ways_are_values_and_do_nothing_for_one_replica(way: Converge) -> None:
     assert isinstance(way, Converge) and way == eval(repr(way)) and hash(way) == hash(eval(repr(way)))
     tensor = torch.tensor([0.1, torch.nan])
     made = way.build(task([tensor], replicas=Replicas.single()))
-    assert made.end_cycle([1.0]) == [] and made.after_step(1) == [] and made.settled and made.mean() is None
+    assert made.end_cycle([1.0]) == [] and made.after_step(1) == [] and made.idle and made.mean() is None
     made.complete([1.0])
     assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()

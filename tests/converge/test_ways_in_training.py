@@ -38,10 +38,10 @@ def trained(rank: int, world: int) -> dict[str, Any]:
     report = {}
     for name, way in WAYS.items():
         run = run_of(rank, way).steps(45)
-        before, converged = run.weights(), run.ensemble.converged
+        before, converged = run.weights(), run.ensemble.in_sync
         run.ensemble.converge()
         loss = sum(loss_of(run.net, batch(5000 + i)).item() for i in range(8)) / 8
-        report[name] = (run.weights(), before, converged, run.ensemble.converged, loss, run.ensemble.mean() is not None)
+        report[name] = (run.weights(), before, converged, run.ensemble.in_sync, loss, run.ensemble.mean() is not None)
     return report
 
 
@@ -116,8 +116,8 @@ def nothing_sent(rank: int, world: int) -> Any:
 
 def test_exact_local_sends_the_slots_and_ddps_gradients_only() -> None:
     (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
-    slots = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
-    assert sizes == [[slots]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"
+    stats = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
+    assert sizes == [[stats]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"
     assert torch.equal(weights, other[1]) and multipliers[1] == [1.0] and multipliers[0] != [1.0]
 
 

@@ -19,8 +19,8 @@ from hdet.core.engine import Engine, KnobSpec, ask_and_tell
 from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Decision, Learned, Level, Moment, Question, Restore
 from hdet.core.rules import LineRule
-from hdet.core.rules.coarse_scan import BREAK_OVER_MEAN
-from hdet.core.rules.line_rule import BELOW, FEEL, FROM, LATE, LIMIT, READ, RISE, octave_steps
+from hdet.core.rules.line_rule import BELOW, COARSE_SCAN, FROM, LATE, LIMIT, READ, RISE, steps_per_doubling
+from hdet.core.rules.range_test import BREAK_OVER_MEAN
 
 # -- single decisions ----------------------------------------------------------------------------------------------------
 
@@ -90,28 +90,28 @@ def evidence(step: int, line: Made | None = None, loss: float | None = 1.0, **mo
     return Evidence(step=step, **given), line
 
 
-FELT = Made(lambda rho: (rho - 5) ** 2)
+SHOWN = Made(lambda rho: (rho - 5) ** 2)
 """Above its beginning from rho = 10 on, that is at 16 in steps of 2."""
-LOST = Made(FELT.losses[0], level=1e30)
+LOST = Made(SHOWN.losses[0], level=1e30)
 """Of weights that are not finite."""
-BAD = Made(FELT.losses[0], level=1e28)
+BAD = Made(SHOWN.losses[0], level=1e28)
 """Of a mini-batch with an example that has no finite loss, whatever the weights are."""
 
 
-def feel(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Said]:
-    return decide(rule, evidence(CYCLE, FELT, loss, **more))
+def coarse_scan(rule: LineRule, loss: float = 2.0, **more: Any) -> list[Said]:
+    return decide(rule, evidence(CYCLE, SHOWN, loss, **more))
 
 
 def swept(rule: LineRule, losses: Sequence[float | None], **more: Any) -> list[Said]:
-    """One octave, of one cycle, for each loss, None being that of broken weights; the decision after the last."""
+    """One doubling, of one cycle, for each loss, None being that of broken weights; the decision after the last."""
     decisions: list[Said] = []
     for loss in losses:
         step = int(rule.next_end(TOTAL, CYCLE))
-        decisions = decide(rule, evidence(step, LOST if loss is None else FELT, loss, **more))
+        decisions = decide(rule, evidence(step, LOST if loss is None else SHOWN, loss, **more))
     return decisions
 
 
-def test_a_run_begins_at_a_16th_and_nothing_moves_before_an_octave_ends() -> None:
+def test_a_run_begins_at_a_16th_and_nothing_moves_before_a_doubling_ends() -> None:
     rule = LineRule()
     engine = Engine([KnobSpec("k", 0.0)], 1, Clock(CYCLE, total_steps=TOTAL), rule)
     assert engine.corrections == [1 / 16] and engine.value(0, 3.0) == 3 / 16
@@ -135,9 +135,11 @@ def test_a_run_begins_at_a_16th_and_nothing_moves_before_an_octave_ends() -> Non
         (20, 2, 1),
     ],
 )
-def test_an_octave_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_less_than_one(total: int, interval: int, steps: int) -> None:
+def test_a_doubling_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_less_than_one(
+    total: int, interval: int, steps: int
+) -> None:
     rule = LineRule()
-    assert octave_steps(total, interval) == steps == rule.next_end(total, interval)
+    assert steps_per_doubling(total, interval) == steps == rule.next_end(total, interval)
     if interval > max(1, total // 10):
         return
     rule.start(run_of(total, interval))
@@ -147,33 +149,33 @@ def test_an_octave_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_l
     assert interval == 1 or rule.plan(Moment(3, 3 * interval + 1, 0)).steps == interval - 1
 
 
-def test_a_sweep_has_twenty_octaves_however_long_the_run_is() -> None:
+def test_a_sweep_has_twenty_doublings_however_long_the_run_is() -> None:
     rule = LineRule()
-    feel(rule, total_steps=10**6)
+    coarse_scan(rule, total_steps=10**6)
     count = 0
     while rule.sweeping:
-        decide(rule, evidence(int(rule.next_end(10**6, CYCLE)), FELT, 2.0, total_steps=10**6))
+        decide(rule, evidence(int(rule.next_end(10**6, CYCLE)), SHOWN, 2.0, total_steps=10**6))
         count += 1
-    assert count == 160 / CYCLE - 1  # feel is one
+    assert count == 160 / CYCLE - 1  # the coarse scan is one
 
 
-def test_the_first_octave_ends_far_below_the_line_s_edge_whatever_the_schedule_is() -> None:
-    """The edge is at 16 times the value in force, and `BELOW` that is where the first octave ends."""
+def test_the_first_doubling_ends_far_below_the_divergence_threshold_whatever_the_schedule_is() -> None:
+    """The edge is at 16 times the value in force, and `BELOW` that is where the first doubling ends."""
     for value, peak in ((1.0, 1.0), (0.01, 1.0), (3e-5, 2e-3)):
         rule = LineRule()
-        (decision,) = feel(rule, corrections=(value / peak,), scheduled=[peak], peak=[peak])
+        (decision,) = coarse_scan(rule, corrections=(value / peak,), scheduled=[peak], peak=[peak])
         assert decision.factor == pytest.approx(16 / BELOW) and decision.ramp == CYCLE
-        assert rule.edge == pytest.approx(16 * value / peak) and rule.sweeping
+        assert rule.threshold == pytest.approx(16 * value / peak) and rule.sweeping
 
 
-def test_octaves_double_the_rate_whatever_the_schedule_does_meanwhile() -> None:
-    """It grows evenly by the logarithm here, by 3/2 an octave: then the correction has to grow by 4/3."""
+def test_doublings_double_the_rate_whatever_the_schedule_does_meanwhile() -> None:
+    """It grows evenly by the logarithm here, by 3/2 a doubling: then the correction has to grow by 4/3."""
     rule = LineRule()
-    feel(rule, corrections=(0.1,), scheduled=[0.01])
+    coarse_scan(rule, corrections=(0.1,), scheduled=[0.01])
     factors = []
-    for octave in range(4):
-        step, scheduled = (octave + 2) * CYCLE, 0.01 * 1.5 ** (octave + 1)
-        (decision,) = decide(rule, evidence(step, FELT, 2.0 - 0.3 * octave, corrections=(0.1,), scheduled=[scheduled]))
+    for doubling in range(4):
+        step, scheduled = (doubling + 2) * CYCLE, 0.01 * 1.5 ** (doubling + 1)
+        (decision,) = decide(rule, evidence(step, SHOWN, 2.0 - 0.3 * doubling, corrections=(0.1,), scheduled=[scheduled]))
         assert decision.ramp == CYCLE and not decision.restart
         factors.append(decision.factor)
     assert factors == pytest.approx([4 / 3] * 4)
@@ -184,9 +186,9 @@ LEARNS = [2.0, 1.2, 0.9]
 
 def test_what_breaks_is_taken_back_and_the_estimate_comes_gently() -> None:
     rule = LineRule()
-    feel(rule, corrections=(60.0,))
+    coarse_scan(rule, corrections=(60.0,))
     (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,))
-    # The octaves of these made-up evidences are all at 60 / sqrt(2), so the break says less than what is sufficient.
+    # The doublings of these made-up evidences are all at 60 / sqrt(2), so the break says less than what is sufficient.
     assert decision.restart and decision.ramp_from == 1 / FROM and decision.ramp == RISE * TOTAL
     assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_MEAN)
     assert "training broke" in decision.note and "begun again" in decision.note
@@ -196,21 +198,21 @@ def test_what_breaks_is_taken_back_and_the_estimate_comes_gently() -> None:
 @pytest.mark.parametrize(("best", "stays"), [(0.65, False), (0.75, True), (1.0, True), (2.4, True), (2.6, False)])
 def test_the_user_s_value_stays_within_the_band(best: float, stays: bool) -> None:
     rule, broken = LineRule(), best * BREAK_OVER_MEAN * math.sqrt(2)
-    feel(rule, corrections=(broken,))
+    coarse_scan(rule, corrections=(broken,))
     (decision,) = swept(rule, [*LEARNS, None], corrections=(broken,))
     assert broken * decision.factor == pytest.approx(1.0 if stays else best) and decision.restart
     assert ("which stays" in decision.note) is stays
 
 
 @pytest.mark.parametrize(("best", "stays"), [(0.06, False), (0.08, True), (9.0, True), (24.0, True), (26.0, False)])
-def test_with_few_losses_to_an_octave_only_a_rate_that_is_far_off_is_changed(best: float, stays: bool) -> None:
+def test_with_few_losses_to_a_doubling_only_a_rate_that_is_far_off_is_changed(best: float, stays: bool) -> None:
     """Six examples in ten steps; of seven the rest are as many as are needed."""
     for examples in (6.0, 7.0):
         rule, broken = LineRule(), best * BREAK_OVER_MEAN * math.sqrt(2)
-        feel(rule, corrections=(broken,))
+        coarse_scan(rule, corrections=(broken,))
         swept(rule, LEARNS, corrections=(broken,))
         step = int(rule.next_end(TOTAL, CYCLE))
-        (decision,) = decide(rule, evidence(step, Made(FELT.losses[0], level=1e30, examples=examples), None, corrections=(broken,)))
+        (decision,) = decide(rule, evidence(step, Made(SHOWN.losses[0], level=1e30, examples=examples), None, corrections=(broken,)))
         few = examples < 7
         assert broken * decision.factor == pytest.approx(1.0 if stays and few else best) and decision.restart
         assert ("which stays" in decision.note) is (stays and few)
@@ -220,7 +222,7 @@ def test_with_few_losses_to_an_octave_only_a_rate_that_is_far_off_is_changed(bes
 @pytest.mark.parametrize("mean", [1.0, 0.85, 0.5])
 def test_what_is_found_is_a_mean_over_the_run_and_the_schedule_tells_its_peak(mean: float) -> None:
     rule = LineRule()
-    feel(rule, corrections=(60.0,), mean=[mean])
+    coarse_scan(rule, corrections=(60.0,), mean=[mean])
     (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,), mean=[mean])
     assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_MEAN / mean)
 
@@ -228,20 +230,20 @@ def test_what_is_found_is_a_mean_over_the_run_and_the_schedule_tells_its_peak(me
 @pytest.mark.parametrize("losses", [[None], [2.0, None], [2.0, 9.0, 9.0], [2.0, 1e30, None]])
 def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> None:
     rule = LineRule()
-    feel(rule)
+    coarse_scan(rule)
     (decision,) = swept(rule, losses)
     assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and decision.ramp_from == 1.0
-    assert rule.sweeping and rule.octaves == []
-    # The line is felt again there.
+    assert rule.sweeping and rule.doublings == []
+    # The line is scanned again there.
     swept(rule, [1.5], corrections=(1 / BELOW,))
-    assert rule.sweeping and rule.edge == pytest.approx(16 / BELOW) and rule.octaves == []
+    assert rule.sweeping and rule.threshold == pytest.approx(16 / BELOW) and rule.doublings == []
 
 
 def test_not_finite_at_the_first_steps_begins_again_lower() -> None:
     rule = LineRule()
     (decision,) = decide(rule, evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho, level=1e30), None))
     assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and rule.sweeping
-    assert rule.edge == 0.0 and rule.phase == FEEL
+    assert rule.threshold == 0.0 and rule.phase == COARSE_SCAN
 
 
 def test_what_is_never_finite_gives_the_user_s_value_back_after_15_percent() -> None:
@@ -256,25 +258,25 @@ def test_weights_that_do_not_move_are_given_a_higher_rate_and_the_line_is_felt_a
     """A scaler has skipped the first steps, or a rate is below the parameters' last bit."""
     rule = LineRule()
     (decision,) = decide(rule, evidence(CYCLE, Made(lambda rho: 0.0)))
-    assert decision.factor == 16 and not decision.restart and rule.phase == FEEL
-    decide(rule, evidence(2 * CYCLE, FELT))
-    assert rule.edge == 16 and rule.phase != FEEL
+    assert decision.factor == 16 and not decision.restart and rule.phase == COARSE_SCAN
+    decide(rule, evidence(2 * CYCLE, SHOWN))
+    assert rule.threshold == 16 and rule.phase != COARSE_SCAN
     still = LineRule()
     while still.sweeping:
         (decision,) = decide(still, evidence(int(still.next_end(TOTAL, CYCLE)), Made(lambda rho: 0.0), corrections=(3.0,)))
     assert 3 * decision.factor == pytest.approx(1.0) and "do not move" in decision.note and still.ended == LIMIT * TOTAL
 
 
-def test_a_bad_mini_batch_at_an_octaves_end_is_not_read() -> None:
+def test_a_bad_mini_batch_at_a_doublings_end_is_not_read() -> None:
     """The next cycle is, and its training losses count like the others'; not for ever."""
     rule, plain = LineRule(), LineRule()
-    assert decide(rule, evidence(CYCLE, BAD, None)) == [Decision()] and rule.phase == FEEL
-    decide(rule, evidence(2 * CYCLE, FELT))
-    decide(plain, evidence(CYCLE, FELT))
-    assert rule.edge == plain.edge and rule.untrained[1] == plain.untrained[1]
+    assert decide(rule, evidence(CYCLE, BAD, None)) == [Decision()] and rule.phase == COARSE_SCAN
+    decide(rule, evidence(2 * CYCLE, SHOWN))
+    decide(plain, evidence(CYCLE, SHOWN))
+    assert rule.threshold == plain.threshold and rule.untrained[1] == plain.untrained[1]
     assert decide(rule, evidence(3 * CYCLE, BAD, 1.0)) == [Decision()]
-    decide(rule, evidence(4 * CYCLE, FELT, 2.0))
-    assert [row[1] for row in rule.octaves] == [1.5]
+    decide(rule, evidence(4 * CYCLE, SHOWN, 2.0))
+    assert [row[1] for row in rule.doublings] == [1.5]
     said = {step: decide(rule, evidence(step, BAD, None, corrections=(3.0,)))[0] for step in range(50, 160, CYCLE)}
     assert [step for step, decision in said.items() if decision != Decision()] == [LIMIT * TOTAL]
     assert said[150].restart and 3 * said[150].factor == pytest.approx(1.0) and not rule.sweeping
@@ -282,29 +284,29 @@ def test_a_bad_mini_batch_at_an_octaves_end_is_not_read() -> None:
 
 @pytest.mark.parametrize("losses", [[2.0, None, 1.0], [2.0, 1.0, None], [None, 2.0, 1.0]])
 def test_a_mini_batch_without_a_loss_breaks_nothing(losses: list[float | None]) -> None:
-    """Its cycle is left out; and where an octave has no other, the current batch stands for it."""
+    """Its cycle is left out; and where a doubling has no other, the current batch stands for it."""
     found = []
     for told in (losses, [x for x in losses if x is not None]):
         rule = LineRule()
         long = {"total_steps": 3 * TOTAL, "sync_interval": 1}
-        feel(rule, **long)
-        for step, loss in enumerate(told, 19 - len(told)):  # the octave ends at 18
-            (decision,) = decide(rule, evidence(step, FELT if step == 18 else None, loss, **long))
-        found.append((decision, [row[1] for row in rule.octaves]))
+        coarse_scan(rule, **long)
+        for step, loss in enumerate(told, 19 - len(told)):  # the doubling ends at 18
+            (decision,) = decide(rule, evidence(step, SHOWN if step == 18 else None, loss, **long))
+        found.append((decision, [row[1] for row in rule.doublings]))
     assert found[0] == found[1] and not found[0][0].restart
     rule = LineRule()
-    feel(rule)
-    (decision,) = decide(rule, evidence(2 * CYCLE, Made(FELT.losses[0], level=1.75), None))
-    assert not decision.restart and rule.octaves[0][1] == 1.75
+    coarse_scan(rule)
+    (decision,) = decide(rule, evidence(2 * CYCLE, Made(SHOWN.losses[0], level=1.75), None))
+    assert not decision.restart and rule.doublings[0][1] == 1.75
 
 
 def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15_percent() -> None:
     rule = LineRule()
-    feel(rule, corrections=(7.0,))
+    coarse_scan(rule, corrections=(7.0,))
     steps = []
     while rule.sweeping:
         steps.append(int(rule.next_end(TOTAL, CYCLE)))
-        (decision,) = decide(rule, evidence(steps[-1], FELT, 2.0, corrections=(7.0,)))
+        (decision,) = decide(rule, evidence(steps[-1], SHOWN, 2.0, corrections=(7.0,)))
     assert steps[-1] == LIMIT * TOTAL == 150 and 7 * decision.factor == pytest.approx(1.0)
     assert decision.restart and "nothing was found" in decision.note
 
@@ -314,29 +316,29 @@ def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15
 )
 def test_a_break_before_anything_was_learned_lowers_a_rate_but_raises_none(now: float, goal: float, note: str) -> None:
     rule = LineRule()
-    feel(rule, corrections=(now,))
+    coarse_scan(rule, corrections=(now,))
     (decision,) = swept(rule, [2.0, 2.0, 2.0, 2.0, 9.0, 9.0], corrections=(now,))
     assert not rule.sweeping and decision.restart
     assert now * decision.factor == pytest.approx(goal) and note in decision.note
 
 
 def test_more_that_does_not_help_is_enough() -> None:
-    """Two octaves without progress, of losses with small errors."""
+    """Two doublings without progress, of losses with small errors."""
     rule = LineRule()
-    feel(rule, corrections=(0.1,))
+    coarse_scan(rule, corrections=(0.1,))
     swept(rule, [2.0, 1.0, 1.0], corrections=(0.1,))
     assert rule.sweeping
     decisions = swept(rule, [1.0], corrections=(0.1,))
     assert "more does not help" in decisions[0].note and not rule.sweeping
 
 
-def test_several_cycles_an_octave_count_alike_and_one_that_is_not_finite_breaks() -> None:
+def test_several_cycles_a_doubling_count_alike_and_one_that_is_not_finite_breaks() -> None:
     said = []
-    for first, second, line in ((1.0, 2.0, FELT), (1.5, 1.5, FELT), (1.0, None, LOST)):
+    for first, second, line in ((1.0, 2.0, SHOWN), (1.5, 1.5, SHOWN), (1.0, None, LOST)):
         rule = LineRule()
         short = {"total_steps": 2600, "sync_interval": 4}
         for step in (4, 8, 12, 16):
-            decide(rule, evidence(step, FELT if step % 8 == 0 else None, 2.0, **short))
+            decide(rule, evidence(step, SHOWN if step % 8 == 0 else None, 2.0, **short))
         assert rule.next_end(2600, 4) == 24
         decide(rule, evidence(20, None, first, **short))
         said.append((decide(rule, evidence(24, line, second, **short)), rule.state_dict()))
@@ -348,7 +350,12 @@ def test_knobs_move_together_in_the_sweep_and_apart_in_late_readings() -> None:
     """The second knob's peak is a hundred times the first's: values enter as parts of it."""
     rule = LineRule()
     peaks = {"scheduled": [0.3, 30.0], "peak": [1.0, 100.0], "corrections": (40.0, 40.0)}
-    for decisions in (feel(rule, **peaks), swept(rule, [2.0], **peaks), swept(rule, [1.2, 0.9], **peaks), swept(rule, [None], **peaks)):
+    for decisions in (
+        coarse_scan(rule, **peaks),
+        swept(rule, [2.0], **peaks),
+        swept(rule, [1.2, 0.9], **peaks),
+        swept(rule, [None], **peaks),
+    ):
         assert decisions[0] == decisions[1] and decisions[0].factor != 1
     assert not rule.sweeping
     far, right = decide(rule, evidence(260, Made(bowl(60.0), bowl(1.0)), **peaks))
@@ -366,7 +373,7 @@ def test_a_late_reading_counts_where_the_rate_is_far_too_low(best: float, moves:
 
 def after_sweep(**settings: Any) -> LineRule:
     rule = LineRule(**settings)
-    feel(rule)
+    coarse_scan(rule)
     swept(rule, [*LEARNS, None])
     assert not rule.sweeping
     return rule
@@ -387,12 +394,12 @@ def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_reading() -> None
 
 def test_freeze_after_in_the_middle_of_the_sweep_gives_the_user_s_value_back() -> None:
     rule = LineRule(freeze_after=30)
-    feel(rule, corrections=(7.0,))
+    coarse_scan(rule, corrections=(7.0,))
     (moved,) = swept(rule, [1.8, 1.2], corrections=(7.0,))
     assert moved.factor == 2.0 and not rule.idle  # what is under way is still to be taken back
     (between,) = decide(rule, evidence(35, None, 1.0, corrections=(7.0,)))
     assert between == Decision() and not rule.idle
-    (decision,) = decide(rule, evidence(40, FELT, 0.1, corrections=(7.0,)))
+    (decision,) = decide(rule, evidence(40, SHOWN, 0.1, corrections=(7.0,)))
     assert decision.restart and 7 * decision.factor == pytest.approx(1.0) and "frozen" in decision.note
     assert rule.idle and rule.next_end(TOTAL, CYCLE) == math.inf
     (held,) = decide(rule, evidence(260, Made(bowl(60.0))))
@@ -409,11 +416,11 @@ def test_freeze_after_the_sweep_keeps_what_was_found() -> None:
 
 def test_what_is_under_way_begins_anew_and_what_was_found_stays() -> None:
     rule = LineRule()
-    feel(rule)
+    coarse_scan(rule)
     swept(rule, [1.8, 1.2])
     rule.restart(Moment(3, 33, 33))
-    assert rule.sweeping and rule.octaves == [] and rule.next_end(TOTAL, CYCLE) == 43
-    (decision,) = decide(rule, evidence(43, FELT, 1.1))
+    assert rule.sweeping and rule.doublings == [] and rule.next_end(TOTAL, CYCLE) == 43
+    (decision,) = decide(rule, evidence(43, SHOWN, 1.1))
     assert decision.factor == pytest.approx(16 / BELOW) and rule.sweeping
     found = after_sweep()
     before = found.state_dict()
@@ -424,12 +431,12 @@ def test_what_is_under_way_begins_anew_and_what_was_found_stays() -> None:
 def test_a_state_that_is_loaded_goes_on_alike_at_any_time() -> None:
     straight, moved = LineRule(), 0
     course: list[tuple[Made | None, float | None]] = [
-        (FELT, 2.0),
-        (FELT, 2.1),
-        (FELT, 1.9),
-        (FELT, 1.2),
-        (FELT, 1.1),
-        (FELT, 0.9),
+        (SHOWN, 2.0),
+        (SHOWN, 2.1),
+        (SHOWN, 1.9),
+        (SHOWN, 1.2),
+        (SHOWN, 1.1),
+        (SHOWN, 0.9),
         (LOST, None),
     ]
     later = [(260, Made(bowl(60.0))), (400, Made(bowl(0.5)))]
@@ -611,17 +618,17 @@ def test_from_256_times_too_low_to_64_times_too_high_the_end_is_as_good_as_the_b
 
 
 def test_all_starts_end_at_nearly_the_same_rate() -> None:
-    """They are up to 2^14 apart. An octave is a factor of 2, and a start that is within a factor of 2.5 stays."""
+    """They are up to 2^14 apart. A doubling is a factor of 2, and a start that is within a factor of 2.5 stays."""
     for seed in SEEDS:
         values = [ends(exponent)[seed].values()[0] for exponent in EXPONENTS]
         assert max(values) < 5 * min(values), values
 
 
-def test_octaves_double_the_rate_under_a_real_schedule_and_nothing_else_moves_before_the_end() -> None:
+def test_doublings_double_the_rate_under_a_real_schedule_and_nothing_else_moves_before_the_end() -> None:
     run = ends(-8)[0]
     assert run.rule is not None
-    rates = [row[0] for row in run.rule.octaves]
-    # The schedule itself grows from nothing here; how much is told from its last octave.
+    rates = [row[0] for row in run.rule.doublings]
+    # The schedule itself grows from nothing here; how much is told from its last doubling.
     assert len(rates) >= 5 and all(1.4 < high / low < 2.2 for low, high in pairwise(rates)), rates
     (back,) = run.taken_back()
     assert max(rate for (rate,) in run.rates[:back]) > 1.4 * run.values()[0]
@@ -676,7 +683,7 @@ def test_knobs_keep_their_ratio_in_the_sweep_and_one_that_is_far_too_low_is_foun
 
 def test_a_state_that_is_loaded_in_the_middle_of_the_sweep_goes_on_alike() -> None:
     straight, resumed = Descent([2.0**-6], LineRule()).run(28), Descent([2.0**-6], LineRule()).run(28)
-    assert straight.rule is not None and straight.rule.sweeping and straight.rule.octaves
+    assert straight.rule is not None and straight.rule.sweeping and straight.rule.doublings
     state = json.loads(json.dumps(resumed.engine.state_dict()))
     resumed.rule = LineRule()
     resumed.engine = Engine([KnobSpec("k0", 0.0)], 1, Clock(2, total_steps=STEPS), resumed.rule)
@@ -756,5 +763,5 @@ def test_a_ramp_is_part_of_the_state_and_older_states_load() -> None:
     resumed, older = engine_of(Decision()), engine_of(Decision())
     resumed.load_state_dict(state)
     assert course(resumed, 4) == course(straight, 4) == pytest.approx([4, 8, 16, 16])
-    older.load_state_dict({key: value for key, value in state.items() if key != "eased"})
+    older.load_state_dict({key: value for key, value in state.items() if key != "ramps"})
     assert course(older, 2) == [16.0, 16.0]

@@ -82,9 +82,9 @@ def _weights_by_step(rank, world, enable):
         multipliers.append(scheduler.ensemble.multipliers["lr"])
         optimizer_step(scheduler.optimizer, step)
         history.append(weights.detach().clone())
-        assert not scheduler.converged
+        assert not scheduler.in_sync
         scheduler.step()
-        assert scheduler.converged == (step % 5 == 4)
+        assert scheduler.in_sync == (step % 5 == 4)
         history.append(weights.detach().clone())
     return torch.stack(history), multipliers
 
@@ -125,7 +125,9 @@ def _flat_run(rank, world, decay):
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
     schedule = OneCycleLR(optimizer, 9e-4, 200, cycle_momentum=False)
     controller = hdet.SoftmaxController(decay=decay)
-    ensemble = hdet.Ensemble(optimizer, schedule, knobs=[hdet.LearningRate(0.3)], sync_interval=10, warmup_steps=100, controller=controller)
+    ensemble = hdet.Ensemble(
+        optimizer, schedule, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(10), warmup_steps=100, controller=controller
+    )
     rates = []
     for step in range(200):
         optimizer_step(optimizer, step)

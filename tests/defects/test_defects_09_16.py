@@ -317,7 +317,7 @@ def test_16_collectives_and_host_reads(tensor):
 def _buckets(rank, world, bucket_bytes):
     weights = [parameter(1000, dtype=torch.float32) for _ in range(10)]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    ensemble = hdet.Ensemble(optimizer, sync_interval=2, bucket_bytes=bucket_bytes)
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, bucket_bytes=bucket_bytes))
     with Watch() as watch:
         for step in range(2):
             optimizer_step(optimizer, step)

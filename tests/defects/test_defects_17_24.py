@@ -28,7 +28,7 @@ def _half_values(rank):
 def _average_half(rank, world, dtype):
     weights = _half_values(rank).to(dtype).requires_grad_()
     buffer = torch.full((3,), float(rank), dtype=torch.float32)
-    ensemble = hdet.Ensemble(torch.optim.SGD([weights], lr=0.1), knobs=[hdet.LearningRate(0.3)], sync_interval=1, buffers=[buffer])
+    ensemble = hdet.Ensemble(torch.optim.SGD([weights], lr=0.1), knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(1, buffers=[buffer]))
     own = weights.detach().clone()
     weights.grad = torch.zeros_like(weights)
     ensemble.optimizer.step()
@@ -219,7 +219,7 @@ def _accelerate(rank, world, skip):
         if not skipped:
             optimizer_step(scheduler.optimizer, step)
         prepared.step(1.0 + rank, skipped=skipped)
-        converged.append(scheduler.converged)
+        converged.append(scheduler.in_sync)
         epochs.append(scheduler.last_epoch)
     return converged, epochs, scheduler.ensemble.cycle, scheduler.ensemble.history["losses"]
 

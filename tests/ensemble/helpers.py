@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet.core.clock import Clock
 from hdet.measure.measurement import Watched
+from tests.harness import policies
 
 
 def model() -> nn.Module:
@@ -58,9 +59,8 @@ class Run:
             self.optimizer,
             self.scheduler,
             knobs=[hdet.LearningRate(spread)],
-            sync_interval=interval,
             controller=probe(self.wrapped) if controller == "probe" else controller(self.net) if callable(controller) else controller,
-            **settings,
+            **policies(every=interval, **settings),
         )
 
     def step(self, *, report: float | None = None) -> torch.Tensor:
@@ -97,9 +97,8 @@ class CoresidentRun:
             self.scheduler,
             knobs=[hdet.LearningRate(spread)],
             replicas=self.replicas,
-            sync_interval=interval,
             controller=probe(self.net) if controller == "probe" else controller(self.net) if callable(controller) else controller,
-            **settings,
+            **policies(every=interval, **settings),
         )
 
     def backward(self, report: dict[int, float] | None = None) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from tests.harness import policies
 
 from ..distributed import run_ranks
 from .helpers import batch, loss_of, model
@@ -55,7 +56,7 @@ def named(rank: int, *, by: str) -> tuple[torch.optim.Optimizer, Any, dict[str, 
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
     if by == "buffers":
         return optimizer, None, {"buffers": net}
-    return optimizer, None, {"controller": hdet.LineController(net), "total_steps": 100, "sync_interval": 10}
+    return optimizer, None, {"controller": hdet.LineController(net), "total_steps": 100, "every": 10}
 
 
 DIFFERENT: dict[str, tuple[str, Make]] = {
@@ -95,7 +96,7 @@ DIFFERENT: dict[str, tuple[str, Make]] = {
 
 def start(rank: int, world: int, case: str) -> str:
     optimizer, scheduler, settings = DIFFERENT[case][1](rank)
-    ensemble = hdet.Ensemble(optimizer, scheduler, **{"sync_interval": 5, **settings})
+    ensemble = hdet.Ensemble(optimizer, scheduler, **policies(**{"every": 5, **settings}))
     parameters = trained(optimizer)
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -135,24 +136,24 @@ def alike(rank: int, world: int, case: str) -> str:
     if case == "closures":
         optimizer = torch.optim.SGD([{"params": [p]} for p in model().parameters()], lr=0.1)
         factors = [Warm(rank), lambda step: 0.5 + step / 10, Warm(rank + 1), lambda step: 0.5]
-        ensemble = hdet.Ensemble(optimizer, torchs.LambdaLR(optimizer, factors), sync_interval=2)
+        ensemble = hdet.Ensemble(optimizer, torchs.LambdaLR(optimizer, factors), sync=hdet.Sync(2))
     elif case == "initial values":
         net = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        ensemble = hdet.Ensemble(optimizer, sync_interval=2, buffers=net)
+        ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, buffers=net))
     elif case == "warm noise":
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with torch.no_grad():
             for p in net.parameters():
                 p.add_(torch.randn_like(p), alpha=1e-3)
-        ensemble = hdet.Ensemble(optimizer, sync_interval=2)
+        ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2))
     elif case == "equal vectors in another order":
         optimizer = torch.optim.SGD(two_vectors(rank, (1.0, 1.0), swapped=rank == 1), lr=0.1)
-        ensemble = hdet.Ensemble(optimizer, sync_interval=2)
+        ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2))
     else:
         optimizer = torch.optim.AdamW(model().parameters(), lr=0.1, foreach=rank == 1)
-        ensemble = hdet.Ensemble(optimizer, sync_interval=2)
+        ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2))
     try:
         for _ in range(4):
             for p in trained(optimizer):
@@ -178,7 +179,7 @@ def stages(rank: int, world: int, broken: bool) -> str:
     groups = [{"params": list(net.parameters())} for net in nets]
     momentum = 0.5 if broken and rank == 3 else 0.9
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=momentum) if stage else torch.optim.AdamW(groups, lr=0.1)
-    ensemble = hdet.Ensemble(optimizer, torchs.StepLR(optimizer, 3), replicas=replicas, sync_interval=2)
+    ensemble = hdet.Ensemble(optimizer, torchs.StepLR(optimizer, 3), replicas=replicas, sync=hdet.Sync(2))
     try:
         for _ in range(4):
             for p in trained(optimizer):
@@ -206,7 +207,7 @@ def drifting(rank: int, world: int, how: str) -> Any:
     drifts = rank == 1
     scheduler = torchs.LambdaLR(optimizer, lambda step: 1.0 if step < 7 or not drifts else 0.5) if how == "lambda" else None
     own = torchs.ExponentialLR(optimizer, 0.99 if drifts else 0.98) if how == "the user's own" else None
-    ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=5, gradients="local", moments="keep")
+    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(5, gradients="local", moments="keep"))
     for step in range(1, 21):
         loss_of(net, batch(100 * step + rank)).backward()
         optimizer.step()
@@ -233,7 +234,7 @@ def test_values_that_part_are_noticed_at_the_end_of_the_cycle(how: str, at: int)
 
 def converging(rank: int, world: int) -> str:
     optimizer = torch.optim.SGD(model().parameters(), lr=1e-2)
-    ensemble = hdet.Ensemble(optimizer, sync_interval=50)
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(50))
     for step in range(3):
         for p in trained(optimizer):
             p.grad = torch.ones_like(p)

@@ -40,7 +40,7 @@ def test_a_run_goes_on_with_new_replicas_after_close() -> None:
     converged = run.weights()[0]
     run.ensemble.close()
     run.replicas = hdet.CoresidentReplicas(run.net, 3)
-    run.ensemble = hdet.Ensemble(run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync_interval=5)
+    run.ensemble = hdet.Ensemble(run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5))
     assert all(torch.equal(w, converged) for w in run.weights())
     run.steps(4)
     assert len({w.numpy().tobytes() for w in run.weights()}) == 3

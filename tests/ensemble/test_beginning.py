@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.run.snapshot import Anchor
+from hdet.run.snapshot import Snapshot
 from hdet.tensors.buffers import Averaged
 
 from ..distributed import run_ranks
@@ -31,7 +31,7 @@ def fixed(net: nn.Module) -> hdet.LineController:
 
 
 def short(net: nn.Module, **settings: Any) -> Run:
-    return Run(1e-2, net=net, line=fixed(net), **{"total": 400, "sync_interval": 1} | settings)
+    return Run(1e-2, net=net, line=fixed(net), **{"total": 400, "every": 1} | settings)
 
 
 def plain_steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -306,7 +306,7 @@ def test_state_of_any_form_comes_back() -> None:
     net = model()
     optimizer = Listed(net.parameters(), lr=0.01)
     plain_steps(net, optimizer, 2)
-    anchor = Anchor(list(net.parameters()), optimizer, "host")
+    anchor = Snapshot(list(net.parameters()), optimizer, "host")
     anchor.take()
     before, everyone = contents(optimizer), dict(optimizer.state["all"])  # type: ignore[index]
     plain_steps(net, optimizer, 3)
@@ -446,7 +446,7 @@ def test_a_teacher_inside_of_the_model_goes_back_with_it() -> None:
 
     net = Pair()
     begin = state_of(net)
-    run = Run(1e-2, net=net.student, line=fixed(net), total=400, sync_interval=1)
+    run = Run(1e-2, net=net.student, line=fixed(net), total=400, every=1)
 
     class Follow:
         @torch.no_grad()
@@ -471,7 +471,7 @@ def test_an_optimizer_with_copies_of_the_parameters_is_no_second_one() -> None:
                 p.copy_(q)
 
     line = hdet.LineController(net)
-    ensemble = hdet.Ensemble(optimizer, controller=line, total_steps=400, sync_interval=1, refresh=refresh)
+    ensemble = hdet.Ensemble(optimizer, controller=line, total_steps=400, sync=hdet.Sync(1, refresh=refresh))
     begin = state_of(net)
     for step in range(60):
         loss = losses_of(net, data(step)).mean()
@@ -494,7 +494,7 @@ def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimize
     replicas = hdet.CoresidentReplicas(net, 2)
     probe = hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [data(i) for i in range(8)], model=net)
     line = hdet.SequentialController(hdet.LineController(net, late=False), probe)
-    ensemble = hdet.Ensemble(optimizer, total_steps=400, sync_interval=2, controller=line, replicas=replicas)
+    ensemble = hdet.Ensemble(optimizer, total_steps=400, sync=hdet.Sync(2), controller=line, replicas=replicas)
     begin = state_of(net)
 
     def step(index: int, trained: bool) -> None:
@@ -522,7 +522,7 @@ def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimize
 def second_on_one_rank(rank: int, world: int) -> Any:
     """A shard may have moved on one rank only; no rank may wait for ever."""
     net = model()
-    run, _ = two_optimizers(net, sync_interval=1)
+    run, _ = two_optimizers(net, every=1)
     begin = state_of(net)
 
     class Second:
@@ -565,7 +565,7 @@ def sharded(rank: int, world: int) -> Any:
         optimizer = torch.optim.AdamW(net[0].parameters(), lr=1e-2)  # type: ignore[index]
         line = hdet.LineController(net)
         replicas = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate")
-        ensemble = hdet.Ensemble(optimizer, total_steps=200, sync_interval=1, controller=line, replicas=replicas)
+        ensemble = hdet.Ensemble(optimizer, total_steps=200, sync=hdet.Sync(1), controller=line, replicas=replicas)
         begin = [p.to_local().clone() for p in net.parameters()]  # type: ignore[attr-defined]
         message = ""
         try:
@@ -600,21 +600,23 @@ def replaced(rank: int, world: int) -> Any:
     """Each rank has seen data of its own."""
     net = Normaliser()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.0)], sync_interval=2, buffers=net, gradients="local", moments="average")
+    ensemble = hdet.Ensemble(
+        optimizer, knobs=[hdet.LearningRate(0.0)], sync=hdet.Sync(2, buffers=net, gradients="local", moments="average")
+    )
     net.double()
     seen = []
     for step in range(4):
         net.zero_grad()
         loss = losses_of(net, data(10 * step + rank)).mean()
         loss.backward()
-        passed = ensemble.converged
+        passed = ensemble.in_sync
         optimizer.step()
         ensemble.step(loss)
-        seen.append((net.mean.clone(), float(net.late[0]), ensemble.converged, passed))
+        seen.append((net.mean.clone(), float(net.late[0]), ensemble.in_sync, passed))
     net(data(rank)[0])
-    after_a_pass = ensemble.converged
+    after_a_pass = ensemble.in_sync
     ensemble.converge()
-    return seen, net.mean.clone(), after_a_pass, ensemble.converged
+    return seen, net.mean.clone(), after_a_pass, ensemble.in_sync
 
 
 def test_buffers_that_a_forward_pass_replaces_are_averaged_and_converged_is_true() -> None:
@@ -635,7 +637,7 @@ def test_every_way_of_averaging_finds_them(converge: Any) -> None:
 def replaced_under(rank: int, world: int, converge: Any) -> bool:
     net = Normaliser()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, sync_interval=2, buffers=net, gradients="local", moments="keep", converge=converge)
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, buffers=net, gradients="local", moments="keep", converge=converge))
     for step in range(2):
         net.zero_grad()
         loss = losses_of(net, data(10 * step + rank)).mean()
@@ -652,7 +654,7 @@ def unequal(rank: int, world: int) -> str:
     """A buffer that only one of them has made by now."""
     net = Normaliser()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, sync_interval=2, buffers=net, gradients="local", moments="keep")
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, buffers=net, gradients="local", moments="keep"))
     try:
         for step in range(2):
             net.train(rank == 0 and step == 1)
@@ -672,7 +674,7 @@ def test_buffers_that_not_all_replicas_have_are_refused() -> None:
 
 def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     net = batch_norm()
-    run = Run(1e-3, net=net, line=None, total=100, sync_interval=2, buffers=net, divergence=hdet.Divergence(rollback="device")).steps(4)
+    run = Run(1e-3, net=net, line=None, total=100, every=2, buffers=net, divergence=hdet.Divergence(rollback="device")).steps(4)
     first = data(run.index)
     net(first[0])  # the next step's forward pass comes before its anchor
     begin = state_of(net)

@@ -60,7 +60,7 @@ def test_a_step_that_was_captured_before_the_ensemble_is_refused(way: str, kind:
         pytest.skip("kernels are not compiled")
     net, optimizer = net_and_optimizer(kind)
     step = WAYS[way](optimizer)
-    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync_interval=3)
+    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3))
     with pytest.raises(RuntimeError, match=PAST):
         train(net, optimizer, ensemble, step)
     train(net, optimizer, ensemble, optimizer.step)  # looked up again
@@ -73,7 +73,7 @@ def test_a_step_that_was_captured_before_the_ensemble_is_refused(way: str, kind:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_is_captured_after_the_ensemble_is_counted(way: str) -> None:
     net, optimizer = net_and_optimizer()
-    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync_interval=3, knobs=[hdet.LearningRate(0.5)])
+    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3), knobs=[hdet.LearningRate(0.5)])
     seen: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
     step = WAYS[way](optimizer)

@@ -164,7 +164,7 @@ def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:
 
 
 def train(net: nn.Module, replicas: Any, optimizer: Any) -> list[torch.Tensor]:
-    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3)], replicas=replicas, sync_interval=3)
+    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3)], replicas=replicas, sync=hdet.Sync(3))
     for step in range(6):
         for k in range(3):
             with replicas.use(k):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hdet
+from tests.harness import policies
 
 from ..distributed import run_ranks
 from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
@@ -50,7 +51,7 @@ def coresident(count: int, steps: int, settings: dict[str, Any]) -> Any:
 CASES = {
     "probe": {"controller": "probe"},
     "softmax controller": {"controller": "softmax", "lr": 1e-4},
-    "softmax average": {"average": "softmax", "spread": 0.9, "lr": 3e-2},
+    "softmax average": {"weights": "softmax", "spread": 0.9, "lr": 3e-2},
     "spread and decay": {"weight_decay": 0.1},
     "no spread": {"spread": 0.0},
     "Adam": {"optimizer": hdet.FusedAdam},
@@ -130,7 +131,7 @@ def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
         assert [row[0] for row in run.optimizer.multipliers] == rhos
         run.step()
         weights = run.weights()
-        assert run.ensemble.converged == (step % 5 == 4) == all(torch.equal(w, weights[0]) for w in weights)
+        assert run.ensemble.in_sync == (step % 5 == 4) == all(torch.equal(w, weights[0]) for w in weights)
         if step % 5 != 4:
             mean = torch.stack(weights).mean(0)
             s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
@@ -171,7 +172,7 @@ def test_a_frozen_parameter_may_be_in_the_optimizer_and_stays() -> None:
     frozen = net[0].weight.detach().clone()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
     replicas = hdet.CoresidentReplicas(net, 2)
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, sync_interval=2, controller=probe(net))
+    ensemble = hdet.Ensemble(optimizer, replicas=replicas, sync=hdet.Sync(2), controller=probe(net))
     for step in range(4):
         for k in range(2):
             with replicas.use(k):
@@ -181,7 +182,7 @@ def test_a_frozen_parameter_may_be_in_the_optimizer_and_stays() -> None:
         optimizer.step()
         optimizer.zero_grad()
         ensemble.step()
-    assert torch.equal(net[0].weight, frozen) and ensemble.converged and net[0].weight not in optimizer.state
+    assert torch.equal(net[0].weight, frozen) and ensemble.in_sync and net[0].weight not in optimizer.state
     for k in range(2):
         with replicas.use(k):
             assert net[0].weight.data_ptr() == replicas.sets([net[0].weight])[0][0].data_ptr()
@@ -232,7 +233,7 @@ def test_converge_on_demand_gives_the_mean() -> None:
     with run.replicas.use(1), pytest.raises(ValueError, match=r"ensemble.converge\(\) was called inside"):
         run.ensemble.converge()
     run.ensemble.converge()
-    assert run.ensemble.converged and torch.equal(run.weights()[0], run.weights()[1])
+    assert run.ensemble.in_sync and torch.equal(run.weights()[0], run.weights()[1])
     assert torch.allclose(run.weights()[0], (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
 
 
@@ -344,7 +345,7 @@ def drop_in(count: int, **settings: Any) -> tuple[Any, Any, Any]:
     replicas = hdet.CoresidentReplicas(net, count)
     scheduler = hdet.OneCycleAutoLR(
         optimizer, 1e-3, total_steps=20, cycle_momentum=False, ensemble_lr_spread_ratio=0.3, model_sync_interval=5, replicas=replicas,
-        auto_lr_warmup_steps=0, enable_auto_lr=True, loss_scale=1e-3, **settings,
+        auto_lr_warmup_steps=0, enable_auto_lr=True, loss_scale=1e-3, **policies(**settings),
     )  # fmt: skip
     return net, optimizer, scheduler
 
@@ -360,7 +361,7 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    assert scheduler.ensemble.cycle == 4 and scheduler.converged
+    assert scheduler.ensemble.cycle == 4 and scheduler.in_sync
     assert scheduler.ensemble.corrections["lr"] != 1.0
     with pytest.raises(ValueError, match="world_size is 4"):
         drop_in(4, world_size=4)

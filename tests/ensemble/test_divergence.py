@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import hdet
 from hdet.run.moments import Moments
-from hdet.run.snapshot import Anchor, keeps_weights
+from hdet.run.snapshot import Snapshot, keeps_weights
+from tests.harness import policies
 
 from ..distributed import RankError, run_ranks
 from .helpers import CoresidentRun, Run, batch, loss_of, model
@@ -171,7 +172,7 @@ def test_an_anchor_holds_parameters_and_state(make: Any) -> None:
         optimizer.step()
 
     train(0)
-    anchor = Anchor(list(net.parameters()), optimizer, "host")
+    anchor = Snapshot(list(net.parameters()), optimizer, "host")
     anchor.take()
     train(1)
     expected = [p.clone() for p in net.parameters()]
@@ -234,7 +235,7 @@ def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
 
     net, other = model(), model()
     optimizer = make(net.parameters(), lr=1e-2)
-    anchors = [Anchor(list(net.parameters()), optimizer, "device") for _ in range(2)]
+    anchors = [Snapshot(list(net.parameters()), optimizer, "device") for _ in range(2)]
     moments = Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20)
     anchors[0].take()
     expected = trained(net, optimizer, range(3))
@@ -253,7 +254,7 @@ def factored(rank: int, world: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     net = torch.nn.Linear(6, 4)
     optimizer = torch.optim.Adafactor(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, sync_interval=2, gradients="local", moments="average")
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, gradients="local", moments="average"))
     for i in range(2):
         loss = net(batch(10 * i + rank)[0]).square().mean()
         loss.backward()
@@ -271,7 +272,7 @@ def test_factored_moments_are_averaged_too() -> None:
 def after_a_step_of_rate_zero(rank: int, world: int) -> torch.Tensor:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
-    ensemble = hdet.Ensemble(optimizer, gradients="local", moments="average")
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(gradients="local", moments="average"))
     loss_of(net, batch(rank)).backward()
     optimizer.step()
     ensemble.converge()
@@ -287,7 +288,7 @@ def moments_of_different_shape(rank: int, world: int) -> None:
     """One replica's first layer never has a gradient."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, sync_interval=2, gradients="local", moments="average")
+    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, gradients="local", moments="average"))
     for i in range(2):
         loss_of(net, batch(10 * i + rank)).backward()
         if rank == 1:
@@ -324,7 +325,7 @@ def test_moments_that_not_all_replicas_have_cannot_be_averaged() -> None:
 )
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        hdet.Ensemble(torch.optim.AdamW(model().parameters()), **settings)
+        hdet.Ensemble(torch.optim.AdamW(model().parameters()), **policies(**settings))
 
 
 # -- gradients that are not what they are said to be ---------------------------------------------------------------------------
@@ -363,7 +364,7 @@ def test_gradients_that_a_closure_makes_are_looked_at_too() -> None:
 def test_a_tied_group_must_be_one() -> None:
     net = model()
     with pytest.raises(ValueError, match=r"tied\[0\] must be a process group that this rank is in, got -100"):
-        hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1), tied=[(net[0].weight, -100)])  # type: ignore[list-item]
+        hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1), sync=hdet.Sync(tied=[(net[0].weight, -100)]))  # type: ignore[list-item]
 
 
 def test_gradients_that_differ_are_not_shared() -> None:
@@ -394,7 +395,7 @@ def phantom(rank: int, world: int) -> Any:
             group["lr"] = rate
     finally:
         dist.all_reduce = real
-    return len(calls), run.ensemble.converged, run.ensemble.engine.position, run.ensemble.cycle
+    return len(calls), run.ensemble.in_sync, run.ensemble.engine.position, run.ensemble.cycle
 
 
 def test_a_step_with_rate_zero_counts_nothing_and_parts_nobody() -> None:
@@ -414,7 +415,7 @@ def tied(rank: int, world: int) -> Any:
     written = []
     replicas = hdet.Replicas(replica, 2, peers, ranks=[[0, 1], [2, 3]], member=stage, world_group=dist.group.WORLD)
     ensemble = hdet.Ensemble(
-        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync_interval=2, tied=[(shared, copies)], refresh=lambda: written.append(1)
+        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(2, tied=[(shared, copies)], refresh=lambda: written.append(1))
     )  # fmt: skip
     for _ in range(2):
         own.grad, shared.grad = torch.ones(3), torch.ones(5)
@@ -445,8 +446,7 @@ def tied_state(rank: int, world: int, masters: str | None, moments: str | None) 
     optimizer = hdet.FusedAdamW([own, shared], lr=0.1, master_weights=masters) if masters else torch.optim.AdamW([own, shared], lr=0.1)
     replicas = hdet.Replicas(replica, 3, peers, ranks=[[0, 1], [2, 3], [4, 5]], member=stage, world_group=dist.group.WORLD)
     ensemble = hdet.Ensemble(
-        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync_interval=2, tied=[(shared, copies)],
-        gradients="local" if moments else "shared", moments=moments,
+        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(2, tied=[(shared, copies)], gradients="local" if moments else "shared", moments=moments),
     )  # fmt: skip
     for _ in range(4):
         own.grad, shared.grad = torch.ones_like(own), torch.randn(25, 40, generator=generator).to(dtype)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hdet
-from hdet.run.snapshot import begin_anew, keeps_weights
+from hdet.run.snapshot import keeps_weights, reset_moments
+from tests.harness import policies
 
 from ..distributed import run_ranks
 from .helpers import Run, model
@@ -30,12 +31,12 @@ def free(parameters: Any, lr: float, weight_decay: float = 0.0) -> Any:
 @pytest.mark.parametrize(("gradients", "moments"), [("local", "keep"), ("local", "reset"), ("shared", "reset"), ("shared", None)])
 def test_replicas_that_part_have_to_average_the_weights_in_its_state(gradients: str, moments: str | None) -> None:
     with pytest.raises(ValueError, match="AdamWScheduleFree keeps weights of its own beside the parameters.*pass moments='average'"):
-        hdet.Ensemble(free(NET.parameters(), 1e-3), replicas=TwoReplicas(), gradients=gradients, moments=moments)
+        hdet.Ensemble(free(NET.parameters(), 1e-3), replicas=TwoReplicas(), sync=hdet.Sync(gradients=gradients, moments=moments))
 
 
 def test_where_they_cannot_part_nothing_is_asked() -> None:
     for settings in ({"replicas": TwoReplicas(), "knobs": [hdet.LearningRate(0)]}, {"replicas": hdet.Replicas(0, 1)}):
-        hdet.Ensemble(free(NET.parameters(), 1e-3), **settings).close()
+        hdet.Ensemble(free(NET.parameters(), 1e-3), **policies(**settings)).close()
 
 
 class Prepared(torch.optim.Optimizer):
@@ -61,7 +62,7 @@ def test_a_wrapper_is_what_it_wraps() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.optimizer.step()
     moments = [state["exp_avg"] for state in optimizer.state.values()]
-    begin_anew(optimizer)
+    reset_moments(optimizer)
     assert [state["exp_avg"] for state in optimizer.state.values()] == moments and not any(m.any() for m in moments), "in place"
 
 

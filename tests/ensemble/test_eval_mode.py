@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hdet.measure.batch_losses import BatchLosses
-from hdet.tensors.eval_mode import undisturbed
+from hdet.tensors.eval_mode import eval_mode
 
 from .helpers import batch, loss_of, model, watched
 from .test_line import Run
@@ -73,7 +73,7 @@ def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
         net[i].eval()  # type: ignore[index]
     before, state, version = facts(net), copy.deepcopy(net.state_dict()), net[4].weight._version  # type: ignore[index,union-attr]
     for _ in range(3):
-        with undisturbed(net):
+        with eval_mode(net):
             assert all(not training and merged in (None, True) for training, merged in facts(net))
         assert facts(net) == before
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
@@ -100,7 +100,7 @@ def test_a_module_that_keeps_a_part_in_eval_mode_is_left_as_it_was() -> None:
         if changed:  # by hand, behind its back
             net[0].norm.train()
         before = facts(net)
-        with undisturbed(net):
+        with eval_mode(net):
             assert not any(training for training, _ in facts(net))
         assert facts(net) == before
 
@@ -123,7 +123,7 @@ def test_where_train_raises_everything_else_is_restored(when: bool) -> None:
     expected = torch.rand(3)
     torch.manual_seed(1)
     net[1].when = when
-    with pytest.raises(RuntimeError, match=rf"train\({when}\)"), undisturbed(net):
+    with pytest.raises(RuntimeError, match=rf"train\({when}\)"), eval_mode(net):
         torch.rand(1)
     assert facts(net) == before and torch.equal(torch.rand(3), expected)
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
@@ -132,7 +132,7 @@ def test_where_train_raises_everything_else_is_restored(when: bool) -> None:
 def test_an_error_of_the_look_passes() -> None:
     net = adapted()
     before = facts(net)
-    with pytest.raises(ArithmeticError), undisturbed(net):
+    with pytest.raises(ArithmeticError), eval_mode(net):
         raise ArithmeticError
     assert facts(net) == before
 
@@ -158,6 +158,6 @@ def test_adapters_are_trained_under_a_line_and_scored_under_a_probe() -> None:
 def test_a_look_at_a_plain_model_copies_no_parameter() -> None:
     net = model()
     versions = [p._version for p in net.parameters()]
-    with undisturbed(net):
+    with eval_mode(net):
         pass
     assert [p._version for p in net.parameters()] == versions

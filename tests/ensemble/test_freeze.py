@@ -9,6 +9,7 @@ import torch
 
 import hdet
 from tests.ensemble.helpers import batch, loss_of, model
+from tests.harness import policies
 
 
 def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None:
@@ -22,7 +23,7 @@ def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None
     controller = hdet.ProbeController(counting, [batch(i) for i in range(8)], model=net, freeze_after=0.5)
     optimizer = hdet.FusedSGD(net.parameters(), lr=1e-4)
     replicas = hdet.CoresidentReplicas(net, 2)
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, controller=controller, sync_interval=5, total_steps=60)
+    ensemble = hdet.Ensemble(optimizer, replicas=replicas, controller=controller, sync=hdet.Sync(5), total_steps=60)
     corrections = []
     for step in range(60):
         for k in range(2):
@@ -41,7 +42,7 @@ def test_a_frozen_probe_takes_no_more_scores_and_keeps_what_it_learned() -> None
 
 def drop_in(**settings: Any) -> tuple[torch.optim.Optimizer, hdet.OneCycleAutoLR]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    return optimizer, hdet.OneCycleAutoLR(optimizer, 0.1, 40, auto_lr_warmup_steps=0, model_sync_interval=5, **settings)
+    return optimizer, hdet.OneCycleAutoLR(optimizer, 0.1, 40, auto_lr_warmup_steps=0, model_sync_interval=5, **policies(**settings))
 
 
 def test_the_drop_in_passes_it_on() -> None:
@@ -80,7 +81,7 @@ def test_training_losses_alone_raise_a_rate_that_is_far_too_low(controller: Any)
     optimizer = hdet.FusedSGD(net.parameters(), lr=1e-4)
     replicas = hdet.CoresidentReplicas(net, 4)
     ensemble = hdet.Ensemble(
-        optimizer, replicas=replicas, controller=controller(), knobs=[hdet.LearningRate(0.5)], sync_interval=10, total_steps=400
+        optimizer, replicas=replicas, controller=controller(), knobs=[hdet.LearningRate(0.5)], sync=hdet.Sync(10), total_steps=400
     )
     for _ in range(400):
         for k in range(4):

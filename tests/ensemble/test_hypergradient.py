@@ -25,7 +25,7 @@ def trained(
     optimizer = torch.optim.SGD(params, lr=lr)
     knobs = [hdet.LearningRate(0.3, groups="each" if groups else None)]
     controller = settings.pop("controller", None) or hdet.HypergradientController(**settings)
-    ensemble = hdet.Ensemble(optimizer, controller=controller, sync_interval=interval, knobs=knobs, total_steps=1000)
+    ensemble = hdet.Ensemble(optimizer, controller=controller, sync=hdet.Sync(interval), knobs=knobs, total_steps=1000)
     for step in range(steps):
         loss = loss_of(net, batch(step))
         if zero == "before":
@@ -79,7 +79,7 @@ def test_the_cosines_are_those_of_gradient_and_displacement() -> None:
 def test_without_finite_gradients_there_is_no_vote(what: str) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    ensemble = hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync_interval=8, total_steps=100)
+    ensemble = hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync=hdet.Sync(8), total_steps=100)
     for step in range(24):
         loss = loss_of(net, batch(step))
         closure = None
@@ -128,7 +128,7 @@ def test_closed_it_lets_go_of_the_optimizer_and_of_the_memory() -> None:
 def test_an_average_in_the_middle_of_a_cycle_begins_a_window_and_there_is_a_vote() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync_interval=10, total_steps=1000)
+    ensemble = hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync=hdet.Sync(10), total_steps=1000)
     for step in range(40):
         loss = loss_of(net, batch(step))
         optimizer.zero_grad()
@@ -147,7 +147,7 @@ def test_what_cannot_be_of_use_is_not_copied() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     then = hdet.HypergradientController()
     controller = hdet.SequentialController(hdet.LineController(net, late=False), then)
-    ensemble = hdet.Ensemble(optimizer, controller=controller, sync_interval=4, total_steps=1000)
+    ensemble = hdet.Ensemble(optimizer, controller=controller, sync=hdet.Sync(4), total_steps=1000)
     x, y = batch(0)
     for _ in range(12):
         loss = loss_of(net, (x, y))
@@ -162,7 +162,7 @@ def test_a_run_resumes_exactly() -> None:
     def build() -> tuple[Any, Any, hdet.Ensemble]:
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        return net, optimizer, hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync_interval=8, total_steps=64)
+        return net, optimizer, hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync=hdet.Sync(8), total_steps=64)
 
     def steps(net: Any, optimizer: Any, ensemble: hdet.Ensemble, numbers: range) -> None:
         for step in numbers:
@@ -187,7 +187,7 @@ def test_co_resident_replicas_share_one_vote() -> None:
     net = model()
     optimizer = hdet.FusedSGD(net.parameters(), lr=1e-3)
     replicas = hdet.CoresidentReplicas(net, 2)
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, controller=hdet.HypergradientController(), sync_interval=8, total_steps=200)
+    ensemble = hdet.Ensemble(optimizer, replicas=replicas, controller=hdet.HypergradientController(), sync=hdet.Sync(8), total_steps=200)
     for step in range(80):
         for k in range(2):
             with replicas.use(k):
@@ -206,7 +206,7 @@ def _correction(own: slice, replicas: Replicas) -> float:
     p, target = torch.nn.Parameter(torch.randn(10)[own].clone()), torch.randn(10)[own]
     ensemble = hdet.Ensemble(
         optimizer := torch.optim.SGD([p], lr=1e-3), replicas=replicas, controller=hdet.HypergradientController(),
-        knobs=[hdet.LearningRate(0.0)], sync_interval=8, total_steps=100,
+        knobs=[hdet.LearningRate(0.0)], sync=hdet.Sync(8), total_steps=100,
     )  # fmt: skip
     for step in range(40):
         p.grad = p.detach() - target + 0.3 * torch.randn(10, generator=torch.Generator().manual_seed(step))[own]

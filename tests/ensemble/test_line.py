@@ -19,6 +19,7 @@ from hdet.core.rules.line_rule import BEGINNING, FROM, LINE, PATIENCE
 from hdet.core.rules.line_search import Asking
 from tests.ensemble.helpers import model
 from tests.ensemble.test_single import TwoReplicas
+from tests.harness import policies
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ class Run:
         self.records: list[dict[str, Any]] = []
         self.ensemble = hdet.Ensemble(
             self.optimizer, self.scheduler, controller=self.line, log=lambda record, step: self.records.append(record),
-            **({"sync_interval": max(1, total // 100)} | settings),
+            **(policies(**({"every": max(1, total // 100)} | settings))),
         )  # fmt: skip
         self.batch_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = data
         self.losses: Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor] = lambda batch: losses_of(self.net, batch)
@@ -123,7 +124,7 @@ def test_what_no_knob_moves_is_taken_back_too() -> None:
     groups = [{"params": [p], "name": name, "lr": 1e-2} for p, name in zip(list(net.parameters())[:2], "ab", strict=False)]
     optimizer = torch.optim.SGD(groups, lr=1e-2)
     knobs = [hdet.LearningRate(groups=["a"])]
-    run = Run(net=net, optimizer=lambda *_, **__: optimizer, scheduler=lambda _: None, total_steps=200, knobs=knobs, sync_interval=2)
+    run = Run(net=net, optimizer=lambda *_, **__: optimizer, scheduler=lambda _: None, total_steps=200, knobs=knobs, every=2)
     begin = run.weights()
     run.steps(8)
     with torch.no_grad():
@@ -134,7 +135,7 @@ def test_what_no_knob_moves_is_taken_back_too() -> None:
 
 
 def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
-    """Of 400 steps 200 are done: from then on a whole sweep, and no late reading while the rate rises."""
+    """Of 400 steps 200 are done: from then on a whole sweep, and no late search while the rate rises."""
     first = Run(1e-3, total=400, line=None).steps(200)
 
     def continued(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -143,13 +144,13 @@ def test_a_run_that_is_begun_in_the_middle_sweeps_there() -> None:
         return optimizer
 
     cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=400, last_epoch=200)
-    run = Run(1e-3, net=first.net, optimizer=continued, scheduler=cosine, total_steps=400, sync_interval=1)
+    run = Run(1e-3, net=first.net, optimizer=continued, scheduler=cosine, total_steps=400, every=1)
     start, rule = run.ensemble.engine.step, run.line.rule
     assert start >= 200 and rule.began == start
     while run.ensemble.sweeping:
-        octaves = len(rule.octaves)
+        doublings = len(rule.doublings)
         run.steps(1)
-    assert octaves >= 3
+    assert doublings >= 3
     while run.index < 100:
         assert rule.next_end(400, 1) >= rule.risen
         run.steps(1)
@@ -206,7 +207,7 @@ def test_there_are_two_copies_of_the_parameters_and_no_third() -> None:
     gc.freeze()  # what other tests have left is not looked through, thirty times
     weight = nn.Parameter(torch.zeros(1000, 1000))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, controller=hdet.LineController(), sync_interval=1, total_steps=200)
+    ensemble = hdet.Ensemble(optimizer, controller=hdet.LineController(), sync=hdet.Sync(1), total_steps=200)
     counted, read = [], []
 
     def copies() -> int:
@@ -299,7 +300,7 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
         net=net,
         line=hdet.LineController(net, rule=Fixed(back=True, factor=1.6, ramp=8, ramp_from=1 / 256)),
         total=400,
-        sync_interval=1,
+        every=1,
         **settings,
     )
     begin = run.weights()
@@ -336,7 +337,7 @@ def test_a_restart_takes_weights_back_and_begins_with_fresh_moments(kind: str) -
 )  # fmt: skip
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: Callable[[], Any], message: str, steps: int) -> None:
-    """In the first step, and at an octave's end; there one with fewer than two losses is left out at first, as the last batch of an epoch may be."""
+    """In the first step, and at a doubling's end; there one with fewer than two losses is left out at first, as the last batch of an epoch may be."""
     run = Run(total=400).steps(steps)
     run.closure = lambda batch: answer()
     seen: list[torch.Tensor] = []
@@ -347,7 +348,7 @@ def test_a_closure_that_says_nothing_of_use_is_refused_and_weights_stay(answer: 
     assert torch.equal(run.weights(), seen[-1])
 
 
-def test_the_closure_is_tried_once_and_then_called_at_octaves_ends_only() -> None:
+def test_the_closure_is_tried_once_and_then_called_at_doublings_ends_only() -> None:
     run, calls = Run(total=4000), []
     run.closure = lambda batch: calls.append(run.index) or losses_of(run.net, batch)
     run.steps(7)
@@ -386,14 +387,14 @@ def test_closed_it_gives_the_memory_back() -> None:
 def test_the_model_of_another_optimizer_is_refused() -> None:
     optimizer = torch.optim.AdamW(model().parameters())
     with pytest.raises(ValueError, match="no parameter of this optimizer"):
-        hdet.Ensemble(optimizer, controller=hdet.LineController(model()), sync_interval=1, total_steps=100)
-    hdet.Ensemble(optimizer, controller=hdet.LineController(model()), sync_interval=1, total_steps=100, refresh=lambda: None)
+        hdet.Ensemble(optimizer, controller=hdet.LineController(model()), sync=hdet.Sync(1), total_steps=100)
+    hdet.Ensemble(optimizer, controller=hdet.LineController(model()), sync=hdet.Sync(1, refresh=lambda: None), total_steps=100)
 
 
 @pytest.mark.parametrize("every", [2, 4])
 def test_a_schedule_that_goes_on_by_several_for_each_step_of_the_optimizer(every: int) -> None:
-    """As under accelerate. Octaves, rise and late readings are parts of the run all the same, and memory is given back."""
-    plain, run = Run(1e-3, total=400), Run(1e-3, total=400 * every, sync_interval=4)
+    """As under accelerate. Octaves, rise and late searches are parts of the run all the same, and memory is given back."""
+    plain, run = Run(1e-3, total=400), Run(1e-3, total=400 * every, every=4)
     step = run.ensemble.step
 
     def several(loss: torch.Tensor, closure: Any) -> None:
@@ -413,8 +414,8 @@ def test_a_schedule_that_goes_on_by_several_for_each_step_of_the_optimizer(every
 @pytest.mark.parametrize(("total", "interval", "every", "later"), [(400, 4, 5, 8), (1600, 2, 10, 0)])
 def test_batches_without_a_loss_do_not_keep_the_line_from_finding_the_rate(total: int, interval: int, every: int, later: int) -> None:
     """Every so many steps are skipped: their loss is not a number, and weights stay. Most cycles have one of every fifth step: what is left has
-    larger errors, so two more octaves are waited for."""
-    plain, run = (Run(1e-3, total=total, sync_interval=interval) for _ in range(2))
+    larger errors, so two more doublings are waited for."""
+    plain, run = (Run(1e-3, total=total, every=interval) for _ in range(2))
     step = run.ensemble.step
     run.ensemble.step = lambda loss, closure: step(loss * (math.nan if run.index % every == 0 else 1), closure=closure)  # type: ignore[method-assign]
     for one in (plain, run):
@@ -468,7 +469,7 @@ def origin(run: Run) -> torch.Tensor:
 
 
 def test_a_cycle_that_is_taken_back_after_the_sweep_begins_the_interval_anew() -> None:
-    run = until_begun_again(Run(total=400, divergence=hdet.Divergence(rollback="device"), sync_interval=5), 61)
+    run = until_begun_again(Run(total=400, divergence=hdet.Divergence(rollback="device"), every=5), 61)
     run.steps(6)
     found, begun = run.ensemble.corrections["lr"], origin(run)
     with torch.no_grad():
@@ -490,16 +491,16 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3, weight_decay=0.1)
         if settings.pop("together", False):
             settings["replicas"] = hdet.CoresidentReplicas(net, 2)
-        return hdet.Ensemble(optimizer, controller=hdet.LineController(net), **({"total_steps": 100, "sync_interval": 1} | settings))
+        return hdet.Ensemble(optimizer, controller=hdet.LineController(net), **(policies(**({"total_steps": 100, "every": 1} | settings))))
 
     with pytest.raises(ValueError, match=r"warmup_steps .* is 5, .*pass 0"):
         build(warmup_steps=5)
-    build(sync_interval=100, total_steps=1000)
+    build(every=100, total_steps=1000)
     with pytest.raises(ValueError, match=r"sync_interval .* is 101 of 1000 steps, .* at most 100$"):
-        build(sync_interval=101, total_steps=1000)
-    build(sync_interval=2, total_steps=20)
+        build(every=101, total_steps=1000)
+    build(every=2, total_steps=20)
     with pytest.raises(ValueError, match="at most 2$"):
-        build(sync_interval=3, total_steps=20)
+        build(every=3, total_steps=20)
     with pytest.raises(ValueError, match="pass total_steps"):
         build(total_steps=None)
     with pytest.raises(ValueError, match="co-resident"):
@@ -544,7 +545,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_the_sweep_begins_it_anew(steps: 
         first.ensemble.state_dict()
     with pytest.warns(UserWarning, match="was saved in the middle of a sweep"):
         second = resumed(first, lr=1e-3, total=400)
-    assert second.ensemble.sweeping and second.line.rule.octaves == [] and second.ensemble.corrections == {"lr": 1 / 16}
+    assert second.ensemble.sweeping and second.line.rule.doublings == [] and second.ensemble.corrections == {"lr": 1 / 16}
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(second.scheduler.get_last_lr()[0] / 16)
     begin = second.weights()
     second.steps(1)
@@ -577,7 +578,7 @@ def test_a_run_that_is_resumed_after_the_sweep_keeps_what_was_found() -> None:
 
 
 def test_a_sweep_has_short_cycles_and_afterwards_they_end_at_multiples_of_t() -> None:
-    run, ends = Run(total=3000, sync_interval=50), []
+    run, ends = Run(total=3000, every=50), []
     run.ensemble.log = lambda record, step: ends.append((step, run.ensemble.sweeping))
     while run.index < 400:
         run.steps(1)
@@ -589,7 +590,7 @@ def test_a_sweep_has_short_cycles_and_afterwards_they_end_at_multiples_of_t() ->
 
 def test_long_cycles_change_nothing_in_the_sweep() -> None:
     """Of one replica, whose averages are of no consequence."""
-    short, long = Run(total=3000, sync_interval=8), Run(total=3000, sync_interval=200)
+    short, long = Run(total=3000, every=8), Run(total=3000, every=200)
     for run in (short, long):
         while run.ensemble.sweeping:
             run.steps(1)

@@ -97,7 +97,7 @@ class Together:
         self.probe = hdet.ProbeController(self._loss, batches, chunks=4, model=self.net, interval=5, **probe)
         self.line = followed(self.net, self.probe)
         self.ensemble = hdet.Ensemble(
-            self.optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=self.replicas, sync_interval=4, controller=self.line
+            self.optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=self.replicas, sync=hdet.Sync(4), controller=self.line
         )
         self.index = 0
 
@@ -261,7 +261,7 @@ def two_processes(rank: int, world: int) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), lr=30 * FOUND, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 30 * FOUND, TOTAL, cycle_momentum=False)
     line = followed(net, hdet.SoftmaxController(decay=None))
-    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], sync_interval=4, controller=line)
+    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(4), controller=line)
     seen = []
     for step in range(100):
         half = tuple(x.chunk(world)[rank] for x in data(step))
@@ -295,7 +295,7 @@ def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
 def local_gradients(rank: int, world: int) -> Any:
     """Whether each rank is back at the beginning when it begins again, who decided on what, and the corrections in the end."""
     then, knobs = Listener(), [hdet.Eps(), hdet.LearningRate(0.3)]
-    run = chained(then, 1e-4, knobs=knobs, sync_interval=4, gradients="local", moments="keep")
+    run = chained(then, 1e-4, knobs=knobs, every=4, gradients="local", moments="keep")
     run.batch_of = lambda index: data(2 * index + rank)
     begin = run.weights()
     swept = []
@@ -328,7 +328,7 @@ def test_knobs_that_are_no_rates_need_another_controller_and_a_rate_beside_them(
         line = followed(net, probe) if settings.pop("then", True) else hdet.LineController(net)
         return hdet.Ensemble(
             optimizer, knobs=[hdet.Dropout(net) if knob == "dropout" else knob for knob in knobs], controller=line, total_steps=100,
-            sync_interval=1, gradients="local", moments="keep",
+            sync=hdet.Sync(1, gradients="local", moments="keep"),
         )  # fmt: skip
 
     with pytest.raises(ValueError, match=r"'eps' is no learning rate.*SequentialController\(LineController"):
@@ -348,7 +348,7 @@ def test_a_cycle_taken_back_lowers_rates_alone() -> None:
 
 
 def one_breaks(rank: int, world: int) -> Any:
-    """Rank 1's gradient is NaN once, in the feel; ranks begin with different weights. [weights after each take-back], the rate in the end."""
+    """Rank 1's gradient is NaN once, in the coarse scan; ranks begin with different weights. [weights after each take-back], the rate in the end."""
     net = model()
     with torch.no_grad():
         for p in net.parameters():
@@ -356,7 +356,7 @@ def one_breaks(rank: int, world: int) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, TOTAL, cycle_momentum=False)
     line = followed(net, Listener())
-    ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=4, controller=line, gradients="local", moments="keep")
+    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(4, gradients="local", moments="keep"), controller=line)
     equal = []
     for step in range(80):
         batch = data(2 * step + rank)
@@ -368,9 +368,9 @@ def one_breaks(rank: int, world: int) -> Any:
             optimizer.step()
         optimizer.zero_grad()
         rule: Any = line.first.rule  # type: ignore[attr-defined]
-        phase, octaves = rule.phase, len(rule.octaves)
+        phase, doublings = rule.phase, len(rule.doublings)
         ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
-        if (rule.phase, len(rule.octaves)) != (phase, octaves) and not rule.octaves:
+        if (rule.phase, len(rule.doublings)) != (phase, doublings) and not rule.doublings:
             weights = torch.cat([p.detach().flatten() for p in net.parameters()])
             everyones = [torch.empty_like(weights) for _ in range(world)]
             dist.all_gather(everyones, weights)
@@ -392,7 +392,7 @@ def test_a_product_of_rate_and_decay_and_a_bound_beside_other_rates_are_refused(
         first, *others = net.parameters()
         optimizer = torch.optim.AdamW([{"params": [first], "name": "a"}, {"params": others, "name": "b"}], lr=1e-3)
         probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(9)] * 8, model=net, held_out=True)
-        return hdet.Ensemble(optimizer, knobs=knobs, controller=followed(net, probe), total_steps=100, sync_interval=1)
+        return hdet.Ensemble(optimizer, knobs=knobs, controller=followed(net, probe), total_steps=100, sync=hdet.Sync(1))
 
     with pytest.warns(UserWarning, match="one replica"):
         build(hdet.LearningRate(bounds=(1e-4, 1e-2)), hdet.WeightDecay())

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from tests.harness import policies
 
 from ..distributed import run_ranks
 from .helpers import Run as Replicated
@@ -34,7 +35,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
         self.records: list[dict[str, Any]] = []
         self.ensemble = hdet.Ensemble(
-            self.optimizer, controller=hdet.LineController(self.net), total_steps=TOTAL, sync_interval=10, log=lambda r, _: self.records.append(r), **settings
+            self.optimizer, controller=hdet.LineController(self.net), total_steps=TOTAL, log=lambda r, _: self.records.append(r), **policies(every=10, **settings)
         )  # fmt: skip
         self.called: Callable[[torch.Tensor], torch.Tensor | None] = lambda losses: losses
 
@@ -58,7 +59,7 @@ class Run:
         return sum("the line was not read" in note for record in self.records for note in record["notes"])
 
 
-def test_a_batch_of_one_example_at_an_octave_s_end_is_left_out() -> None:
+def test_a_batch_of_one_example_at_a_doubling_s_end_is_left_out() -> None:
     ends = [record["step"] for record in Run(lambda _: 8).steps(TOTAL).records]
     run = Run(lambda step: 1 if step in ends else 8).steps(TOTAL)
     assert run.skipped and not run.ensemble.sweeping and run.ensemble.corrections["lr"] > 1
@@ -66,8 +67,8 @@ def test_a_batch_of_one_example_at_an_octave_s_end_is_left_out() -> None:
     assert after[-1] == TOTAL and len(after) >= 14, "cycles end at multiples of T again"
 
 
-def test_the_same_batch_at_every_octave_s_end_does_not_keep_the_sweep_for_ever() -> None:
-    """An epoch as long as an octave: the next step's batch is read."""
+def test_the_same_batch_at_every_doubling_s_end_does_not_keep_the_sweep_for_ever() -> None:
+    """An epoch as long as a doubling: the next step's batch is read."""
     run = Run(lambda step: 1 if step % 2 == 0 else 8).steps(TOTAL)
     assert run.skipped and not run.ensemble.sweeping
 
@@ -149,7 +150,7 @@ def test_and_stays_as_it_is_in_the_model() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ensemble = hdet.Ensemble(
-            optimizer, controller=hdet.LineController(net), buffers=net, total_steps=TOTAL, sync_interval=10, divergence=hdet.Divergence(rollback="host")
+            optimizer, controller=hdet.LineController(net), sync=hdet.Sync(10, buffers=net), total_steps=TOTAL, divergence=hdet.Divergence(rollback="host")
         )  # fmt: skip
     assert [b.shape[0] for b in ensemble.parameters.buffers] == [3] and ensemble.parameters.buffers[0] is net.mean
     for step in range(60):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import hdet
 from hdet.converge import BucketedAverage
 from hdet.measure.batch_losses import BatchLosses
+from tests.harness import policies
 
 from ..distributed import run_ranks
 from .helpers import Run, batch, loss_of, model, probe, watched
@@ -40,7 +41,7 @@ def log_that_raises(rank: int, world: int) -> Any:
     except OSError:
         pass
     run.ensemble.log = None
-    return run.ensemble.multipliers["lr"], run.ensemble.converged
+    return run.ensemble.multipliers["lr"], run.ensemble.in_sync
 
 
 def test_a_log_that_raises_leaves_every_replica_in_the_same_cycle() -> None:
@@ -67,9 +68,9 @@ def noise_then_converge(rank: int, world: int) -> Any:
     run = Run(rank, spread=0.0)
     hdet.warm_noise_(run.net.parameters(), nu=0.1)
     apart = run.weights()
-    assert not run.ensemble.converged
+    assert not run.ensemble.in_sync
     run.ensemble.converge()
-    return apart, run.weights(), run.ensemble.converged
+    return apart, run.weights(), run.ensemble.in_sync
 
 
 def test_converge_sees_noise_that_it_has_not_made() -> None:
@@ -82,9 +83,9 @@ def converge_inside_a_step(rank: int, world: int) -> Any:
     run = Run(rank).steps(1)
     loss_of(run.wrapped, batch(rank)).backward()
     run.optimizer.step()
-    parted = run.ensemble.converged
+    parted = run.ensemble.in_sync
     run.ensemble.converge()
-    return parted, run.ensemble.converged, run.weights()
+    return parted, run.ensemble.in_sync, run.weights()
 
 
 def test_converge_between_the_optimizers_step_and_the_ensembles() -> None:
@@ -96,19 +97,19 @@ def warm_restarts(rank: int, world: int) -> Any:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 8)
-    ensemble = hdet.Ensemble(optimizer, schedule, knobs=[hdet.LearningRate(0.3)], sync_interval=2, controller=probe(net))
+    ensemble = hdet.Ensemble(optimizer, schedule, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(2), controller=probe(net))
     seen = []
     for step in range(24):
         net.zero_grad()
         loss = loss_of(net, batch(step))  # the same batch on all ranks: shared gradients without DDP
         loss.backward()
         optimizer.step()
-        inside = ensemble.converged
+        inside = ensemble.in_sync
         ensemble.step(loss)
         own = torch.cat([p.detach().flatten() for p in net.parameters()])
         others = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(others, own)
-        seen.append((ensemble.converged, all(torch.equal(x, own) for x in others), ensemble.multipliers["lr"], inside))
+        seen.append((ensemble.in_sync, all(torch.equal(x, own) for x in others), ensemble.multipliers["lr"], inside))
     return seen
 
 
@@ -173,7 +174,7 @@ def test_a_replica_whose_training_loss_broke_has_no_vote_in_the_probe_either() -
 
 def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule() -> None:
     optimizer = sgd()
-    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync_interval=1)
+    ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(1))
     before = ensemble.knobs[0].peak_and_floor()
     ensemble.engine.corrections = [3.0]
     optimizer.step()
@@ -210,7 +211,7 @@ def started_apart(rank: int, world: int, case: str) -> str:
         "total_steps": {"total": 40 + rank},
         "warmup_steps": {"warmup_steps": 2 * rank},
         "controller": {"controller": hdet.SoftmaxController(1.0 + rank, decay=None)},
-        "average": {"average": ["mean", "softmax"][rank]},
+        "weights": {"weights": ["mean", "softmax"][rank]},
         "bucket_bytes": {"bucket_bytes": 4096 * (1 + rank)},
         "scheduled rates": {"lr": 1e-3 * (1 + rank)},
     }[case]
@@ -221,7 +222,7 @@ def started_apart(rank: int, world: int, case: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("case", ["total_steps", "warmup_steps", "controller", "average", "bucket_bytes", "scheduled rates"])
+@pytest.mark.parametrize("case", ["total_steps", "warmup_steps", "controller", "weights", "bucket_bytes", "scheduled rates"])
 def test_every_setting_that_matters_is_compared(case: str) -> None:
     messages = run_ranks(started_apart, 2, case)
     assert len(set(messages)) == 1 and case in messages[0]
@@ -236,7 +237,7 @@ def converge_first(rank: int, world: int, outputs: int) -> Any:
         ensemble.converge()
     except hdet.ReplicaDisagreement as error:
         return str(error)
-    return net.weight.unique().tolist(), ensemble.converged
+    return net.weight.unique().tolist(), ensemble.in_sync
 
 
 def test_a_converge_before_the_first_step_compares_too() -> None:
@@ -272,7 +273,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(name: str) -> None:
 def _two(controller: Any) -> hdet.Ensemble:
     optimizer = sgd()
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 8, cycle_momentum=False)
-    return hdet.Ensemble(optimizer, schedule, replicas=TwoReplicas(), controller=controller, sync_interval=4)
+    return hdet.Ensemble(optimizer, schedule, replicas=TwoReplicas(), controller=controller, sync=hdet.Sync(4))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def _two(controller: Any) -> hdet.Ensemble:
 )
 def test_objects_of_another_kind_are_refused_by_name(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        hdet.Ensemble(sgd(), **{"replicas": TwoReplicas(), **settings})
+        hdet.Ensemble(sgd(), **policies(**{"replicas": TwoReplicas(), **settings}))
 
 
 def test_a_scheduler_of_another_optimizer_and_a_probe_of_another_model_are_refused() -> None:

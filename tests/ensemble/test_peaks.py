@@ -39,11 +39,11 @@ def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> Non
 
 
 @pytest.mark.parametrize(
-    "eased", [[[1.0, "x", 0]], [[1.0, 0, 0], [1.0, 0, 0]], [[0.0, 0, 0]], [[math.inf, 0, 0]], [[1.0, -1, 0]], [[1.0, 0]], [1.0]]
+    "ramps", [[[1.0, "x", 0]], [[1.0, 0, 0], [1.0, 0, 0]], [[0.0, 0, 0]], [[math.inf, 0, 0]], [[1.0, -1, 0]], [[1.0, 0]], [1.0]]
 )
-def test_a_damaged_easing_is_refused_before_anything_changes(eased: list[Any]) -> None:
+def test_a_damaged_easing_is_refused_before_anything_changes(ramps: list[Any]) -> None:
     engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(2, total_steps=100), _Doubles())
-    state = {**engine.state_dict(), "eased": eased, "corrections": [3.0]}
-    with pytest.raises(ValueError, match="eased"):
+    state = {**engine.state_dict(), "ramps": ramps, "corrections": [3.0]}
+    with pytest.raises(ValueError, match="ramps"):
         engine.load_state_dict(state)
     assert engine.corrections == [1.0]

@@ -12,6 +12,7 @@ import torch
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import KnobSpec
+from tests.harness import policies
 
 from ..distributed import run_ranks
 from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
@@ -53,7 +54,7 @@ class Grouped:
             self.optimizer,
             replicas=self.replicas,
             controller=self.controller,
-            **{"knobs": [hdet.LearningRate(0.3, groups="each")], "sync_interval": 4, "total_steps": 40} | settings,
+            **policies(**({"knobs": [hdet.LearningRate(0.3, groups="each")], "every": 4, "total_steps": 40} | settings)),
         )
         self.index = 0
         self.trajectory = [self.mean()]
@@ -210,7 +211,7 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
 
 
 def test_a_rise_takes_two_intervals() -> None:
-    run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80, sync_interval=4, warmup_steps=0)
+    run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80, every=4, warmup_steps=0)
     run.optimizer.param_groups[0]["lr"] = run.optimizer.param_groups[1]["lr"] = 1e-5
     corrections = [run.ensemble.corrections["lr"] for _ in range(4) if run.steps(4)]
     assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
@@ -287,7 +288,7 @@ def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = probe(net, interval=interval, held_out=True)
-    hdet.Ensemble(optimizer, controller=controller, **{"sync_interval": 2, "total_steps": 200} | settings)
+    hdet.Ensemble(optimizer, controller=controller, **policies(**({"every": 2, "total_steps": 200} | settings)))
     return controller
 
 
@@ -297,7 +298,7 @@ def of(interval: int | None, **settings: Any) -> hdet.ProbeController:
     [
         ({"gradients": "local", "moments": "keep"}, "gradients='local'"),
         ({"knobs": [hdet.LearningRate(0.1, bounds=(1e-3, 1.0))]}, "'lr'.*without bounds"),
-        ({"knobs": [hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, direct=True)]}, "'x'.*without bounds"),
+        ({"knobs": [hdet.Scalar("x", lambda: 0.5, lambda x: None, 0.1, affects_eval_loss=True)]}, "'x'.*without bounds"),
     ],
 )
 def test_where_replicas_lie_on_no_line_there_is_one_cycle_or_a_refusal(settings: dict[str, Any], message: str) -> None:

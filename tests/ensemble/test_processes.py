@@ -55,7 +55,7 @@ def spread_and_converge(rank: int, world: int, fused: bool) -> Any:
     for _ in range(10):
         rho = run.ensemble.multipliers["lr"]
         run.step()
-        out.append((rho, run.weights(), run.ensemble.converged, run.optimizer.param_groups[0]["lr"]))
+        out.append((rho, run.weights(), run.ensemble.in_sync, run.optimizer.param_groups[0]["lr"]))
     return out
 
 
@@ -212,15 +212,15 @@ def converge_now(rank: int, world: int) -> Any:
         warnings.simplefilter("always")
         run.ensemble.state_dict()
     run.ensemble.converge()
-    assert run.ensemble.converged
+    assert run.ensemble.in_sync
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.ensemble.state_dict()
     after = run.weights()
     run.steps(1)
-    assert not run.ensemble.converged
+    assert not run.ensemble.in_sync
     run.steps(1)
-    return before, after, len(caught), run.ensemble.cycle, run.ensemble.converged
+    return before, after, len(caught), run.ensemble.cycle, run.ensemble.in_sync
 
 
 def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
@@ -330,7 +330,7 @@ def test_only_the_end_of_a_cycle_communicates() -> None:
 
 
 def softmax_average(rank: int, world: int) -> Any:
-    run = Run(rank, average="softmax", spread=0.9, lr=3e-2)
+    run = Run(rank, weights="softmax", spread=0.9, lr=3e-2)
     run.steps(4)
     loss = loss_of(run.wrapped, batch(7))
     loss.backward()
@@ -357,7 +357,7 @@ def tensor_parallel_by_two(rank: int, world: int) -> Any:
     shard = torch.nn.Parameter(torch.full((4,), float(rank % 2 + 1)))
     optimizer = torch.optim.SGD([shard], lr=0.1)
     ensemble = hdet.Ensemble(
-        optimizer, replicas=hdet.Replicas.from_group(groups[rank % 2]), knobs=[hdet.LearningRate(0.5)], sync_interval=3
+        optimizer, replicas=hdet.Replicas.from_group(groups[rank % 2]), knobs=[hdet.LearningRate(0.5)], sync=hdet.Sync(3)
     )
     for _ in range(3):
         shard.grad = torch.ones(4) * (rank % 2 + 1)

@@ -13,6 +13,7 @@ import torch
 import hdet
 from hdet.ensemble import Ensemble
 from hdet.measure.batch_losses import BatchLosses
+from tests.harness import policies
 
 from .helpers import Run, batch, loss_of, model, watched
 
@@ -26,7 +27,7 @@ class TwoReplicas(hdet.Replicas):
 
 def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemble:
     return Ensemble(
-        optimizer, knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))], replicas=TwoReplicas(), sync_interval=1000, **settings
+        optimizer, knobs=[hdet.LearningRate(0.5, settings.pop("groups", None))], replicas=TwoReplicas(), **policies(every=1000, **settings)
     )
 
 
@@ -123,7 +124,7 @@ def test_one_ensemble_per_optimizer_and_close_gives_it_back() -> None:
 
 def test_a_phantom_step_and_repeated_scheduler_steps_count_once() -> None:
     optimizer = sgd()
-    ensemble = Ensemble(optimizer, replicas=TwoReplicas(), sync_interval=3)
+    ensemble = Ensemble(optimizer, replicas=TwoReplicas(), sync=hdet.Sync(3))
     for expected in (1, 2):
         optimizer.step()
         optimizer.step()  # a checkpoint library's phantom step, or one step per parameter group
@@ -181,9 +182,9 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
     graph = loss.grad_fn
     del loss
     gc.collect()
-    window = run.ensemble.weights.local[0].window
-    assert graph is not None and not any(graph is r for r in gc.get_referrers(window))
-    assert not window.slots().requires_grad
+    loss_meter = run.ensemble.weights.local[0].loss_meter
+    assert graph is not None and not any(graph is r for r in gc.get_referrers(loss_meter))
+    assert not loss_meter.stats().requires_grad
 
 
 # -- the probe leaves no trace -------------------------------------------------------------------------------------------------
@@ -293,10 +294,10 @@ def test_probe_settings_are_validated(settings: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sync_interval": 0}, "sync_interval"),
+        ({"every": 0}, "every"),
         ({"knobs": [hdet.LearningRate(0.0), hdet.LearningRate(0.1)]}, "different names"),
         ({"gradients": "local"}, "gradients"),
-        ({"average": "median"}, "average"),
+        ({"weights": "median"}, "weights"),
         ({"seed": 1.5}, "seed"),
         ({"controller": hdet.SoftmaxController(decay=None), "total_steps": 10, "warmup_steps": 10}, "warm-up"),
         ({"bucket_bytes": 1}, "bucket_bytes"),
@@ -307,7 +308,7 @@ def test_wrong_settings_are_refused_before_anything_changes(settings: dict[str, 
     optimizer = sgd()
     step, groups = optimizer.step, [dict(g) for g in optimizer.param_groups]
     with pytest.raises(ValueError, match=message):
-        Ensemble(optimizer, replicas=TwoReplicas(), **settings)
+        Ensemble(optimizer, replicas=TwoReplicas(), **policies(**settings))
     assert optimizer.step == step and [dict(g) for g in optimizer.param_groups] == groups
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from tests.harness import policies
 
 from .helpers import batch, model, probe
 
@@ -42,14 +43,14 @@ class Run:
                     auto_lr_warmup_steps=0,
                     ensemble_lr_spread_ratio=0.3,
                     model_sync_interval=INTERVAL,
-                    **settings,
+                    **policies(**settings),
                 )
                 self.ensemble = self.whole.ensemble
             else:
                 self.scheduler = scheduler(self.optimizer)
                 self.whole = self.ensemble = hdet.Ensemble(
-                    self.optimizer, self.scheduler, knobs=knobs or [hdet.LearningRate(0.3)], sync_interval=INTERVAL, total_steps=TOTAL,
-                    **settings,
+                    self.optimizer, self.scheduler, knobs=knobs or [hdet.LearningRate(0.3)], total_steps=TOTAL,
+                    **policies(every=INTERVAL, **settings),
                 )  # fmt: skip
 
     def steps(self, count: int) -> Run:

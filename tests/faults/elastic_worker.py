@@ -29,7 +29,7 @@ def train(folder: Path, kill: bool) -> list[float]:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
-    ensemble = hdet.Ensemble(optimizer, scheduler, sync_interval=INTERVAL, warmup_steps=4, controller=hdet.SoftmaxController())
+    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(INTERVAL), warmup_steps=4, controller=hdet.SoftmaxController())
     state = checkpoint.RunState(model, ensemble)
     step = checkpoint.load(folder, state, missing=0)
     with ensemble.guard(), open(folder / f"steps-{rank}", "a") as done:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 import hdet.converge
+from tests.harness import policies
 
 from .harness import World
 
@@ -32,11 +33,11 @@ class Training:
         self.model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
         self.wrapped: nn.Module = self.model if local else DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        mode = {"sync_interval": INTERVAL} | ({"gradients": "local", "moments": "average"} if local else {})
+        mode = {"every": INTERVAL} | ({"gradients": "local", "moments": "average"} if local else {})
         schedule = jump and torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: jump[1] if step >= jump[0] else 1.0)
         self.records: list[dict[str, Any]] = []
         self.ensemble = hdet.Ensemble(
-            self.optimizer, schedule, log=lambda record, step: self.records.append(record), **{**mode, **settings}
+            self.optimizer, schedule, log=lambda record, step: self.records.append(record), **policies(**{**mode, **settings})
         )
 
     def train(self, poison: float = 1.0) -> torch.Tensor:

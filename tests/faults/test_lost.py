@@ -35,10 +35,10 @@ def test_killed_in_a_cycle_under_ddp(tmp_path: Path) -> None:
 def test_killed_in_a_cycle_with_local_gradients(tmp_path: Path) -> None:
     """Nobody speaks to anybody before the cycle's end, so that is where it is noticed."""
     outcomes = run_faulty(scenarios.killed_in_a_cycle, 2, tmp_path, local=True)
-    check_survivors(outcomes, 1, phase="slots", cycle=1, step=8)
+    check_survivors(outcomes, 1, phase="statistics", cycle=1, step=8)
 
 
-@pytest.mark.parametrize(("nth", "phase"), [(1, "slots"), (2, "average")])
+@pytest.mark.parametrize(("nth", "phase"), [(1, "statistics"), (2, "average")])
 def test_killed_inside_a_converge(nth: int, phase: str, tmp_path: Path) -> None:
     outcomes = run_faulty(scenarios.killed_in_an_average, 2, tmp_path, nth=nth)
     check_survivors(outcomes, 1, phase=phase, cycle=1, step=8)
@@ -69,7 +69,7 @@ def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
     outcomes = run_faulty(scenarios.killed_in_an_average, 4, tmp_path, nth=1, pairs=True, victim=3)
     assert outcomes[3].exitcode == -9
     for one in outcomes[:3]:
-        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "slots", 1, 8, (3,)), one
+        assert (one.kind, one.phase, one.cycle, one.step, one.lost) == ("ReplicaLost", "statistics", 1, 8, (3,)), one
         assert "replica 1 (rank 3) is gone" in one.text and f"this is replica {one.rank // 2} (rank {one.rank})" in one.text
         assert set(one.late) <= {0, 1, 2} and one.seconds < HANG_S / 2
 
@@ -77,9 +77,9 @@ def test_a_replica_of_two_ranks_loses_one(tmp_path: Path) -> None:
 def test_a_straggler_beyond_the_timeout(tmp_path: Path) -> None:
     """It still runs, which is said; and when it comes, it is told that it was late. Nobody waits longer than the timeout asks."""
     first, straggler = run_faulty(scenarios.late, 2, tmp_path, timeout=5.0)
-    assert (first.kind, first.phase, first.cycle) == ("ReplicaLost", "slots", 1) and first.lost == () and first.late == (1,)
+    assert (first.kind, first.phase, first.cycle) == ("ReplicaLost", "statistics", 1) and first.lost == () and first.late == (1,)
     assert "replica 1 (rank 1) is late (still running: pid " in first.text
-    assert (straggler.kind, straggler.phase, straggler.cycle) == ("ReplicaLost", "slots", 1) and straggler.lost == ()
+    assert (straggler.kind, straggler.phase, straggler.cycle) == ("ReplicaLost", "statistics", 1) and straggler.lost == ()
     assert "the other ranks had given up" in straggler.text
 
 

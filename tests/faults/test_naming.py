@@ -127,7 +127,7 @@ def test_says_who_when_and_where(store: Any) -> None:
 def test_several_replicas_and_ranks_of_none(store: Any) -> None:
     answer(store, 2)
     assert "in a training step: replica 1 (rank 1) is gone or late" in str(lost(replicas([0], [1], [2]), "training step"))
-    text = str(lost(replicas([0], [7], [8, 9]), "slots"))
+    text = str(lost(replicas([0], [7], [8, 9]), "statistics"))
     assert "while gathering the losses: replica 1 (rank 7) and replica 2 (ranks 8-9) are gone or late" in text
 
 
@@ -149,7 +149,7 @@ def test_survivors_find_each_other_whatever_they_were_doing(store: Any, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(dist, "get_rank", lambda: 1)
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        with pytest.raises(ReplicaLost), during("slots", who, lambda: (400, 401)):
+        with pytest.raises(ReplicaLost), during("statistics", who, lambda: (400, 401)):
             raise RuntimeError(CLOSED)
     assert lost(who).lost == (2,)
 
@@ -259,9 +259,9 @@ def test_everything_else_passes_unchanged(store: Any) -> None:
 
 def test_a_nested_error_keeps_its_phase(store: Any) -> None:
     who = replicas([0], [1])
-    with pytest.raises(ReplicaLost) as raised, during("training step", who, lambda: (9, 9)), during("slots", who, lambda: (3, 17)):
+    with pytest.raises(ReplicaLost) as raised, during("training step", who, lambda: (9, 9)), during("statistics", who, lambda: (3, 17)):
         raise RuntimeError(CLOSED)
-    assert (raised.value.phase, raised.value.cycle) == ("slots", 3)
+    assert (raised.value.phase, raised.value.cycle) == ("statistics", 3)
     with pytest.raises(ReplicaLost, match="in a training step") as raised, during("training step", who, lambda: (9, 99)):
         raise RuntimeError(CLOSED)
     assert raised.value.phase == "training step"
@@ -324,5 +324,5 @@ def test_many_missing_are_counted_not_listed(store: Any) -> None:
 
 
 def test_it_pickles() -> None:
-    error = pickle.loads(pickle.dumps(ReplicaLost("text", "slots", 3, 17, [1], [2])))
-    assert (str(error), error.phase, error.cycle, error.step, error.lost, error.late) == ("text", "slots", 3, 17, (1,), (2,))
+    error = pickle.loads(pickle.dumps(ReplicaLost("text", "statistics", 3, 17, [1], [2])))
+    assert (str(error), error.phase, error.cycle, error.step, error.lost, error.late) == ("text", "statistics", 3, 17, (1,), (2,))

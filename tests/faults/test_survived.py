@@ -179,7 +179,7 @@ def start_differently(rank: int, world: int) -> dict[str, tuple[str, str]]:
     version, said = checks.version, {}
     starts = {
         "seed": lambda: Training(rank, local=True, seed=rank // 3),
-        "sync_interval": lambda: Training(rank, local=True, sync_interval=4 + rank % 2),
+        "every": lambda: Training(rank, local=True, every=4 + rank % 2),
         "shapes": lambda: Training(rank, local=True, width=8 + (rank == 2)),
         "version of hdet": versions,
         "from_group": lists,

@@ -40,7 +40,9 @@ class FarStepPlan(CpuStepPlan):
         parts = [*t.params, t.exp_avgs or [], t.exp_avg_sqs or []]
         move_addresses(self.addresses, [tensor for part in parts for tensor in part])
 
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = kernels.interface.PLAIN) -> None:
+    def step(
+        self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = kernels.spec.interface.PLAIN
+    ) -> None:
         self._take_settings(settings, options)
         self._take_gradients(gradients)
         move_chunks(self.chunks)
@@ -126,7 +128,7 @@ def test_a_line_far_out() -> None:
     settings, gradients = [SETTINGS._replace(multipliers=[0.5, 1.5])], Guarded(SIZES, 0, 99).tensors
     plans[0].step(gradients, settings)
     far_plan = plans[1]
-    far_plan._take_settings(settings, kernels.interface.PLAIN)  # type: ignore[attr-defined]
+    far_plan._take_settings(settings, kernels.spec.interface.PLAIN)  # type: ignore[attr-defined]
     far_plan._take_gradients(gradients)  # type: ignore[attr-defined]
     move_addresses(far_plan.gradient_table, gradients)  # type: ignore[attr-defined]
     far_plan._run()  # type: ignore[attr-defined]

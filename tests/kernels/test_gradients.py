@@ -125,7 +125,7 @@ def test_a_negated_view_is_refused(backend: str) -> None:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_plan_follows_gradients_that_move_and_change_type(exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:  # a torch without the interface
-        monkeypatch.setattr(kernels.native_step, "Tensor", type("Tensor", (), {}))
+        monkeypatch.setattr(kernels.native.step, "Tensor", type("Tensor", (), {}))
     params = some(0)
     plan = kernels.step_plan(StepTensors("sgd", [params], [0] * len(SHAPES), [torch.zeros(()) for _ in SHAPES]), "cpu")
     expected = [p.clone() for p in params]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hdet
+from tests.harness import policies
 
 
 class Pretend(hdet.Replicas):
@@ -58,7 +59,7 @@ def adamw(net: Net, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
 def ensemble(net: Net, knobs: Sequence[Any], *, optimizer: Any = None, index: int = 0, count: int = 8, **settings: Any) -> hdet.Ensemble:
     """One of 8 that takes itself for all of them: what it averages is its own."""
     made = adamw(net) if optimizer is None else optimizer
-    return hdet.Ensemble(made, knobs=knobs, replicas=Pretend(index, count), **{"sync_interval": 1000, **settings})
+    return hdet.Ensemble(made, knobs=knobs, replicas=Pretend(index, count), **policies(**{"every": 1000, **settings}))
 
 
 def backward(net: Net, seed: int = 0) -> torch.Tensor:

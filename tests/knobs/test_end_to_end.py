@@ -46,7 +46,7 @@ def test_four_co_resident_replicas_find_a_temperature_and_a_rate(steep: float, r
         optimizer,
         knobs=[hdet.LearningRate(0.3), hdet.Temperature(net, 0.3, attribute="steep")],
         replicas=replicas,
-        sync_interval=8,
+        sync=hdet.Sync(8),
         total_steps=240,
         controller=hdet.ProbeController(squared, lambda cycle: [bent_batch(10**6 + 8 * cycle + i) for i in range(8)], model=net),
     )
@@ -88,10 +88,8 @@ def too_regular(rank: int, world: int) -> Any:
     run = hdet.Ensemble(
         optimizer,
         knobs=[hdet.Dropout(net, 0.4), hdet.WeightDecay(0.4)],
-        sync_interval=10,
+        sync=hdet.Sync(10, gradients="local", moments="keep"),
         total_steps=160,
-        gradients="local",
-        moments="keep",
         controller=hdet.ProbeController(
             squared, lambda cycle: [endless(10**6 + 8 * cycle + i) for i in range(8)], model=net, average_every=2, held_out=True
         ),

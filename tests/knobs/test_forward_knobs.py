@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hdet
+from tests.harness import policies
 
 from .helpers import LOCAL, Net, Scripted, adamw, backward, ensemble
 
@@ -184,7 +185,7 @@ def test_dropout_moves_what_it_is_told_to() -> None:
     read = lambda: [net.a.p, net.b.p, net.off.p, net.attention.dropout]
 
     def at(rho: float, **settings: Any) -> list[float]:
-        run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, **settings)], **LOCAL)
+        run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, **settings)], **policies(**LOCAL))
         run._fan_out.assign([rho])
         with run.explore():
             return read()
@@ -202,7 +203,7 @@ def test_dropout_moves_what_it_is_told_to() -> None:
 
 def test_dropout_inside_explore_is_what_the_forward_pass_uses() -> None:
     net = nn.Sequential(nn.Dropout(0.25), nn.Linear(1, 1))
-    run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, modules=["0"])], **LOCAL)
+    run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, modules=["0"])], **policies(**LOCAL))
     run._fan_out.assign([2.0 - 1e-9])
     x = torch.ones(20_000, 1)
     with run.explore():
@@ -253,7 +254,7 @@ def test_closing_leaves_base_values() -> None:
 
 def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     net = Net()
-    run = ensemble(net, [hdet.Dropout(net)], sync_interval=2, count=2, **LOCAL)
+    run = ensemble(net, [hdet.Dropout(net)], every=2, count=2, **LOCAL)
     run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])  # the other replica is as this one
     run.weights.end_cycle = lambda weights: []
 
@@ -289,7 +290,7 @@ def test_the_loop_clips_to_the_replicas_norm() -> None:
 
 def coresident(knobs: Any, net: Net, count: int = 4, **settings: Any) -> tuple[hdet.CoresidentReplicas, hdet.Ensemble]:
     replicas = hdet.CoresidentReplicas(net, count)
-    return replicas, hdet.Ensemble(adamw(net, hdet.FusedAdamW), knobs=knobs(net), replicas=replicas, sync_interval=2, **settings)
+    return replicas, hdet.Ensemble(adamw(net, hdet.FusedAdamW), knobs=knobs(net), replicas=replicas, **policies(every=2, **settings))
 
 
 def test_each_co_resident_replica_explores_its_own_value() -> None:

@@ -30,7 +30,7 @@ HONEST = {
     "eps": lambda net: hdet.Eps(),
     "clip_norm": lambda net: hdet.ClipNorm(1.0),
     "temperature": lambda net: hdet.Temperature(net),
-    "mine": lambda net: hdet.Scalar("mine", value=1.0, honest=True),
+    "mine": lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True),
 }
 
 
@@ -127,7 +127,7 @@ def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_onl
 
 
 def several(count: int) -> list[Any]:
-    return [hdet.Scalar(f"k{i}", value=1.0, honest=True) for i in range(count)]
+    return [hdet.Scalar(f"k{i}", value=1.0, valid_on_train_loss=True) for i in range(count)]
 
 
 def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_that_regress() -> None:

@@ -194,7 +194,7 @@ def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> N
     optimizer = adamw(net, kind, lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     run = hdet.Ensemble(
-        optimizer, schedule, knobs=[hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))], replicas=Pretend(), sync_interval=1000
+        optimizer, schedule, knobs=[hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))], replicas=Pretend(), sync=hdet.Sync(1000)
     )
     run._fan_out.assign([1.5])
     used = seen_in_step(optimizer, lambda opt: opt.param_groups[0]["lr"] * (opt.multipliers[0][0] if hasattr(opt, "multipliers") else 1))
@@ -233,7 +233,7 @@ def test_a_schedule_of_the_momentum_keeps_its_shape_under_a_correction() -> None
     net, plain = Net(), Net()
     optimizer, other = adamw(net), adamw(plain)
     schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.01, 20) for one in (optimizer, other)]
-    run = hdet.Ensemble(optimizer, schedules[0], knobs=[hdet.Betas(0.0, which=[0])], sync_interval=1000)
+    run = hdet.Ensemble(optimizer, schedules[0], knobs=[hdet.Betas(0.0, which=[0])], sync=hdet.Sync(1000))
     run.engine.corrections = [2.0]
     for _ in range(8):
         for one, its in ((net, optimizer), (plain, other)):
@@ -293,7 +293,12 @@ def test_any_number_of_the_groups_is_a_knob() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     seen = []
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
-    run = hdet.Ensemble(optimizer, knobs=[hdet.GroupValue("momentum", 0.25, honest=True)], replicas=Pretend(0, 2), moments="average")
+    run = hdet.Ensemble(
+        optimizer,
+        knobs=[hdet.GroupValue("momentum", 0.25, valid_on_train_loss=True)],
+        replicas=Pretend(0, 2),
+        sync=hdet.Sync(moments="average"),
+    )
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
     run._fan_out.assign([1.25])
     net(torch.ones(1, 4)).sum().backward()

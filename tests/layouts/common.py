@@ -10,6 +10,7 @@ from torch import nn
 
 import hdet
 from tests.ensemble import helpers
+from tests.harness import policies
 from tests.reference import method
 
 RATE, DECAY, SPREAD, INTERVAL = 0.02, 0.1, 0.3, 3
@@ -35,8 +36,8 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
 
 
 def ensemble_of(optimizer: torch.optim.Optimizer, **settings: Any) -> hdet.Ensemble:
-    settings = {"knobs": [hdet.LearningRate(SPREAD)], "sync_interval": INTERVAL} | settings
-    return hdet.Ensemble(optimizer, **settings)
+    settings = {"knobs": [hdet.LearningRate(SPREAD)], "every": INTERVAL} | settings
+    return hdet.Ensemble(optimizer, **policies(**settings))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -188,9 +188,9 @@ def buffers_without_spread(rank: int, world: int) -> list[bool]:
         loss.backward()
         optimizer.step()
         ensemble.step(loss)
-        converged.append(ensemble.converged)
+        converged.append(ensemble.in_sync)
     ensemble.converge()
-    return [*converged, ensemble.converged]
+    return [*converged, ensemble.in_sync]
 
 
 def test_buffers_part_without_a_spread_too() -> None:

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from hdet.core import engine
 from tests.distributed import run_ranks
+from tests.harness import policies
 from tests.layouts import twin
 from tests.layouts.common import flat
 from tests.reference import simulator
@@ -125,10 +126,8 @@ def train(rank: int, world: int, name: str) -> dict[str, Any]:
             optimizer,
             OneCycleLR(optimizer, settings.peak, settings.steps, cycle_momentum=False),
             knobs=[hdet.LearningRate(settings.spread)],
-            sync_interval=settings.interval,
             controller=controller if settings.controller else None,
-            average=settings.average,
-            **options,
+            **policies(every=settings.interval, weights=settings.average, **options),
         )
         for step in range(settings.steps):
             optimizer.zero_grad()

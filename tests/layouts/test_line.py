@@ -28,7 +28,7 @@ def _train(
     ensemble = hdet.Ensemble(
         optimizer,
         controller=hdet.LineController(net, rule=rule),
-        sync_interval=interval,
+        sync=hdet.Sync(interval),
         total_steps=200,
         log=lambda record, step: notes.extend(record["notes"]),
     )
@@ -54,7 +54,7 @@ def _decide(rank: int, world_size: int, start: float, restart: bool, interval: i
 
 @pytest.mark.parametrize("interval", [2, 20])
 def test_both_ranks_decide_alike_and_as_one_process_with_both_batches(interval: int) -> None:
-    """Cycles of 2 steps, an octave, and longer ones, in whose place the sweep has its own."""
+    """Cycles of 2 steps, a doubling, and longer ones, in whose place the sweep has its own."""
     start = 1e-3
     one, two = run_ranks(_decide, 2, start, False, interval)
     assert one == two  # bitwise: values, weights, notes

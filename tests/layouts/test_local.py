@@ -163,14 +163,14 @@ def test_moments_are_kept_averaged_or_reset(runs: list[dict[str, Any]], policy: 
 
 
 def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], shards: list[dict[str, Any]]) -> None:
-    """1/T of DDP's bytes, and the slots: 3 N numbers, N more where moments are averaged, so that peers know to have the same ones; these
+    """1/T of DDP's bytes, and the stats: 3 N numbers, N more where moments are averaged, so that peers know to have the same ones; these
     then make it three times as much. The first cycle checks the start as well."""
     gradients = runs[0]["ddp"]
     for policy in POLICIES:
         first, *later = (b - a for a, b in zip([0, *runs[0][policy]["volumes"]], runs[0][policy]["volumes"], strict=False))
         expected = gradients // INTERVAL * (3 if policy == "average" else 1)
-        slots = 2 * (4 if policy == "average" else 3) * 8
-        assert later == [expected + slots] * (CYCLES - 1), policy
+        stats = 2 * (4 if policy == "average" else 3) * 8
+        assert later == [expected + stats] * (CYCLES - 1), policy
         assert first < expected + 2000
     # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the single row and number stay on one rank.
     volumes = [rank["volumes"][-1] - rank["volumes"][-2] - 2 * 3 * 8 for rank in shards]

@@ -57,8 +57,8 @@ def _train(rank, world, settings, drop_in):
             ensemble = scheduler.ensemble
         else:
             scheduler = ensemble = hdet.Ensemble(
-                optimizer, OneCycleLR(optimizer, **schedule), knobs=[hdet.LearningRate(settings.spread)], sync_interval=settings.interval,
-                warmup_steps=settings.warmup, controller=controller, average=settings.average,
+                optimizer, OneCycleLR(optimizer, **schedule), knobs=[hdet.LearningRate(settings.spread)], sync=hdet.Sync(settings.interval, weights=settings.average),
+                warmup_steps=settings.warmup, controller=controller,
             )  # fmt: skip
         rates, cycles = [], []
         for step in range(settings.steps):

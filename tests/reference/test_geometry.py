@@ -30,7 +30,7 @@ def _replica(rank, world, dtype, weight_decay, spread=SPREAD):
     """One cycle as long as the run, driven by one fixed sequence of gradients: the parameters before and after the converge."""
     theta = _start(dtype).requires_grad_()
     optimizer = torch.optim.AdamW([theta], lr=1.0, weight_decay=weight_decay)
-    ensemble = hdet.Ensemble(optimizer, _schedule(optimizer), knobs=[hdet.LearningRate(spread)], sync_interval=STEPS)
+    ensemble = hdet.Ensemble(optimizer, _schedule(optimizer), knobs=[hdet.LearningRate(spread)], sync=hdet.Sync(STEPS))
     rho = ensemble.multipliers["lr"]
     for step in range(STEPS):
         theta.grad = _gradient(step, dtype)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from tests.harness import policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, sgd, sgd_shared_tensor_lr, sgd_tensor_lr
 
 STEPS = 24
@@ -54,7 +55,7 @@ def ensemble_on(toy, build, factors=None, **arguments):
     knobs = [hdet.LearningRate(0.3, groups="each")] if factors is None or len(factors) > 1 else [hdet.LearningRate(0.3)]
     with pytest.warns(UserWarning, match="one replica"):
         return hdet.Ensemble(
-            toy.optimizer, build(toy.optimizer), knobs=knobs, sync_interval=3, controller=Forced(factors or [1.0, 1.0]), **arguments
+            toy.optimizer, build(toy.optimizer), knobs=knobs, controller=Forced(factors or [1.0, 1.0]), **policies(every=3, **arguments)
         )
 
 
@@ -105,7 +106,7 @@ def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
 def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
     toy = Toy(adamw)
     with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, sync_interval=2, controller=Forced([2.0]))
+        ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Forced([2.0]))
     rates = []
     for _ in range(8):
         ensemble.step(toy.step())
@@ -117,7 +118,7 @@ def test_a_rate_set_by_hand_becomes_the_base():
     """Somebody who writes group["lr"] between steps means it: the correction they see is in it, and it is not undone or applied twice."""
     toy = Toy(sgd)
     with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, sync_interval=2, controller=Forced([2.0], cycle=0))
+        ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Forced([2.0], cycle=0))
     ensemble.step(toy.step())
     for group in toy.optimizer.param_groups:
         group["lr"] = 0.125
@@ -170,7 +171,7 @@ def test_multiplier_exists_only_inside_the_step(fails):
             raise RuntimeError("the step fails")
 
     toy.optimizer.register_step_pre_hook(hook)
-    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups=[1])], sync_interval=5)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups=[1])], sync=hdet.Sync(5))
     pretend_one_of_four(ensemble, 1.3)
     if fails:
         with pytest.raises(RuntimeError, match="the step fails"):
@@ -195,7 +196,7 @@ def test_tensor_rates_keep_their_identity():
 
 def test_close_takes_the_ensemble_off_again():
     toy = Toy(sgd)
-    ensemble = hdet.Ensemble(toy.optimizer, sync_interval=5)
+    ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(5))
     with pytest.raises(ValueError, match="already"):
         hdet.Ensemble(toy.optimizer)
     ensemble.close()
@@ -242,8 +243,8 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
     for group, rate in zip(toy.optimizer.param_groups, (5e-4, 2.5e-4), strict=True):
         group["lr"] = rate  # so low that the printed gamma, which multiplies it by 400, does not diverge
     controller = hdet.SoftmaxController(decay=decay)
-    arguments = {"sync_interval": 3, "warmup_steps": warmup, "total_steps": STEPS, "replicas": PairOnPaper()}
-    ensemble = hdet.Ensemble(toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **arguments)
+    arguments = {"every": 3, "warmup_steps": warmup, "total_steps": STEPS, "replicas": PairOnPaper()}
+    ensemble = hdet.Ensemble(toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **policies(**arguments))
     for step in range(STEPS):
         first, second = (group["lr"] for group in toy.optimizer.param_groups)
         assert first >= 0

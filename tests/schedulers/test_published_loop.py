@@ -26,7 +26,7 @@ def test_signature_is_torchs_then_the_published_one_then_keywords():
     rest = ours[len(torchs) :]
     assert [p.name for p in rest[: len(PUBLISHED)]] == PUBLISHED
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in rest[: len(PUBLISHED)])
-    assert {p.name for p in rest[len(PUBLISHED) :]} >= {"replicas", "controller", "gradients", "seed"}
+    assert {p.name for p in rest[len(PUBLISHED) :]} >= {"replicas", "controller", "sync", "seed"}
     *keywords, further = rest[len(PUBLISHED) :]
     assert all(p.kind is p.KEYWORD_ONLY for p in keywords) and further.kind is further.VAR_KEYWORD  # the Ensemble's
 
@@ -105,8 +105,8 @@ BAD = {
     "spread of 1": ({"ensemble_lr_spread_ratio": 1.0}, "ensemble_lr_spread_ratio|spread"),
     "negative spread": ({"ensemble_lr_spread_ratio": -0.1}, "ensemble_lr_spread_ratio|spread"),
     "spread NaN": ({"ensemble_lr_spread_ratio": float("nan")}, "ensemble_lr_spread_ratio|spread"),
-    "interval 0": ({"model_sync_interval": 0}, "model_sync_interval|sync_interval"),
-    "interval a fraction": ({"model_sync_interval": 2.5}, "model_sync_interval|sync_interval"),
+    "interval 0": ({"model_sync_interval": 0}, "model_sync_interval"),
+    "interval a fraction": ({"model_sync_interval": 2.5}, "model_sync_interval"),
     "warm-up negative": ({"auto_lr_warmup_steps": -1}, "auto_lr_warmup_steps|warmup_steps"),
     "rank without a group": ({"rank": 1, "world_size": 1}, "rank"),
     "world_size without a group": ({"rank": 0, "world_size": 4}, "world_size"),

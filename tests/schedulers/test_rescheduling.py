@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from tests.harness import policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, sgd, sgd_tensor_lr
 from tests.schedulers.test_any_scheduler import SCHEDULERS, Forced, PairOnPaper, pretend_one_of_four
 
@@ -85,9 +86,8 @@ def ensemble_on(toy: Toy, factors: list[float], *, knobs: list[Any] | None = Non
             toy.optimizer,
             None,
             knobs=[hdet.LearningRate(0.3, groups="each" if len(factors) > 1 else None)] if knobs is None else knobs,
-            sync_interval=STEPS,
             controller=Forced(factors, cycle),
-            **settings,
+            **policies(every=STEPS, **settings),
         )
 
 
@@ -260,7 +260,7 @@ def test_a_scheduler_of_the_users_beside_the_ensembles_own() -> None:
     toy, plain = Toy(sgd), Toy(sgd)
     steps = [torchs.ExponentialLR(t.optimizer, 0.9) for t in (toy, plain)]
     with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, steps[0], sync_interval=STEPS, controller=Forced([2.0], cycle=0))
+        ensemble = hdet.Ensemble(toy.optimizer, steps[0], sync=hdet.Sync(STEPS), controller=Forced([2.0], cycle=0))
     for step in range(9):
         plain.step()
         steps[1].step()
@@ -461,7 +461,7 @@ def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
     for group, rate in zip(toy.optimizer.param_groups, (0.01, 0.005), strict=True):
         group.update(lr=rate, initial_lr=rate, min_lr=1e-4)
     ensemble = hdet.Ensemble(
-        toy.optimizer, None, controller=hdet.SoftmaxController(decay="floor"), sync_interval=3, total_steps=60, replicas=PairOnPaper()
+        toy.optimizer, None, controller=hdet.SoftmaxController(decay="floor"), sync=hdet.Sync(3), total_steps=60, replicas=PairOnPaper()
     )
     for _ in range(6):
         ensemble.step(toy.step())
@@ -478,13 +478,13 @@ def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
 
 
 def test_a_line_and_a_cosine_of_the_users_once_an_epoch() -> None:
-    """The sweep's corrections change by the octave, and the user's scheduler in between."""
+    """The sweep's corrections change by the doubling, and the user's scheduler in between."""
     torch.manual_seed(0)
     net = torch.nn.Linear(6, 1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     schedulers = [torchs.CosineAnnealingLR(opt, 12) for opt in (optimizer, plain)]
-    ensemble = hdet.Ensemble(optimizer, None, controller=hdet.LineController(net), sync_interval=10, total_steps=240)
+    ensemble = hdet.Ensemble(optimizer, None, controller=hdet.LineController(net), sync=hdet.Sync(10), total_steps=240)
     x = torch.randn(32, 6)
     losses = lambda: (net(x) - x.sum(1, keepdim=True)).square().mean(1)
     for _ in range(12):
@@ -506,7 +506,7 @@ def test_a_line_and_a_cosine_of_the_users_once_an_epoch() -> None:
 def test_bounds_hold_what_is_written() -> None:
     toy = Toy(sgd)
     scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
-    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(bounds=(0.1, 0.8))], sync_interval=100)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(bounds=(0.1, 0.8))], sync=hdet.Sync(100))
     ensemble.engine.corrections = [4.0]
     for rate in (0.8, 0.8, 0.5, 0.25, 0.125, 0.1, 0.1):  # of 2.0, 1.0, 0.5 ...: the schedule goes on behind the bound
         ensemble.step(toy.step())
@@ -564,7 +564,7 @@ def test_decisions_are_of_what_was_scheduled(monkeypatch: pytest.MonkeyPatch) ->
     toy = Toy(sgd)
     scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
     with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, None, sync_interval=STEPS, controller=Looks([2.0], cycle=0))
+        ensemble = hdet.Ensemble(toy.optimizer, None, sync=hdet.Sync(STEPS), controller=Looks([2.0], cycle=0))
     for _ in range(4):
         for _ in range(STEPS):
             ensemble.step(toy.step())
@@ -626,7 +626,7 @@ def test_betas_are_written_like_rates() -> None:
 def test_a_scheduler_that_moves_momentum_is_corrected_there_too() -> None:
     plain, ours = Toy(sgd), Toy(sgd)
     schedulers = [torchs.OneCycleLR(toy.optimizer, 0.1, 12) for toy in (plain, ours)]
-    run = hdet.Ensemble(ours.optimizer, knobs=[hdet.GroupValue("momentum", 0.0, honest=True)])
+    run = hdet.Ensemble(ours.optimizer, knobs=[hdet.GroupValue("momentum", 0.0, valid_on_train_loss=True)])
     run.engine.corrections = [2.0]
     run.schedule.write(run.engine)
     for _ in range(10):
@@ -730,7 +730,7 @@ def test_a_rate_that_is_lowered_by_hand_after_a_resume_is_lowered(order: str, ow
         toy = Toy(sgd)
         scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
         with pytest.warns(UserWarning, match="one replica"):
-            ensemble = hdet.Ensemble(toy.optimizer, scheduler if own else None, sync_interval=STEPS, controller=Forced([2.0], 0))
+            ensemble = hdet.Ensemble(toy.optimizer, scheduler if own else None, sync=hdet.Sync(STEPS), controller=Forced([2.0], 0))
         return toy, scheduler, ensemble
 
     toy, scheduler, ensemble = build()

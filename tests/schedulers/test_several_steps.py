@@ -32,7 +32,7 @@ def ratios(build: Callable[[Any], Any]) -> list[float]:
     """The rate in force over that of the schedule alone, after each round."""
     ours, plain = optimizer(), optimizer()
     scheduler, alone = build(ours), build(plain)
-    ensemble, found = hdet.Ensemble(ours, None, sync_interval=2, controller=Fourfold()), []
+    ensemble, found = hdet.Ensemble(ours, None, sync=hdet.Sync(2), controller=Fourfold()), []
     for _ in range(20):
         ours.step()
         ensemble.step(1.0)
@@ -68,7 +68,7 @@ def test_one_that_is_made_of_others_is_refused_where_its_steps_lead_elsewhere() 
 
 def test_a_schedule_that_is_built_after_many_writes_by_hand_is_found() -> None:
     ours = optimizer()
-    ensemble = hdet.Ensemble(ours, None, sync_interval=2, controller=Fourfold())
+    ensemble = hdet.Ensemble(ours, None, sync=hdet.Sync(2), controller=Fourfold())
 
     def by_hand() -> None:
         for _ in range(40):

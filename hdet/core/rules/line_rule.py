@@ -1,15 +1,15 @@
 """The line's rule: where the run's rate has to be, from training losses alone. No replicas, no probe data, any layout.
 
 With shared gradients all replicas lie on one line, so any multiplier can be scored without a replica that has it:
-theta(rho) = anchor + rho * (average - anchor) (method, section 4). The rule has three parts (docs/controllers.md has the measurements):
+theta(rho) = origin + rho * (average - origin) (method, section 4). The rule has three parts (docs/controllers.md has the measurements):
 
-1. *Feel*: a few steps far below the user's rate, then one look along the line from the beginning of the run: at which rho is the loss
+1. *Coarse scan*: a few steps far below the user's rate, then one look along the line from the beginning of the run: at which rho is the loss
    above that of the untrained model? The answer is a scale, whatever the rate was.
-2. *Sweep*: from far below that, the rate doubles from octave to octave until training breaks or more does not help (`sweep`). What
+2. *Sweep*: from far below that, the rate doubles from doubling to doubling until training breaks or more does not help (`sweep`). What
    follows is an estimate of the best mean rate of the run, within a factor of two, and the schedule's shape says what that is at its peak.
    Then weights and moments are taken back to the beginning, at 5 to 9 % of the run (160 steps at most), and the rate rises gently: from a 16th,
    evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
-3. *Late*: the line is read twice more. Late readings are greedy, they vote for rates that are too low by a factor of up to three or so;
+3. *Late*: the line is read twice more. Late searches are greedy, they vote for rates that are too low by a factor of up to three or so;
    only what is far beyond that counts: a minimum at rho >= 4.
 """
 
@@ -26,8 +26,8 @@ from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Compare, Decision, Learned, Level, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, Kind, ListOf, Number, Row
-from .coarse_scan import Octave, Outcome, clear_rise, outcome
-from .line_search import FARTHEST, Asking, Reading, edge, read_line
+from .line_search import FARTHEST, Asking, Found, divergence_threshold, search_line
+from .range_test import Doubling, Outcome, clear_rise, outcome
 
 __all__ = ["LINE", "LineRule"]
 
@@ -38,27 +38,27 @@ weights are."""
 
 OPENING = 1 / 16
 """of the user's rate, in the run's first steps: on top of the schedule's own beginning, so that the first steps spoil nothing"""
-OCTAVE, STEPS = 0.0075, 8
-"""Of the run, and at most so many steps. What an octave shows depends on its steps: with more of them less rate is sufficient for the same gain, which
+DOUBLING, STEPS = 0.0075, 8
+"""Of the run, and at most so many steps. What a doubling shows depends on its steps: with more of them less rate is sufficient for the same gain, which
 says nothing of a longer run's best rate (docs/results.md)."""
 BELOW = 32.0
-"""The first octave ends at the line's edge over this."""
+"""The first doubling ends at the divergence threshold over this."""
 LIMIT = 0.15
-"""Of the run, or of as many steps as have the longest octaves: a sweep that has not found anything by then is given up."""
+"""Of the run, or of as many steps as have the longest doublings: a sweep that has not found anything by then is given up."""
 RISE, FROM = 0.08, 16.0
 """After the sweep: of the run, and the factor by which the rate rises in it."""
 BAND = (0.7, 2.5)
 """The user's rate stays if the estimate, as a multiple of it, lies within."""
 ENOUGH, UNSURE = 64.0, 10.0
-"""Losses in an octave, examples times steps: the least with which the rule was found. With fewer an estimate scatters by factors, and the band is so
+"""Losses in a doubling, examples times steps: the least with which the rule was found. With fewer an estimate scatters by factors, and the band is so
 many times wider either way: a rate that is off by orders of magnitude is still seen, one that is not cannot be judged."""
 LATE = (0.26, 0.4)
-"""of the run: where the late readings fall"""
+"""of the run: where the late searches fall"""
 FAR = 4.0
-"""rho of a late reading that counts"""
+"""rho of a late search that counts"""
 BROKEN = 1e20
 """A mean loss in which one is not finite, because of the weights or of the mini-batch: each such loss is taken for far more."""
-FEEL, SWEEP, READ, DONE = 0, 1, 2, 3
+COARSE_SCAN, SWEEP, READ, DONE = 0, 1, 2, 3
 PATIENCE = 32
 """Steps in a row whose batches have fewer than two examples: a closure that gives one number for all, which it did not at first."""
 TOO_FEW = (
@@ -76,13 +76,13 @@ class LineRule(Controller):
 
     Args:
         significant: |t| of a paired difference that counts.
-        farthest: the largest rho that late readings score, and one over the smallest.
+        farthest: the largest rho that late searches score, and one over the smallest.
         freeze_after: see `Controller`; a sweep that is under way then ends without a result.
-        octave: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`OCTAVE`). 8 is right for Adam, 16 for SGD.
+        doubling: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`DOUBLING`). 8 is right for Adam, 16 for SGD.
         late: read the line twice more after the sweep? If not, it is `finished` when the rate that the sweep has found is in force.
         snapshot: where and how the run's beginning, and that of a late interval, are kept.
 
-    Several knobs are swept together, so their ratios are the user's; the late readings tell them apart. Knobs that are no learning rates are left
+    Several knobs are swept together, so their ratios are the user's; the late searches tell them apart. Knobs that are no learning rates are left
     alone.
     """
 
@@ -91,9 +91,9 @@ class LineRule(Controller):
     needs_schedule_mean = True
     opening = OPENING
     state_keys: Mapping[str, Kind] | Sequence[str] = {
-        "phase": Number(FEEL, DONE, whole=True), "began": COUNT, "ended": COUNT, "untrained": ListOf(Number()),
-        "octaves": ListOf(Row(Number(0), Number(high=math.inf), Number(0), Number())), "total": Number(-math.inf, math.inf), "cycles": COUNT,
-        "edge": Number(0), "late": Number(0, len(LATE), whole=True), "scheduled": Number(0), "risen": COUNT,
+        "phase": Number(COARSE_SCAN, DONE, whole=True), "began": COUNT, "ended": COUNT, "untrained": ListOf(Number()),
+        "doublings": ListOf(Row(Number(0), Number(high=math.inf), Number(0), Number())), "total": Number(-math.inf, math.inf), "cycles": COUNT,
+        "threshold": Number(0), "late": Number(0, len(LATE), whole=True), "scheduled": Number(0), "risen": COUNT,
     }  # fmt: skip
 
     def __init__(
@@ -101,45 +101,45 @@ class LineRule(Controller):
         significant: float = 1.5,
         farthest: float = 256.0,
         freeze_after: float | None = None,
-        octave: int = STEPS,
+        doubling_steps: int = STEPS,
         late: bool = True,
         snapshot: SnapshotOf | None = None,
     ) -> None:
         super().__init__(freeze_after)
-        if type(octave) is not int or octave < 1:
-            raise ValueError(f"octave must be a whole number of steps above 0, got {octave!r}")
-        self.octave = octave
+        if type(doubling_steps) is not int or doubling_steps < 1:
+            raise ValueError(f"doubling_steps must be a whole number above 0, got {doubling_steps!r}")
+        self.doubling_steps = doubling_steps
         for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4)):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
                 raise ValueError(f"{name} must be a number above {least}, got {value!r}")
         self.significant, self.farthest = significant, farthest
-        self.reads_late, self.snapshot = late, SnapshotOf() if snapshot is None else snapshot
-        self.phase = float(FEEL)
+        self.searches_late, self.snapshot = late, SnapshotOf() if snapshot is None else snapshot
+        self.phase = float(COARSE_SCAN)
         self.began = 0.0
-        """The step at which feel and sweep began."""
+        """The step at which coarse scan and sweep began."""
         self.ended = 0.0
-        """The step at which the last octave ended."""
+        """The step at which the last doubling ended."""
         self.untrained: list[float] = []
-        """An `Octave` at rate 0."""
-        self.octaves: list[list[float]] = []
+        """An `Doubling` at rate 0."""
+        self.doublings: list[list[float]] = []
         self.total = self.cycles = 0.0
-        """Of the octave under way: the sum of its cycles' mean losses, and how many have one."""
+        """Of the doubling under way: the sum of its cycles' mean losses, and how many have one."""
         self.missing = 0
         """How many have none."""
         self.batches = 1.0
         """Of how many steps."""
-        self.edge = 0.0
+        self.threshold = 0.0
         """The line's, as a part of the schedule's peak."""
         self.late = 0.0
-        """Late readings that were taken."""
+        """Late searches that were taken."""
         self.scheduled = 0.0
-        """The schedule at the end of the octave before the last, as a part of its peak."""
+        """The schedule at the end of the doubling before the last, as a part of its peak."""
         self.risen = 0.0
         """The step at which the rate that was found is in force."""
         self.since = 0.0
         """The step at which the late interval under way began."""
         self._total, self._interval = 0, 1
-        self._felt: float | None = None  # the training loss that the last octave showed, if any
+        self._last_loss: float | None = None  # the training loss that the last doubling showed, if any
         self._compared = False
         self._examples = 0.0  # losses over all ranks, in the last answer
         self.unread = 0
@@ -155,8 +155,8 @@ class LineRule(Controller):
 
     @property
     def sweeping(self) -> bool:
-        """Are the weights those of feel and sweep, which will be taken back?"""
-        return self.phase in (FEEL, SWEEP)
+        """Are the weights those of coarse scan and sweep, which will be taken back?"""
+        return self.phase in (COARSE_SCAN, SWEEP)
 
     def start(self, run: Run) -> None:
         """Raises ValueError for a run that has no length, too long cycles, a warm-up of the controller, no learning rate, bounds or products of
@@ -166,31 +166,31 @@ class LineRule(Controller):
             raise ValueError("the line's intervals are parts of the run: pass total_steps, or a scheduler that has it")
         self._total, self._interval = run.total_steps, run.sync_interval
         check_swept(run)
-        check_alike(run, alone=self.reads_late)
+        check_alike(run, alone=self.searches_late)
 
     def next_end(self, total_steps: int, sync_interval: int) -> float:
         """The step from which on the next decision is due; infinity if there is none."""
         if self.idle:
             return math.inf
         if self.sweeping:
-            return self.ended + octave_steps(total_steps, sync_interval, self.octave)
-        return max(LATE[int(self.late)] * total_steps, self.risen) if self.reads_late else self.risen
+            return self.ended + steps_per_doubling(total_steps, sync_interval, self.doubling_steps)
+        return max(LATE[int(self.late)] * total_steps, self.risen) if self.searches_late else self.risen
 
     def plan(self, now: Moment) -> Plan:
-        """Short cycles in feel and sweep, which go back to the run's beginning; after those the first ends at a multiple of T."""
+        """Short cycles in coarse scan and sweep, which go back to the run's beginning; after those the first ends at a multiple of T."""
         if self.idle:
             return Plan(self._interval - now.step % self._interval, spread=False)
         if self.sweeping:
-            steps = 1 if self.unread else min(self._interval, octave_steps(self._total, self._interval, self.octave))
+            steps = 1 if self.unread else min(self._interval, steps_per_doubling(self._total, self._interval, self.doubling_steps))
             return Plan(
                 steps,
                 spread=False,
                 judged=False,
-                measure={LINE: {"origin": BEGINNING, "share": self.phase == FEEL}},
+                measure={LINE: {"origin": BEGINNING, "share": self.phase == COARSE_SCAN}},
                 snapshots={BEGINNING: self.snapshot},
             )
         steps = 1 if self.unread else self._interval - now.step % self._interval
-        if not self.reads_late:
+        if not self.searches_late:
             return Plan(steps, spread=False)
         origin = f"interval {int(self.late)}"
         until = math.ceil(self.next_end(self._total, self._interval) / self._interval) * self._interval
@@ -201,7 +201,7 @@ class LineRule(Controller):
         """A sweep begins again, here: the weights that it would go back to are lost. So does a late interval."""
         self.since, self.unread = float(now.schedule_step), 0
         if self.sweeping:
-            self.phase, self.octaves, self.total, self.cycles, self.missing = float(FEEL), [], 0.0, 0.0, 0
+            self.phase, self.doublings, self.total, self.cycles, self.missing = float(COARSE_SCAN), [], 0.0, 0.0, 0
             self.began = self.ended = float(now.schedule_step)
 
     def decide(self, evidence: Evidence) -> Asking[Learned]:
@@ -212,7 +212,7 @@ class LineRule(Controller):
             self.total += sum(losses) / len(losses) if losses else 0.0
         if evidence.step < self.next_end(evidence.total_steps or 0, evidence.sync_interval):
             return self._nothing(evidence)
-        if self.phase == READ and not self.reads_late:
+        if self.phase == READ and not self.searches_late:
             self.phase = float(DONE)
             return self._nothing(evidence)
         level, _, self._examples = yield Level(LINE, 1.0)
@@ -226,9 +226,9 @@ class LineRule(Controller):
         if bad or _value(evidence) <= 0:
             why = "nothing finite so far" if bad else "the schedule is at 0"
             return self._end(evidence, None, why) if self._used(evidence) >= LIMIT else self._nothing(evidence)
-        loss = self._octaves_loss(evidence, level)
+        loss = self._doublings_loss(evidence, level)
         self.ended = float(evidence.step)
-        return (yield from (self._feel if self.phase == FEEL else self._sweep)(evidence, loss))
+        return (yield from (self._coarse_scan if self.phase == COARSE_SCAN else self._sweep)(evidence, loss))
 
     def hold(self, evidence: Evidence) -> Learned:
         """A sweep under way ends here, with the user's own values."""
@@ -240,7 +240,7 @@ class LineRule(Controller):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.missing = 0  # of an octave that begins anew
+        self.missing = 0  # of a doubling that begins anew
 
     def _leave_out(self, evidence: Evidence) -> Learned:
         """The batch has fewer than two examples, so nothing has an error: the interval goes on. Raises ValueError after `PATIENCE` of them."""
@@ -249,53 +249,55 @@ class LineRule(Controller):
         note = "the line was not read: the batch has less than two examples; the next one is read in its place"
         return Learned([Decision(note=note if k == 0 else "") for k in range(len(evidence.knobs))])
 
-    # -- feel and sweep --------------------------------------------------------------------------------------------------
+    # -- coarse scan and sweep --------------------------------------------------------------------------------------------------
 
-    def _octaves_loss(self, evidence: Evidence, level: float) -> float:
-        """Mean training loss of the octave that ends; infinite where the weights that it ends with are broken.
+    def _doublings_loss(self, evidence: Evidence, level: float) -> float:
+        """Mean training loss of the doubling that ends; infinite where the weights that it ends with are broken.
 
         A mini-batch may have no finite loss, and a scaler may have skipped its step: what has none is left out, and where that is most of the
-        octave the current batch, whose loss is ``level``, stands for it.
+        doubling the current batch, whose loss is ``level``, stands for it.
         """
-        self.batches = max(1.0, self.cycles * min(evidence.sync_interval, self._octave(evidence)))
-        felt = self._felt = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
+        self.batches = max(1.0, self.cycles * min(evidence.sync_interval, self._doubling(evidence)))
+        shown = self._last_loss = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
         self.total, self.cycles, self.missing = 0.0, 0.0, 0
-        return math.inf if level >= BROKEN else level if felt is None else felt
+        return math.inf if level >= BROKEN else level if shown is None else shown
 
     def _used(self, evidence: Evidence) -> float:
-        """Part of the run since feel began, or of as much of it as has octaves of ``octave`` steps: there are 20 of them at most."""
-        return (evidence.step - self.began) / min(evidence.total_steps or 1, self.octave / OCTAVE)
+        """Part of the run since the coarse scan began, or of as much of it as has doublings of ``doubling_steps`` steps: there are 20 of them at most."""
+        return (evidence.step - self.began) / min(evidence.total_steps or 1, self.doubling_steps / DOUBLING)
 
-    def _octave(self, evidence: Evidence) -> int:
-        return octave_steps(evidence.total_steps or 0, evidence.sync_interval, self.octave)
+    def _doubling(self, evidence: Evidence) -> int:
+        return steps_per_doubling(evidence.total_steps or 0, evidence.sync_interval, self.doubling_steps)
 
-    def _feel(self, evidence: Evidence, loss: float) -> Asking[Learned]:
+    def _coarse_scan(self, evidence: Evidence, loss: float) -> Asking[Learned]:
         now, late = _value(evidence), self._used(evidence) >= LIMIT
         if not math.isfinite(loss):
             if late:
                 return self._end(evidence, None, "nothing finite so far")
             return self._from(evidence, now / BELOW, "nothing finite at the first steps' rate: begun again, lower")
         level, error, _ = yield Level(LINE, 0.0)
-        along = yield from edge(compared, clear_rise(level, error))
+        along = yield from divergence_threshold(compared, clear_rise(level, error))
         if along >= FARTHEST / 2 and (yield compared(FARTHEST, 0.0))[0] == 0:
             if late:
                 return self._end(evidence, None, "the weights do not move")
             factor = 1 / OPENING
             note = "the weights do not move: higher"
-            return Learned([Decision(factor=factor, ramp=self._octave(evidence), note=note) for _ in evidence.knobs])
-        self.edge = now * along
+            return Learned([Decision(factor=factor, ramp=self._doubling(evidence), note=note) for _ in evidence.knobs])
+        self.threshold = now * along
         self.untrained = [0.0, level, error / math.sqrt(self.batches)]
         yield from self._compare_losses(level)
         self.phase, self.scheduled = float(SWEEP), 0.0
-        return self._towards(evidence, self.edge / BELOW, f"the line's edge is at {self.edge:.3g} of the schedule's peak", restart=True)
+        return self._towards(
+            evidence, self.threshold / BELOW, f"the divergence threshold is at {self.threshold:.3g} of the schedule's peak", restart=True
+        )
 
     def _compare_losses(self, begun: float) -> Asking[None]:
         """Once: what this rule is told and what it reads had better be the same losses. ``begun``: of the current batch at the beginning."""
-        told, self._felt = self._felt, None
+        told, self._last_loss = self._last_loss, None
         if self._compared or told is None:
             return
         self._compared = True
-        # What the octave began with and what it ended with: a rate that is far too high may have moved the loss meanwhile.
+        # What the doubling began with and what it ended with: a rate that is far too high may have moved the loss meanwhile.
         read, error, _ = yield Level(LINE, 1.0)
         beyond = max(told - max(read, begun), min(read, begun) - told)
         if beyond > max(abs(told), abs(read)) / 3 and beyond > 3 * error:
@@ -309,11 +311,11 @@ class LineRule(Controller):
         now = _value(evidence)
         # Whether something was learned; a pass over the batch that tells nothing new afterwards.
         t = 0.0 if self._so_far().best is not None else (yield compared(1.0, 0.0))[1]
-        self.octaves.append([now / math.sqrt(2), loss, (yield Level(LINE, 1.0))[1] / math.sqrt(self.batches), t])
+        self.doublings.append([now / math.sqrt(2), loss, (yield Level(LINE, 1.0))[1] / math.sqrt(self.batches), t])
         found = self._so_far()
         used = self._used(evidence)
-        if found.broke and len(self.octaves) <= 3 and used < LIMIT / 2:
-            self.octaves, self.phase = [], float(FEEL)
+        if found.broke and len(self.doublings) <= 3 and used < LIMIT / 2:
+            self.doublings, self.phase = [], float(COARSE_SCAN)
             return self._from(evidence, now / BELOW, "broken at once: the sweep begins again, lower")
         if found.over or used >= LIMIT:
             best = None if found.best is None else found.best * _peak_over_mean(evidence)
@@ -324,18 +326,18 @@ class LineRule(Controller):
         return self._towards(evidence, 2 * now, "")
 
     def _so_far(self) -> Outcome:
-        if not self.octaves:
+        if not self.doublings:
             return Outcome(False, None, False, False)
-        untrained = Octave(*self.untrained)
-        return outcome(untrained, [Octave(*row) for row in self.octaves], clear_rise(untrained.loss, untrained.error))
+        untrained = Doubling(*self.untrained)
+        return outcome(untrained, [Doubling(*row) for row in self.doublings], clear_rise(untrained.loss, untrained.error))
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> Learned:
-        """To be at ``goal`` at the next octave's end, as far as the schedule's own growth can be told from its last."""
+        """To be at ``goal`` at the next doubling's end, as far as the schedule's own growth can be told from its last."""
         now = evidence.scheduled[0] / evidence.peak[0] if evidence.peak[0] > 0 else 1.0
         growth = min(2.0, max(0.5, now / self.scheduled)) if self.scheduled > 0 else 1.0
         self.scheduled = now
         factor = goal / (_value(evidence) * growth)
-        decision = Decision(factor=factor, ramp=self._octave(evidence), ramp_from=0.5 if restart else None, note=note)
+        decision = Decision(factor=factor, ramp=self._doubling(evidence), ramp_from=0.5 if restart else None, note=note)
         return Learned([decision for _ in evidence.knobs], Restore(BEGINNING) if restart else None)
 
     def _from(self, evidence: Evidence, goal: float, note: str) -> Learned:
@@ -345,7 +347,7 @@ class LineRule(Controller):
     def _end(self, evidence: Evidence, best: float | None, note: str) -> Learned:
         """Back to the beginning, and from there to the estimate, or to the user's own values."""
         self.phase = float(READ)
-        losses = self._octave(evidence) * self._examples
+        losses = self._doubling(evidence) * self._examples
         width = 1.0 if losses >= ENOUGH else UNSURE
         stays = best is None or BAND[0] / width <= best <= BAND[1] * width
         if best is not None:
@@ -374,13 +376,13 @@ class LineRule(Controller):
         self.since = float(evidence.step)
         decisions = []
         for k in range(len(evidence.knobs)):
-            reading = yield from read_line(partial(Compare, LINE, knob=k), self.significant, self.farthest)
+            reading = yield from search_line(partial(Compare, LINE, knob=k), self.significant, self.farthest)
             decisions.append(_late(reading, evidence.total_steps or 0))
         return Learned(decisions)
 
 
-def _late(reading: Reading, total_steps: int) -> Decision:
-    """Half of the way in rho where that is far; a rise takes 2 % of the run for each octave, 10 % at most."""
+def _late(reading: Found, total_steps: int) -> Decision:
+    """Half of the way in rho where that is far; a rise takes 2 % of the run for each doubling, 10 % at most."""
     rho = reading.rho or 1.0
     far = rho >= FAR
     factor = rho / 2 if far else 1.0
@@ -391,9 +393,9 @@ def _late(reading: Reading, total_steps: int) -> Decision:
     )  # fmt: skip
 
 
-def octave_steps(total_steps: int, sync_interval: int, most: int = STEPS) -> int:
-    """`OCTAVE` of the run, but not above ``most``, in whole cycles; less than one where that would be twice as many."""
-    steps = min(OCTAVE * total_steps, most)
+def steps_per_doubling(total_steps: int, sync_interval: int, most: int = STEPS) -> int:
+    """`DOUBLING` of the run, but not above ``most``, in whole cycles; less than one where that would be twice as many."""
+    steps = min(DOUBLING * total_steps, most)
     return round(steps / sync_interval) * sync_interval or max(1, round(steps))
 
 

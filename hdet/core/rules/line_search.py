@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..plan import Question
 
-__all__ = ["FARTHEST", "Asking", "Difference", "Reading", "edge", "minimum", "read_line"]
+__all__ = ["FARTHEST", "Asking", "Difference", "Found", "divergence_threshold", "minimum", "search_line"]
 
 Difference = Callable[[float, float], Question]
 """(a, b) -> the question for the mean over the examples of L(theta(a)) - L(theta(b)), and its t"""
@@ -16,10 +16,10 @@ T = TypeVar("T")
 Asking = Generator[Question, Any, T]
 
 FARTHEST = 4.0**16
-"""multiplier beyond which no edge is looked for"""
+"""multiplier beyond which no threshold is looked for"""
 
 
-class Reading(NamedTuple):
+class Found(NamedTuple):
     across: float
     """t of rho = 2 against 1/2"""
     slope: float
@@ -30,7 +30,7 @@ class Reading(NamedTuple):
     """Is it lower further along?"""
 
 
-def read_line(difference: Difference, significant: float, farthest: float) -> Asking[Reading]:
+def search_line(difference: Difference, significant: float, farthest: float) -> Asking[Found]:
     """Score rho = 1/2, 1, 2 and go on where the loss falls."""
     up = yield difference(2.0, 1.0)
     down = yield difference(0.5, 1.0)
@@ -47,21 +47,23 @@ def read_line(difference: Difference, significant: float, farthest: float) -> As
         rho = rho if rho >= farthest else (yield from minimum(difference, rho))
     elif max(abs(up[1]), abs(down[1]), abs(across[1])) > significant:
         rho = yield from minimum(difference, 0.5 if up[1] > 0 > down[1] else 1.0)
-    return Reading(across[1], across[0] / (2 * math.log(2)), rho, higher)
+    return Found(across[1], across[0] / (2 * math.log(2)), rho, higher)
 
 
 def minimum(difference: Difference, rho: float) -> Asking[float]:
-    """Of the parabola in ln(rho) through rho/2, rho and 2 rho, within half an octave."""
+    """Of the parabola in ln(rho) through rho/2, rho and 2 rho, within half a doubling."""
     left = (yield difference(rho / 2, rho))[0]
     right = (yield difference(2 * rho, rho))[0]
     bend = left + right
     return float(rho * 2 ** (max(-0.5, min(0.5, 0.5 * (left - right) / bend)) if bend > 0 else math.copysign(0.5, left - right)))
 
 
-def edge(difference: Difference, rise: float = math.inf, significant: float = 2.5, farthest: float = FARTHEST) -> Asking[float]:
+def divergence_threshold(
+    difference: Difference, rise: float = math.inf, significant: float = 2.5, farthest: float = FARTHEST
+) -> Asking[float]:
     """The first rho, within a factor of 2, at which the loss along a line is clearly above that of its beginning.
 
-    A line says roughly how far is too far, whatever the rate it was found at. ``rise``: of the mean loss, which is clear whatever its t is: see `sweep.clear_rise`.
+    A line says roughly how far is too far, whatever the rate it was found at. ``rise``: of the mean loss, which is clear whatever its t is: see `range_test.clear_rise`.
     """
 
     def beyond(rho: float) -> Asking[bool]:

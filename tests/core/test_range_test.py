@@ -1,4 +1,4 @@
-"""What octaves of a sweep say, on made-up ones: where training broke, what is sufficient, and what is only noise."""
+"""What doublings of a sweep say, on made-up ones: where training broke, what is sufficient, and what is only noise."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet.core.rules import coarse_scan as sweep
-from hdet.core.rules.coarse_scan import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Octave, Outcome, clear_rise
+from hdet.core.rules import range_test as sweep
+from hdet.core.rules.range_test import AMPLE, BREAK_OVER_MEAN, SUFFICIENT_OVER_MEAN, Doubling, Outcome, clear_rise
 
 
-def octaves(losses: Sequence[float], error: float = 0.01, rate: float = 1.0) -> list[Octave]:
-    return [Octave(rate * 2.0**i, loss, error) for i, loss in enumerate(losses)]
+def doublings(losses: Sequence[float], error: float = 0.01, rate: float = 1.0) -> list[Doubling]:
+    return [Doubling(rate * 2.0**i, loss, error) for i, loss in enumerate(losses)]
 
 
-def outcome(swept: Sequence[Octave], untrained: float | None = None) -> Outcome:
-    """The untrained model's loss is that of the first octave, if nothing else is said."""
+def outcome(swept: Sequence[Doubling], untrained: float | None = None) -> Outcome:
+    """The untrained model's loss is that of the first doubling, if nothing else is said."""
     first = swept[0].loss if untrained is None else untrained
-    return sweep.outcome(Octave(0.0, first if math.isfinite(first) else 3.0, swept[0].error), swept)
+    return sweep.outcome(Doubling(0.0, first if math.isfinite(first) else 3.0, swept[0].error), swept)
 
 
 def course(losses: Sequence[float], error: float = 0.01) -> tuple[int, Outcome]:
-    """As the rule asks, octave by octave: how many until it is over (all, if it is not), and what it says then."""
+    """As the rule asks, doubling by doubling: how many until it is over (all, if it is not), and what it says then."""
     for count in range(1, len(losses) + 1):
-        found = outcome(octaves(losses[:count], error))
+        found = outcome(doublings(losses[:count], error))
         if found.over:
             return count, found
     return len(losses), found
@@ -50,10 +50,10 @@ def test_what_is_not_finite_breaks_at_once(gone: float) -> None:
 
 
 @pytest.mark.parametrize("gone", [math.inf, math.nan])
-def test_the_first_octave_can_break_too(gone: float) -> None:
-    found = outcome(octaves([gone]))
+def test_the_first_doubling_can_break_too(gone: float) -> None:
+    found = outcome(doublings([gone]))
     assert found == Outcome(True, pytest.approx(1 / BREAK_OVER_MEAN), True, False)
-    assert outcome(octaves([gone, gone])).broke
+    assert outcome(doublings([gone, gone])).broke
 
 
 @pytest.mark.parametrize("lost", [3.5, 1e30])
@@ -64,14 +64,14 @@ def test_more_than_there_was_is_a_break_at_once(lost: float) -> None:
 
 
 @pytest.mark.parametrize("lost", [2.5, 2.9])
-def test_more_than_half_of_the_gain_lost_in_two_octaves_is_a_break_and_in_one_is_noise(lost: float) -> None:
-    """The break is where the first of them was, between the octave before it and it."""
+def test_more_than_half_of_the_gain_lost_in_two_doublings_is_a_break_and_in_one_is_noise(lost: float) -> None:
+    """The break is where the first of them was, between the doubling before it and it."""
     count, found = course([*FALLS, lost, lost])
     assert (count, found.broke) == (8, True)
     assert found.best == pytest.approx(broken_at(lost) / BREAK_OVER_MEAN)
-    assert not outcome(octaves([*FALLS, lost])).over
+    assert not outcome(doublings([*FALLS, lost])).over
     alone = [*FALLS, lost, 1.7, lost, 1.6]
-    assert course(alone) == (len(alone), outcome(octaves(alone))) and not outcome(octaves(alone)).over
+    assert course(alone) == (len(alone), outcome(doublings(alone))) and not outcome(doublings(alone)).over
 
 
 @pytest.mark.parametrize(("error", "ends"), [(0.01, 8), (0.05, 9)])
@@ -80,7 +80,7 @@ def test_two_losses_within_their_errors_are_no_break_three_are_and_the_first_tel
     count, found = course([*FALLS, 2.45, 2.5, 2.5, 2.9, 2.9], error)
     assert (count, found.broke) == (ends, True)
     assert found.best == pytest.approx(broken_at(2.45) / BREAK_OVER_MEAN)
-    assert not outcome(octaves([*FALLS, 2.45, 2.5, 2.0, 2.9], error=0.05)).broke  # it was won back
+    assert not outcome(doublings([*FALLS, 2.45, 2.5, 2.0, 2.9], error=0.05)).broke  # it was won back
 
 
 def test_less_than_half_of_the_gain_is_no_break() -> None:
@@ -89,11 +89,11 @@ def test_less_than_half_of_the_gain_is_no_break() -> None:
 
 
 def test_a_break_long_after_all_was_learned_says_no_more_than_is_sufficient() -> None:
-    """All is learned at the second octave's rate, 2; the break is at 64."""
+    """All is learned at the second doubling's rate, 2; the break is at 64."""
     falls = [2.0, 0.2, 0.2, 0.2, 0.2, 0.2]
     _, found = course([*falls, math.inf], 0.1)
     sufficient = 2 ** (0.85)
-    assert outcome(octaves(falls, 0.1)).best == pytest.approx(sufficient / SUFFICIENT_OVER_MEAN)
+    assert outcome(doublings(falls, 0.1)).best == pytest.approx(sufficient / SUFFICIENT_OVER_MEAN)
     assert found.broke and found.best == pytest.approx(AMPLE * sufficient) and found.best < 32 * math.sqrt(2) / BREAK_OVER_MEAN
 
 
@@ -112,53 +112,55 @@ def test_a_plateau_is_seen_sooner_where_errors_are_small(error: float, patience:
 
 def test_slow_progress_is_progress() -> None:
     slow = [*FALLS, *(1.8 - 0.1 * i for i in range(1, 9))]
-    assert not outcome(octaves(slow, 0.001)).over
+    assert not outcome(doublings(slow, 0.001)).over
 
 
 @pytest.mark.parametrize("losses", [[2.0] * 15, [2.0, 2.01, 1.99, 2.02, 2.0, 1.98] * 3])
 def test_where_nothing_is_learned_and_nothing_breaks_there_is_no_estimate(losses: list[float]) -> None:
-    assert outcome(octaves(losses)) == Outcome(False, None, False, False)
+    assert outcome(doublings(losses)) == Outcome(False, None, False, False)
 
 
-def test_what_is_sufficient_lies_between_octaves_by_the_logarithm() -> None:
+def test_what_is_sufficient_lies_between_doublings_by_the_logarithm() -> None:
     over = SUFFICIENT_OVER_MEAN
-    assert outcome(octaves(FALLS)).best == pytest.approx(SUFFICIENT / over)
+    assert outcome(doublings(FALLS)).best == pytest.approx(SUFFICIENT / over)
     # 85 % of a gain of 2 are reached exactly at 2, and half way there from 1.
-    assert outcome(octaves([2.0, 0.3, 0.0])).best == pytest.approx(2.0 / over)
-    assert outcome(octaves([2.0, -1.4, -0.0, -0.0])).best == pytest.approx(2**0.85 / over)
+    assert outcome(doublings([2.0, 0.3, 0.0])).best == pytest.approx(2.0 / over)
+    assert outcome(doublings([2.0, -1.4, -0.0, -0.0])).best == pytest.approx(2**0.85 / over)
 
 
-def test_what_the_first_octave_learned_counts_too() -> None:
-    """The untrained model's loss is that of its own batch; the first octave's stands for it where that is higher."""
-    known = outcome(octaves(FALLS[2:]), 3.0)
+def test_what_the_first_doubling_learned_counts_too() -> None:
+    """The untrained model's loss is that of its own batch; the first doubling's stands for it where that is higher."""
+    known = outcome(doublings(FALLS[2:]), 3.0)
     assert known.best == pytest.approx(SUFFICIENT / 4 / SUFFICIENT_OVER_MEAN)
-    assert outcome(octaves(FALLS), 2.0) == outcome(octaves(FALLS), 3.0)
+    assert outcome(doublings(FALLS), 2.0) == outcome(doublings(FALLS), 3.0)
 
 
 EXPLODED = 7e15
 
 
 def exploding(count: int, before: Sequence[float] = FALLS, untrained: float = 3.0) -> Outcome:
-    """The losses of a few examples explode: an octave's mean, and its error with it."""
-    swept = [*octaves(before), *(Octave(2.0 ** (len(before) + i), EXPLODED, EXPLODED) for i in range(count))]
-    return sweep.outcome(Octave(0.0, untrained, 0.01), swept, clear_rise(untrained, 0.01))
+    """The losses of a few examples explode: a doubling's mean, and its error with it."""
+    swept = [*doublings(before), *(Doubling(2.0 ** (len(before) + i), EXPLODED, EXPLODED) for i in range(count))]
+    return sweep.outcome(Doubling(0.0, untrained, 0.01), swept, clear_rise(untrained, 0.01))
 
 
 def test_a_loss_that_explodes_is_a_break_although_its_error_explodes_with_it() -> None:
-    """Two such octaves: one may be a mini-batch's. By standard errors alone it took a third, or nothing at all where nothing had been learned."""
+    """Two such doublings: one may be a mini-batch's. By standard errors alone it took a third, or nothing at all where nothing had been learned."""
     assert not exploding(1).over
     found = exploding(2)
     assert (found.over, found.broke, found.learned) == (True, True, True) and found.best == pytest.approx(broken_at(3.0) / BREAK_OVER_MEAN)
-    plain = sweep.outcome(Octave(0.0, 3.0, 0.01), [*octaves([3.0] * 4), *(Octave(2.0 ** (4 + i), EXPLODED, EXPLODED) for i in range(9))])
+    plain = sweep.outcome(
+        Doubling(0.0, 3.0, 0.01), [*doublings([3.0] * 4), *(Doubling(2.0 ** (4 + i), EXPLODED, EXPLODED) for i in range(9))]
+    )
     unlearned = exploding(2, [3.0] * 4)
     assert not plain.over and (unlearned.over, unlearned.broke, unlearned.learned) == (True, True, False)
     assert unlearned.best == pytest.approx(16 / BREAK_OVER_MEAN)
 
 
-def test_a_first_octave_that_explodes_is_nothing_to_gain_from() -> None:
+def test_a_first_doubling_that_explodes_is_nothing_to_gain_from() -> None:
     """What comes after it had then learned nearly all that there was."""
-    first = [Octave(1.0, EXPLODED, EXPLODED), Octave(2.0, EXPLODED / 100, EXPLODED / 100)]
-    found = sweep.outcome(Octave(0.0, 3.0, 0.01), first, clear_rise(3.0, 0.01))
+    first = [Doubling(1.0, EXPLODED, EXPLODED), Doubling(2.0, EXPLODED / 100, EXPLODED / 100)]
+    found = sweep.outcome(Doubling(0.0, 3.0, 0.01), first, clear_rise(3.0, 0.01))
     assert (found.over, found.broke, found.learned) == (True, True, False) and found.best == pytest.approx(1 / BREAK_OVER_MEAN)
 
 
@@ -172,19 +174,19 @@ losses = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=15)
 @given(losses, st.floats(1e-4, 1.0), st.integers(-30, 30), st.integers(-10, 10), st.floats(-100, 100))
 def test_units_do_not_matter(given_losses: list[float], error: float, rate: int, scale: int, offset: float) -> None:
     """Rates and losses times powers of two, which is exact, leave the outcome; an offset of the losses does to rounding."""
-    plain = outcome(octaves(given_losses, error))
-    other = outcome(octaves([x * 2.0**scale for x in given_losses], error * 2.0**scale, 2.0**rate))
+    plain = outcome(doublings(given_losses, error))
+    other = outcome(doublings([x * 2.0**scale for x in given_losses], error * 2.0**scale, 2.0**rate))
     assert (other.over, other.broke) == (plain.over, plain.broke)
     assert other.best == (None if plain.best is None else pytest.approx(plain.best * 2.0**rate))
     rounded = [round(x * 64) / 64 for x in given_losses]
-    shifted = outcome(octaves([x + round(offset) for x in rounded], error))
-    straight = outcome(octaves(rounded, error))
+    shifted = outcome(doublings([x + round(offset) for x in rounded], error))
+    straight = outcome(doublings(rounded, error))
     assert (shifted.over, shifted.broke) == (straight.over, straight.broke)
     assert shifted.best == (None if straight.best is None else pytest.approx(straight.best, rel=1e-6))
 
 
 @given(losses, st.floats(1e-4, 1.0), st.integers(0, 14))
-def test_an_estimate_is_among_the_rates_that_were_swept_and_later_octaves_do_not_change_what_is_over(
+def test_an_estimate_is_among_the_rates_that_were_swept_and_later_doublings_do_not_change_what_is_over(
     given_losses: list[float], error: float, place: int
 ) -> None:
     given_losses = [*given_losses[:place], math.inf, *given_losses[place:]] if place % 2 else given_losses
@@ -193,4 +195,4 @@ def test_an_estimate_is_among_the_rates_that_were_swept_and_later_octaves_do_not
         assert 1 / BREAK_OVER_MEAN / (1 + 1e-9) <= found.best <= 2.0 ** (count - 1) * (1 + 1e-9)
     assert found.over or not found.broke
     if found.over:
-        assert outcome(octaves(given_losses, error)) == found
+        assert outcome(doublings(given_losses, error)) == found

@@ -1,6 +1,6 @@
-"""Where training breaks, and what rate follows from it: one sweep through the rates, an octave at a time, from far below.
+"""Where training breaks, and what rate follows from it: one sweep through the rates, a doubling at a time, from far below.
 
-At the beginning of a run the rate doubles from octave to octave while the training losses of each are averaged. Two rates show, in
+At the beginning of a run the rate doubles from doubling to doubling while the training losses of each are averaged. Two rates show, in
 problems as different as a transformer, a convolutional net without normalisation and a recommender, always in the same relation to the best
 mean rate of a run, whatever the schedule (docs/results.md): the one from which on more rate does not help, and the one at which what was
 learned is lost again. Both are features of many steps and of size, not of a slope: noise hardly moves them, and the greedy bias, by which short looks ahead vote
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Octave", "Outcome", "clear_rise", "outcome"]
+__all__ = ["Doubling", "Outcome", "clear_rise", "outcome"]
 
 LOST = 0.5
 """The part of what was gained that is lost again where training breaks."""
@@ -24,11 +24,11 @@ PROGRESS = 0.05
 STALLED, PLAIN = 5.0, 2.5
 """Octaves without progress after which none is expected, nor a break; and for how many one counts whose error is below that of progress."""
 CLEAR = 4.0
-"""Standard errors of an octave's mean by which more is lost than there was. (Where a few examples make both, see `clear_rise`.)"""
+"""Standard errors of a doubling's mean by which more is lost than there was. (Where a few examples make both, see `clear_rise`.)"""
 LEARNED, PAIRED = 8.0, 5.0
 """Something was learned: the gain in standard errors of the untrained model's loss; or the paired t, where examples differ more than that."""
 NOISE = 2.0
-"""Standard errors by which more than `LOST` is lost in one of the octaves, or nothing has broken yet."""
+"""Standard errors by which more than `LOST` is lost in one of the doublings, or nothing has broken yet."""
 BREAK_OVER_MEAN = 15.0
 """The rate at which training breaks over the best mean rate of a run."""
 SUFFICIENT_OVER_MEAN = 2.5
@@ -37,8 +37,8 @@ AMPLE = 1.5
 """The best mean rate is at most this multiple of the rate that is sufficient."""
 
 
-class Octave(NamedTuple):
-    """What one octave showed."""
+class Doubling(NamedTuple):
+    """What one doubling showed."""
 
     rate: float
     """geometric mean over its steps, in any unit"""
@@ -51,11 +51,11 @@ class Octave(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the octaves so far say."""
+    """What the doublings so far say."""
 
     over: bool
     best: float | None
-    """An estimate of the best mean rate of a run, in the octaves' unit; None: nothing was learned and nothing broke."""
+    """An estimate of the best mean rate of a run, in the doublings' unit; None: nothing was learned and nothing broke."""
     broke: bool
     learned: bool = True
     """Was anything, before it ended? If not, a break is no more than a bound: on a plateau, where gradients are small, plain SGD bears a hundred
@@ -68,23 +68,23 @@ def clear_rise(level: float, error: float) -> float:
     return abs(level) + LEARNED * error
 
 
-def outcome(untrained: Octave, octaves: Sequence[Octave], rise: float = math.inf) -> Outcome:
+def outcome(untrained: Doubling, doublings: Sequence[Doubling], rise: float = math.inf) -> Outcome:
     """Is the sweep over, and what follows from it? ``untrained``: of a batch, at rate 0; ``rise``: see `clear_rise`."""
     limit = untrained.loss + rise
-    start = least = max(untrained.loss, octaves[0].loss if octaves[0].loss < limit else -math.inf)
+    start = least = max(untrained.loss, doublings[0].loss if doublings[0].loss < limit else -math.inf)
     least_error, stalled, learned = untrained.error, 0.0, False
     broken: list[int] = []
-    """The octaves since something was lost that have not won it back."""
+    """The doublings since something was lost that have not won it back."""
     clear = False
-    for i, (_, loss, error, t) in enumerate(octaves):
+    for i, (_, loss, error, t) in enumerate(doublings):
         gain = start - least
         ruined = not math.isfinite(loss) or loss > start + CLEAR * error
         if ruined or loss > limit or (learned and loss - least > LOST * gain):
             broken.append(i)
             clear = clear or ruined or loss > limit or loss - least > LOST * gain + NOISE * math.hypot(error, least_error)
-            # One octave in which much is lost may be noise, and so may be two in which it is just as much as counts; three are none.
+            # One doubling in which much is lost may be noise, and so may be two in which it is just as much as counts; three are none.
             if (clear and len(broken) > 1) or len(broken) > 2 or (ruined and learned) or not math.isfinite(loss):
-                return Outcome(True, _of_break(start, octaves, broken[0], least, learned), True, learned)
+                return Outcome(True, _of_break(start, doublings, broken[0], least, learned), True, learned)
             continue
         broken, clear = [], False
         patience = PLAIN if error < PROGRESS * gain else 1.0
@@ -93,26 +93,26 @@ def outcome(untrained: Octave, octaves: Sequence[Octave], rise: float = math.inf
             least, least_error = loss, error
         learned = learned or start - least > LEARNED * untrained.error or (loss < start and t < -PAIRED)
         if stalled >= STALLED:
-            return Outcome(True, _sufficient(start, octaves[: i + 1], least) / SUFFICIENT_OVER_MEAN, False)
-    return Outcome(False, _sufficient(start, octaves, least) / SUFFICIENT_OVER_MEAN if learned else None, False, learned)
+            return Outcome(True, _sufficient(start, doublings[: i + 1], least) / SUFFICIENT_OVER_MEAN, False)
+    return Outcome(False, _sufficient(start, doublings, least) / SUFFICIENT_OVER_MEAN if learned else None, False, learned)
 
 
-def _of_break(start: float, octaves: Sequence[Octave], first: int, least: float, learned: bool) -> float:
-    """The mean rate that follows from a break in the octave ``first``; where exactly, say the losses of it and of the one before."""
-    rate, loss = octaves[first][:2]
+def _of_break(start: float, doublings: Sequence[Doubling], first: int, least: float, learned: bool) -> float:
+    """The mean rate that follows from a break in the doubling ``first``; where exactly, say the losses of it and of the one before."""
+    rate, loss = doublings[first][:2]
     if not learned:
         return rate / BREAK_OVER_MEAN
-    before, below = octaves[first - 1][:2]
+    before, below = doublings[first - 1][:2]
     at, above = least + LOST * (start - least), min(loss, start) if math.isfinite(loss) else start
     part = (at - below) / (above - below) if below < at < above else 1.0
-    return min(before * (rate / before) ** part / BREAK_OVER_MEAN, AMPLE * _sufficient(start, octaves[:first], least))
+    return min(before * (rate / before) ** part / BREAK_OVER_MEAN, AMPLE * _sufficient(start, doublings[:first], least))
 
 
-def _sufficient(start: float, octaves: Sequence[Octave], least: float) -> float:
-    """The rate at which `GAINED` of the gain is reached, between octaves by the logarithm."""
+def _sufficient(start: float, doublings: Sequence[Doubling], least: float) -> float:
+    """The rate at which `GAINED` of the gain is reached, between doublings by the logarithm."""
     wanted = start - GAINED * (start - least)
-    before, above = octaves[0].rate / 2, start
-    for rate, loss, _, _ in octaves:
+    before, above = doublings[0].rate / 2, start
+    for rate, loss, _, _ in doublings:
         if loss <= wanted:
             part = (above - wanted) / (above - loss) if above > loss else 1.0
             return before * (rate / before) ** part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import hdet
-from hdet.run.cycle_stats import gather_slots, local_replicas
+from hdet.run.cycle_stats import gather_stats, local_replicas
 
 from .helpers import batch, loss_of, model
 
@@ -23,7 +23,7 @@ def test_a_digest_knows_what_was_written_to_parameters_with_masters() -> None:
                 with torch.no_grad():
                     for parameter in net.parameters():
                         parameter.fill_(1.0)
-            digests.append(gather_slots(hdet.Replicas.single(), members, None, compare=True)[0].digest)
+            digests.append(gather_stats(hdet.Replicas.single(), members, None, compare=True)[0].digest)
     assert digests[1] == digests[3] and len(set(digests)) == 3
 
 
