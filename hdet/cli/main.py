@@ -102,7 +102,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    from hdet.cli.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
+    from hdet.cli.job.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
 
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -167,15 +167,15 @@ def _need(*modules: str) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     _need("rich", "matplotlib")
-    from hdet.cli.command import train
+    from hdet.cli.train import train
 
     return train(options)
 
 
 def _report(options: argparse.Namespace) -> int:
     _need("rich", "matplotlib")
+    from hdet.cli.job.files import REPORT
     from hdet.cli.report import find_runs, plot, print_table
-    from hdet.cli.run_files import REPORT
 
     runs = find_runs(options.runs)
     folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
@@ -191,7 +191,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from hdet.cli.replay_run import replayed
+    from hdet.cli.replay import replayed
 
     decisions, differences = replayed(options.folder)
     for difference in differences:

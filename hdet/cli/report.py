@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.cli.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, is_number, read_history
-from hdet.owned_folder import atomic_file, decode_json, read_regular
+from hdet.cli.job.files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, is_number, read_config, read_history
+from hdet.owned_folder import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,12 +38,7 @@ class RunFiles:
             event = record.get("event")
             kinds = RECORDS.get(event, OTHER) if isinstance(event, str) else OTHER
             check_kinds(record, kinds, f"line {number} of history {str(folder / HISTORY)!r}", "remove that line")
-        try:
-            config = decode_json(read_regular(folder / CONFIG, follow=True))
-        except (OSError, ValueError) as error:
-            raise RunFolderError(
-                f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`"
-            ) from error
+        config = read_config(folder)
         check_kinds(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
         return cls(folder, folder.name or str(folder), config, records)
 
@@ -179,15 +174,8 @@ def _draw_rates(axes: Axes, run: RunFiles, colour: str) -> None:
     axes.plot(steps, [r["lr"] for r in train], color=colour, linewidth=1.8, label=run.name, zorder=2 + (not run.is_fixed))
     if not run.is_fixed:
         # The correction multiplies the schedule, so the quotient is the schedule.
-        axes.plot(
-            steps,
-            [r["lr"] / r["correction"] for r in train],
-            "--",
-            color="black",
-            linewidth=1,
-            zorder=4,
-            label=f"schedule of {run.name}, untouched",
-        )
+        schedule = [r["lr"] / r["correction"] for r in train]
+        axes.plot(steps, schedule, "--", color="black", linewidth=1, zorder=4, label=f"schedule of {run.name}, untouched")
 
 
 def _draw_slopes(axes: Axes, run: RunFiles, colour: str) -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.cli.command import _default_interval, _default_replicas
-from hdet.cli.config import TrainConfig
 from hdet.cli.display import banner
+from hdet.cli.job.checkpoint import load_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import read_history
+from hdet.cli.job.model import cross_entropy, window_losses
+from hdet.cli.job.place import choose_device
 from hdet.cli.main import main
-from hdet.cli.model import cross_entropy, window_losses
-from hdet.cli.place import choose_device
-from hdet.cli.resume import load_checkpoint
-from hdet.cli.run_files import read_history
+from hdet.cli.train import _default_interval, _default_replicas
 
 from .harness import Finished, one_line, run_cli, tiny, wait_until_gone
 from .test_runs import events, same

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.resume import load_checkpoint, save_checkpoint
-from hdet.cli.run_files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
+from hdet.cli.job.checkpoint import load_checkpoint, save_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
 from hdet.owned_folder import atomic_file
 
 

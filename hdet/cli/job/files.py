@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
+from hdet.owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
 
 __all__ = [
     "CHECKPOINT",
@@ -24,6 +24,7 @@ __all__ = [
     "check_kinds",
     "encode",
     "is_number",
+    "read_config",
     "read_history",
     "truncate_history",
 ]
@@ -110,6 +111,15 @@ def read_history(path: str | Path) -> list[Record]:
         RunFolderError: no such file, or a line before the last that is not a JSON object.
     """
     return [record for _, record in _lines(Path(path))]
+
+
+def read_config(folder: Path) -> Any:
+    """What the JSON of a run's settings holds, unchecked. Raises RunFolderError if it cannot be read."""
+    path = folder / CONFIG
+    try:
+        return decode_json(read_regular(path, follow=True))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{str(path)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:

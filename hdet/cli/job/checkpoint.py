@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.run_files import CHECKPOINT, RunFolderError
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import CHECKPOINT, RunFolderError
 from hdet.owned_folder import atomic_file
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
