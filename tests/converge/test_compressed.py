@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.converge import Compressed
-from hdet.converge.codecs import BFloat16, Codec, Int8
+from hdet.converge.compressed import BFloat16, Codec, Compressed, Int8
 
 from ..distributed import run_ranks
 from .helpers import KINDS, account, exact, held, rounding_of, task, written
