@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.cli.job.files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, is_number, read_config, read_history
+from hdet.cli.job.files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
+from hdet.core.schema import POSITIVE, Instance, Number, Optional, Table
 from hdet.owned_folder import atomic_file
 
 if TYPE_CHECKING:
@@ -62,27 +63,16 @@ class RunFiles:
         return points[-1]["loss"] if points else None
 
 
-def _number_or_null(value: object) -> bool:
-    return value is None or is_number(value)
-
-
-def _by_knob(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_number_or_null, value.values()))
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-SETTINGS: Kinds = {"mode": _text, "steps": is_number, "max_lr": is_number}
+NUMBER, TEXT, MAYBE = Number(), Instance(str), Optional(Number())
+SETTINGS: Kinds = {"mode": TEXT, "steps": NUMBER, "max_lr": NUMBER}
 RECORDS: dict[str, Kinds] = {
-    "train": {"step": is_number, "loss": _number_or_null, "lr": is_number, "correction": lambda value: is_number(value) and value != 0},
-    "validation": {"step": is_number, "loss": _number_or_null},
-    "cycle": {"step": is_number, "slopes": _by_knob, "errors": _by_knob},
-    "end": {"step": is_number, "seconds": is_number, "probe_percent": is_number, "converge_percent": is_number},
+    "train": {"step": NUMBER, "loss": MAYBE, "lr": NUMBER, "correction": POSITIVE},
+    "validation": {"step": NUMBER, "loss": MAYBE},
+    "cycle": {"step": NUMBER, "slopes": Table(TEXT, MAYBE), "errors": Table(TEXT, MAYBE)},
+    "end": {"step": NUMBER, "seconds": NUMBER, "probe_percent": NUMBER, "converge_percent": NUMBER},
 }
 """what is read below, by event"""
-OTHER: Kinds = {"event": _text, "step": is_number}
+OTHER: Kinds = {"event": TEXT, "step": NUMBER}
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFiles]:

@@ -165,5 +165,5 @@ def test_bad_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None
 )
 def test_wrong_value_in_a_checkpoint_is_named(tmp_path: Path, key: str, value: object) -> None:
     save_checkpoint(tmp_path / CHECKPOINT, {**state(), key: value})
-    with pytest.raises(RunFolderError, match=f"has a wrong {key} .*damaged, start the run again$"):
+    with pytest.raises(RunFolderError, match=f"has a wrong {key}, .*damaged, start the run again$"):
         load_checkpoint(tmp_path)
