@@ -1,4 +1,4 @@
-"""The mean model as safetensors, for everybody who has never heard of replicas."""
+"""The mean model as safetensors, for programs that know nothing of replicas."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..converge.health import digest
+from ..core.validate import whole
 from ..owned_folder import MARK
 from ..tensors.dtensor import is_sharded, local
 from .errors import CheckpointError, Together
@@ -47,9 +48,8 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
-    step = state.ensemble.engine.step if step is None else _checked_step("step", step)
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
+    step = state.ensemble.engine.step if step is None else whole("step", step, 0)
+    whole("keep", keep, 1)
     folder = Path(root)
     final = folder / f"step-{step:08d}"
     together = Together(state.ensemble.replicas.world_group)
@@ -74,12 +74,6 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
     return final
 
 
-def _checked_step(name: str, step: Any) -> int:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"{name} must be a whole number >= 0, got {step!r}")
-    return step
-
-
 def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None = None) -> int:
     """Continue from a checkpoint: a folder ``step-XXXXXXXX``, or a root, of which the latest is taken. Every rank calls it.
 
@@ -101,7 +95,7 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
     if missing is not None:
-        _checked_step("missing", missing)
+        whole("missing", missing, 0)
     with state.ensemble.during("checkpoint"):
         return _read(Path(root), state, missing)
 

@@ -167,7 +167,7 @@ class RunState:
 
     def plain_parts(self) -> dict[str, Any]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whether this moment is one to save at has been looked at here
+            warnings.simplefilter("ignore")  # it warns of moments that are not fit for saving, which this class has checked
             parts: dict[str, Any] = {"ensemble": pack(self.ensemble.state_dict(), "the Ensemble's state")}
         own = (self.keys.of_rank() or "all").rstrip("/")
         if others := Inventory(self.model).others:

@@ -98,7 +98,7 @@ class Display:
 
 
 def banner(config: TrainConfig, event: Event) -> Iterator[str]:
-    """The run in a line or two. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
+    """The run in a line or two. It says that rates differ between replicas, which elsewhere would be a fault."""
     what = f"HDET, controller {config.controller}" if config.mode == "hdet" else "fixed schedule"
     place = "GPU" if str(event["device"]).startswith("cuda") else "CPU"
     if config.processes == 1:

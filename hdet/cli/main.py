@@ -1,6 +1,6 @@
-"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported by what needs it, when it runs.
+"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported only when it is needed.
 
-Exit codes: 0 done; 1 a process of the run failed, or a run that is replayed differs; 2 something the user can put right, said in one line; 130 interrupted.
+Exit codes: 0 done; 1 a process failed, or a replayed run differs; 2 an error that the user can correct, in one line; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: somebody else's business
+    except ValueError:  # not the main thread, which alone may set handlers
         yield
         return
     try:
@@ -127,7 +127,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
             extra = {"action": "store_true"}
         elif name not in choices:
             extra = {"type": _name, "metavar": "FOLDER"} if kind is str else {"type": kind, "metavar": kind.__name__.upper()}
-        # No default here: what was not typed stays away, so that --resume can tell.
+        # No default here: settings that were not typed are absent, so that --resume can tell them from those that were.
         settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
 
 

@@ -99,14 +99,14 @@ def _default_replicas(typed: dict[str, Any]) -> int:
 
 
 def _default_interval(typed: dict[str, Any]) -> int:
-    """The line reads early and often, and replicas that train alike may be averaged as often as one likes."""
+    """Controller line measures often, early in the run; averaging replicas that train alike changes nothing, however often it is done."""
     if typed.get("controller") != "line":
         return TrainConfig().sync_interval
     return max(1, typed.get("steps", TrainConfig().steps) // 400)
 
 
 def _least(controller: str | None) -> int:
-    """Replicas that are worth suggesting: most controllers compare some, the line needs one."""
+    """The fewest replicas to suggest: most controllers compare replicas, controller line needs one."""
     return 1 if controller == "line" else 2
 
 
@@ -124,7 +124,7 @@ def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -
 
 
 def _check(spec: RunSpec) -> None:
-    """There is enough text, and the line accepts the run; for a resumed run the text is the same as before, and the checkpoint fits."""
+    """Is there enough text, and does controller line accept the run? For a resumed run: is the text the same, and does the checkpoint fit?"""
     corpus = load_corpus(spec.config.data)
     if not spec.resume:
         if spec.config.reads_line:
@@ -178,7 +178,7 @@ def _writable(spec: RunSpec) -> Iterator[None]:
 
 
 def _check_folders(specs: Sequence[RunSpec], overwrite: bool) -> None:
-    """A new run takes nobody's place, or a run's that it has been told to replace; nothing is changed here."""
+    """A new run replaces nothing but another run, and that only with --overwrite; nothing is changed here."""
     fresh = [spec.folder for spec in specs if not spec.resume]
     for folder in fresh:
         old = [name for name in OWN if os.path.lexists(folder / name)]

@@ -107,7 +107,7 @@ class _ExactLocal(PlainAverage):
         ]
 
     def _finish_step(self, *_: Any) -> None:
-        """Before a step, or a look at the state: the mean track becomes what it is to be."""
+        """Before a step, or before the state is read: the mean track takes the model's values, if it follows the model."""
         if self._follows:
             self._optimizer.average_replicas([1.0, 0.0])
 

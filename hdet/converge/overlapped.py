@@ -26,8 +26,8 @@ class Overlapped:
 
         theta_r <- theta_r(tau) + sum_q w_q theta_q(0) - theta_r(0),
 
-    the mean and what this replica has done since. So replicas are never all equal (`Ensemble.converge` makes them so): they keep the
-    displacements of tau steps. A cycle in which a replica is left out ends with the plain average, so that it trains on with the mean.
+    the mean plus what this replica has done since. So replicas are never all equal: they keep the displacements of tau steps
+    (`Ensemble.converge` makes them equal). A cycle in which a replica is left out ends with the plain average, so that it trains on with the mean.
 
     Sends as many bytes as `Plain`, on a communicator of its own. Extra memory: twice the parameters in fp32.
     """

@@ -113,7 +113,7 @@ class Run:
             return hdet.LineController(self.model)
         if config.controller == "softmax":
             return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
-        assert config.controller == "none", config.controller  # a name added to CONTROLLERS must not train without one
+        assert config.controller == "none", config.controller  # a name added to CONTROLLERS must not train without a controller
         return None
 
     def _make_ensemble(self) -> hdet.Ensemble:
@@ -182,7 +182,7 @@ class Run:
         return loss.detach()
 
     def _losses_again(self) -> torch.Tensor:
-        """Of the step's own windows, at whatever weights the line tries; only a LineController asks. Never through DDP: it would communicate."""
+        """Losses of the step's own windows, at the weights that a LineController tries. Not through DDP, which would communicate."""
         tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
         return window_losses(self.model(tokens), targets)
 
@@ -217,14 +217,14 @@ class Run:
             self.validation = self._validate(count)
             self._record({"event": "validation", "step": self.step, "loss": self.validation, "batches": count})
         if config.saves_at(self.step) and not self._sweeping and self.history is not None:
-            # First the lines, then the checkpoint that takes them for granted.
+            # First the lines, then the checkpoint, which relies on them.
             self.history.sync()
             save_checkpoint(self.folder / CHECKPOINT, self._state())
             self._emit({"event": "checkpoint", "step": self.step})
 
     @property
     def _sweeping(self) -> bool:
-        """Are the weights those of a line's sweep, which it will take back? Then they are nothing to resume from."""
+        """Are the weights those of a coarse scan, which the controller will take back? Then there is nothing to resume from."""
         return self.ensemble is not None and self.ensemble.sweeping
 
     @torch.no_grad()
@@ -251,7 +251,7 @@ class Run:
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """Validation and files are no training time."""
+        """Validation and the writing of files do not count as training time."""
         self.place.finish_queued_work()
         self.seconds += time.perf_counter() - self._clock
         yield
@@ -260,7 +260,7 @@ class Run:
     # -- records and files -------------------------------------------------------------------------------------------------
 
     def _correction(self) -> float:
-        """Of the step to come: the line lets a rate rise by and by."""
+        """The correction in the next step: controller line ramps it."""
         return 1.0 if self.ensemble is None else self.ensemble.engine.in_force(0)
 
     def _record_cycle(self, record: dict[str, Any], step: int) -> None:
@@ -312,7 +312,7 @@ class Run:
         torch.set_rng_state(state["rng"])
         self.step, self.validation = state["step"], state["validation"]
         self.seconds, self.probe_ms, self.converge_ms = state["seconds"], state["probe_ms"], state["converge_ms"]
-        # Torch loads these without a look at them, and the run would go on, but not as it was.
+        # Torch loads these unchecked, and the run would go on with other values.
         if self.schedule.last_epoch != self.step:
             raise ValueError(f"the schedule is at step {self.schedule.last_epoch}, the run at {self.step}")
         for name, parameter in self.model.named_parameters():
