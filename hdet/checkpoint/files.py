@@ -18,8 +18,7 @@ from ..tensors.dtensor import is_sharded, local
 from .errors import CheckpointError, Together
 from .folder import checksums, claim, holds_none, publish, read_manifest, resolve, steps, verify
 from .keys import bare
-from .optimizer_state import listed
-from .run_state import RunState
+from .run_state import RunState, listed
 
 __all__ = ["check_equal", "digests", "load", "save"]
 

@@ -132,6 +132,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
+    "replicas": (int, 4, "N", "(default: 4)"),
     "start": (float, 1 / 30, "FACTOR", "how wrong the first rate is, 1 being right (default: 1/30)"),
     "cycles": (int, 40, "INT", "(default: 40)"),
     "spread": (float, 0.3, "FLOAT", "(default: 0.3)"),
@@ -140,7 +141,6 @@ QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
 
 
 def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, default=4, metavar="N", help="(default: 4)")
     for name, (kind, default, metavar, text) in QUADRATIC.items():
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
@@ -211,6 +211,6 @@ def _doctor(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from hdet.cli.simulate import simulate
 
-    for line in simulate(replicas=options.replicas, **{name: getattr(options, name) for name in QUADRATIC}):
+    for line in simulate(**{name: getattr(options, name) for name in QUADRATIC}):
         print(line)
     return 0

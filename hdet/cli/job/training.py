@@ -35,6 +35,9 @@ SHORT_VALIDATION = 16
 VALIDATION_SEED = 0
 """not the run's: runs with different seeds are compared on the same text"""
 
+MEASURED = ("seconds", "probe_ms", "converge_ms", "validation")
+"""what a run has measured of itself, and a checkpoint keeps"""
+
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -288,10 +291,7 @@ class Run:
             "scheduler": self.schedule.state_dict(),
             "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
             "rng": torch.get_rng_state(),
-            "seconds": self.seconds,
-            "probe_ms": self.probe_ms,
-            "converge_ms": self.converge_ms,
-            "validation": self.validation,
+            **{name: getattr(self, name) for name in MEASURED},
         }
 
     def _resume(self) -> None:
@@ -310,8 +310,9 @@ class Run:
         if self.ensemble is not None:
             self.ensemble.load_state_dict(state["ensemble"])
         torch.set_rng_state(state["rng"])
-        self.step, self.validation = state["step"], state["validation"]
-        self.seconds, self.probe_ms, self.converge_ms = state["seconds"], state["probe_ms"], state["converge_ms"]
+        self.step = state["step"]
+        for name in MEASURED:
+            setattr(self, name, state[name])
         # Torch loads these unchecked, and the run would go on with other values.
         if self.schedule.last_epoch != self.step:
             raise ValueError(f"the schedule is at step {self.schedule.last_epoch}, the run at {self.step}")
