@@ -47,8 +47,8 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
-    step = state.ensemble.engine.step if step is None else whole("step", step, 0)
-    whole("keep", keep, 1)
+    step = state.ensemble.engine.step if step is None else whole(step, "step", 0)
+    whole(keep, "keep")
     folder = Path(root)
     final = folder / f"step-{step:08d}"
     together = Together(state.ensemble.replicas.world_group)
@@ -94,7 +94,7 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
     if missing is not None:
-        whole("missing", missing, 0)
+        whole(missing, "missing", 0)
     with state.ensemble.during("checkpoint"):
         return _read(Path(root), state, missing)
 

@@ -50,7 +50,7 @@ class BucketedAverage:
         masters: Masters | None = None,
         select: Callable[[Sequence[Part]], Sequence[Part]] = lambda parts: parts,
     ) -> None:
-        whole("bucket_bytes", bucket_bytes, 1024)
+        whole(bucket_bytes, "bucket_bytes", 1024, of="bytes")
         for i, tensor in enumerate(local_parts(tensors)):
             check_averageable(tensor, f"tensor {i}")
         self.tensors, self.replicas, self.bucket_bytes = tensors, replicas, bucket_bytes

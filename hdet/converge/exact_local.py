@@ -41,7 +41,7 @@ class ExactLocal:
     check_every: int = 10
 
     def __post_init__(self) -> None:
-        whole("check_every", self.check_every, 1)
+        whole(self.check_every, "check_every", of="cycles")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError or TypeError for an optimizer, settings or tensors for which the mean is no trajectory of its own."""

@@ -30,7 +30,7 @@ class Hierarchical:
     replicas_per_node: int
 
     def __post_init__(self) -> None:
-        whole("replicas_per_node", self.replicas_per_node, 2)
+        whole(self.replicas_per_node, "replicas_per_node", 2, why="with one replica a node there is one level, use Plain()")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError unless replicas_per_node divides the number of replicas and is smaller."""

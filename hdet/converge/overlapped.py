@@ -35,7 +35,7 @@ class Overlapped:
     steps: int
 
     def __post_init__(self) -> None:
-        whole("steps", self.steps, 1)
+        whole(self.steps, "steps", why="without steps to hide behind use Plain()")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError unless the average can be done before the next one begins."""

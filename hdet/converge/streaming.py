@@ -35,7 +35,7 @@ class Streaming:
     fragments: int
 
     def __post_init__(self) -> None:
-        whole("fragments", self.fragments, 2)
+        whole(self.fragments, "fragments", 2, why="one fragment is Plain()")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError for more fragments than steps in a cycle."""

@@ -1,26 +1,29 @@
-"""Checks of arguments that are numbers: the error names the argument, what it must be, and the value that was given."""
+"""Settings that users pass: one check and one wording for whole numbers and one for numbers in an interval."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-__all__ = ["number", "whole"]
+__all__ = ["finite", "whole", "within"]
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """``value``, if it is a whole number of at least ``least``; True and False are none. Raises ValueError otherwise."""
+def finite(value: object) -> bool:
+    """Is it a finite int or float, and no bool?"""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def whole(value: Any, name: str, least: int = 1, of: str = "", why: str = "") -> int:
+    """Returns ``value``. Raises ValueError unless it is an int >= ``least``; ``of``: what it counts, ``why``: the reason, for the message."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+        counted = f" of {of}" if of else ""
+        raise ValueError(f"{name} must be a whole number{counted} >= {least}, got {value!r}" + (f": {why}" if why else ""))
     return value
 
 
-def number(name: str, value: object, above: float | None = None, *, least: float | None = None, below: float | None = None) -> float:
-    """``value`` as a float, if it is a finite number within the limits that are given. Raises ValueError otherwise."""
-    limits = [f"{sign} {limit:g}" for sign, limit in ((">", above), (">=", least), ("<", below)) if limit is not None]
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if fits:
-        x = float(value)  # type: ignore[arg-type]
-        fits = (above is None or x > above) and (least is None or x >= least) and (below is None or x < below)
-    if not fits:
-        raise ValueError(f"{name} must be a finite number{' ' if limits else ''}{' and '.join(limits)}, got {value!r}")
-    return x
+def within(value: Any, name: str, interval: str, why: str = "") -> float:
+    """Returns ``value``. Raises ValueError unless it is a finite number in ``interval``, which is written as in mathematics: ``"[0, 1)"``."""
+    low, high = map(float, interval[1:-1].split(","))
+    if not (finite(value) and low <= value <= high and (value != low or interval[0] == "[") and (value != high or interval[-1] == "]")):
+        raise ValueError(f"{name} must be a number in {interval}, got {value!r}" + (f": {why}" if why else ""))
+    return value

@@ -50,7 +50,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("world", "tp", "cp", "ep", "pp", "shard", "etp"):
             if (name, getattr(self, name)) != ("etp", None):
-                whole(name, getattr(self, name), 1)
+                whole(getattr(self, name), name)
         self._check_order()
         dense = self.tp * self.cp * self.pp
         if self.world % dense:

@@ -179,7 +179,7 @@ def test_what_has_no_mean_of_its_own_is_refused() -> None:
         build(hdet.FusedSGD([parameter], lr=0.1), gradients="local")
     with pytest.raises(ValueError, match="tensor 1 is not the optimizer's.*buffers"):
         build(hdet.FusedSGD([parameter], lr=0.1), [parameter, torch.zeros(3)])
-    with pytest.raises(ValueError, match="check_every must be a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="check_every must be a whole number of cycles >= 1, got 0"):
         ExactLocal(0)
     optimizer = hdet.FusedAdamW([parameter], lr=0.1)
     with pytest.raises(ValueError):
