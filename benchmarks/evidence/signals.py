@@ -119,10 +119,10 @@ class LineEars(hdet.Controller):
 
     def learn(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
         if evidence.step in self.moments:
-            reading = yield from read_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
-            error = abs(reading.slope / reading.across) if reading.across else None
+            measured = yield from read_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
+            error = abs(measured.slope / measured.across) if measured.across else None
             self.heard = evidence.step
-            self.said.append(_said("line", self.moments[evidence.step], reading.slope, error, reading.across))
+            self.said.append(_said("line", self.moments[evidence.step], measured.slope, error, measured.across))
         return _nothing(evidence)
 
 

@@ -123,7 +123,7 @@ def _metadata(state: RunState, names: set[str]) -> dict[str, str]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that share memory in another way than being tied (views of one buffer) get memory of their own."""
+    """Untied tensors that share memory (views of one buffer) get memory of their own, as safetensors needs."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

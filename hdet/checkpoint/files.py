@@ -186,7 +186,7 @@ def _written(partial: Path) -> list[str]:
 
 
 def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
-    """The state, after a look at whether what is stored once is equal wherever it is."""
+    """The state, once it is known that what is stored once is equal on all ranks that hold it."""
     trees = []
 
     def described() -> dict[str, Any]:
@@ -222,7 +222,7 @@ def digests(named: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
     return tuple(digest(everywhere).tolist()), tuple(digest([local(t) for _, t in shared]).tolist())
 
 
-# -- where it is read to -------------------------------------------------------------------------------------------------
+# -- what is read, and into which tensors -------------------------------------------------------------------------------------------------
 
 
 class _Destinations:
@@ -265,7 +265,7 @@ class _Destinations:
         return self.keys.replicas.index % self.replicas if self.state.ensemble.sync.gradients == "local" else 0
 
     def _own(self, name: str) -> str:
-        """This rank's own in the saved run, counted round."""
+        """``name`` under this rank's prefix in the saved run; replica and member modulo the numbers saved."""
         return self.keys.of_rank(self.replicas, self.members) + name
 
     def _model(self) -> dict[str, torch.Tensor]:
@@ -301,7 +301,7 @@ class _Destinations:
         return tree
 
     def _blank(self, flat: str, param: torch.Tensor) -> Any:
-        """A place for an entry: cut like its parameter where it has its size."""
+        """Memory for an entry; sharded like its parameter if it has the parameter's shape."""
         size = getattr(self.sizes[flat], "size", None)
         if size is None:
             return b""
@@ -312,7 +312,7 @@ class _Destinations:
 
 
 def _set(entries: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value where torch's flat name came from: strings are keys of dicts, whole numbers places in lists."""
+    """Put a value at its ``path`` in nested dicts and lists: strings are keys of dicts, whole numbers indices of lists."""
     at: Any = entries
     for place, following in zip(path, [*path[1:], None], strict=True):
         inner: Any = value if following is None else [] if isinstance(following, int) else {}

@@ -269,7 +269,7 @@ def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[s
 
 
 def _further_replicas(optimizer: Any, param: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """The other replicas on this device begin as the model, which has been loaded."""
+    """The other replicas on this device begin as copies of the loaded model."""
     count = getattr(optimizer, "num_replicas", 1)
     return {"replica_params": [param.detach()] * (count - 1)} if count > 1 and param.requires_grad else {}
 
@@ -283,7 +283,7 @@ def _only(values: Mapping[str, Any]) -> Any:
 
 
 def _under_way(ensemble: Ensemble) -> bool:
-    """Has the run parted the replicas? Before its first step there is nothing to converge, and a load may find them as they are."""
+    """Has the run begun, so that replicas may differ? Before its first step there is nothing to average."""
     return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.idle)
 
 

@@ -161,7 +161,7 @@ class Bound:
         return [] if self.in_use else [i for i, cell in enumerate(self.cells) if not self.is_ours(i, cell.get())]
 
     def differs(self, i: int, written: Any) -> bool:
-        """Has cell ``i`` another base value than the schedule's, before or after, so that it is a question which of them ``written`` is?"""
+        """Does the base value of cell ``i`` differ from the schedule's? Then ``written`` may be meant as either of them."""
         if self.base is not None or self._correction_of(i) != 1.0:
             return True
         return self.scale.bounded and (self.left[i] != self.scheduled[i] or self.scale.hold(written) != written)
@@ -171,9 +171,9 @@ class Bound:
         self.scheduled[i] = self.scale.uncorrected(content(value), self._correction_of(i))
 
     def is_ours(self, i: int, value: Any) -> bool:
-        """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device.
+        """Is this what `write` left? Of tensors the values are compared only if the version counter has moved: reading one waits for the device.
 
-        A buffer of the model may have been averaged over the replicas, whose mean of equal values can be some ulps beside them.
+        A buffer of the model may have been averaged over the replicas, and the mean of equal values can differ by some ulps.
         """
         mark = _mark(value)
         if mark == self._marks[i]:
@@ -214,7 +214,7 @@ class Bound:
         finally:
             for i, (cell, value) in enumerate(zip(self.cells, before, strict=True)):
                 cell.set(value)
-                if marks[i] == self._marks[i]:  # else it is the user's since the last `write`, and stays so
+                if marks[i] == self._marks[i]:  # else the user has written it since the last `write`, and it stays the user's
                     self._marks[i] = _mark(cell.get())
             self.in_use = False
 
@@ -270,8 +270,8 @@ class GroupKnob(Bound):
 
 
 class ProductKnob(GroupKnob):
-    """A decay that is explored as rate * decay: whatever the rate is multiplied by, it is divided by, so that the knob's own correction
-    and multiplier are those of the product."""
+    """A decay that is explored as rate * decay. It is divided by whatever the rate is multiplied by, so that the knob's correction and
+    multiplier are those of the product."""
 
     rates: Mapping[int, tuple[GroupKnob, int]] = {}
     """By parameter group: the knob of its rate, and the number of its cell. Set by `bind_all`; groups without one have a fixed rate."""
@@ -288,7 +288,7 @@ class ProductKnob(GroupKnob):
 
 
 def _mark(value: Any) -> Any:
-    """Tells later whether somebody has written here: a tensor's version counter needs no device, a number is its own mark."""
+    """Equal as long as nobody writes: a number itself, or a tensor's identity and version counter, which need no device."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 

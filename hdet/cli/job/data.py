@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python library's own source files, split by module into train and validation."""
+"""Text that every machine has: the Python library's own source files, split by module into train and validation."""
 
 from __future__ import annotations
 
