@@ -3,7 +3,6 @@ learn from it; the command runs."""
 
 from __future__ import annotations
 
-import math
 import runpy
 import sys
 import warnings
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.recsys.recommender import TASKS, InteractionLog, Interactions, Recommender, engagement_losses
+from benchmarks.recsys.recommender import InteractionLog, Interactions, Recommender, engagement_losses
 
 LOG = InteractionLog()
 
@@ -23,10 +22,6 @@ def sample(size: int = 64, position: float = 0.5, seed: int = 0, stream: str = "
 
 def same(a: Interactions, b: Interactions) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def frequencies(items: torch.Tensor) -> torch.Tensor:
-    return torch.bincount(items.flatten(), minlength=LOG.items) / items.numel()
 
 
 # -- the log ---------------------------------------------------------------------------------------------------------------
@@ -42,63 +37,7 @@ def test_the_same_arguments_give_the_same_interactions_and_others_give_others() 
     assert not same(first, InteractionLog(world=1).sample(64, 0.5, seed=0, stream="train", index=0))
 
 
-def test_users_follow_zipf() -> None:
-    users = sample(100_000)[0]
-    harmonic = sum(1 / rank for rank in range(1, LOG.users + 1))
-    for rank in (1, 2, 10):
-        assert (users == rank - 1).float().mean().item() == pytest.approx(1 / rank / harmonic, rel=0.1)
-
-
-def test_tasks_are_correlated_but_not_the_same() -> None:
-    correlations = torch.corrcoef(sample(50_000)[3].T)
-    others = correlations[~torch.eye(len(TASKS), dtype=torch.bool)]
-    assert 0.15 < others.min() and others.max() < 0.8
-
-
-def test_items_drift_over_the_year() -> None:
-    def distance(a: float, b: float) -> float:
-        """Total variation between the items that are shown."""
-        x, y = (frequencies(sample(50_000, position, index=i)[1]) for i, position in enumerate((a, b)))
-        return 0.5 * (x - y).abs().sum().item()
-
-    assert distance(0.5, 0.5) < 0.05
-    assert distance(0.0, 0.5) > 0.3
-    turned = F.cosine_similarity(LOG._traits.at(0.0), LOG._traits.at(1.0))
-    assert turned.min() < 0.3 and 0.5 < turned.mean() < 0.8  # by up to 90 degrees, 45 on average: cos is 2 / pi
-
-
-def test_the_history_tells_of_the_interest() -> None:
-    _, items, history, engagement = sample(50_000)
-    traits = LOG._traits.at(0.5)
-    affinity = (traits[history].mean(1) * traits[items]).sum(1)
-    alike = affinity > affinity.median()
-    assert engagement[alike].mean() > engagement[~alike].mean() + 0.1
-
-
 # -- the model -------------------------------------------------------------------------------------------------------------
-
-
-def test_groups_are_the_papers() -> None:
-    model = Recommender(20, 10, 3)
-    groups = {group["name"]: group for group in model.parameter_groups(weight_decay=0.5)}
-    assert {name: group["weight_decay"] for name, group in groups.items()} == {
-        "embedding": 0.5, "no_decay": 0.0, "non_embedding": 0.5, "transformer": 0.5
-    }  # fmt: skip
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    held = {group: sorted(names[p] for p in found["params"]) for group, found in groups.items()}
-    assert held["embedding"] == ["item.weight", "place.weight", "user.weight"]
-    assert held["non_embedding"] == ["hidden.weight", "out.weight"]
-    assert held["transformer"] == [f"block.{name}.weight" for name in ("down", "out", "qkv", "up")]
-
-
-def test_losses_are_means_over_tasks() -> None:
-    model, batch = Recommender(LOG.users, LOG.items, LOG.history), sample(3)
-    logits = model(*batch[:3]).double()
-    expected = [
-        sum(math.log1p(math.exp(-z if y else z)) for z, y in zip(row, seen, strict=True)) / len(TASKS)
-        for row, seen in zip(logits.tolist(), batch[3].tolist(), strict=True)
-    ]
-    assert engagement_losses(model, batch).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_training_beats_constants_and_does_not_reach_the_noise_floor() -> None:
