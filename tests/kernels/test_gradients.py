@@ -19,7 +19,9 @@ MOVED, RETYPED, UNUSUAL = _C.Gradients.MOVED, _C.Gradients.RETYPED, _C.Gradients
 EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 SETTINGS = [StepSettings(0.1, (1.0,))]
 
-with_exchange = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no DLPack exchange interface: Python checks every gradient")
+with_exchange = pytest.mark.skipif(
+    EXCHANGE is None, reason="this torch has no DLPack exchange interface: Python looks at every gradient anew"
+)
 
 
 def some(seed: int = 0) -> list[Tensor]:

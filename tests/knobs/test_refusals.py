@@ -75,10 +75,7 @@ def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
     assert list(run.multipliers) == ["temperature", "weight_decay"]
 
 
-PARTING = {
-    "beta2": lambda: hdet.Betas(which=[1]),
-    "clip_norm": lambda: hdet.ClipNorm(1.0),
-}
+PARTING = {"beta2": lambda: hdet.Betas(which=[1]), "clip_norm": lambda: hdet.ClipNorm(1.0)}
 
 
 @pytest.mark.parametrize("name", PARTING)
