@@ -158,7 +158,7 @@ def triton_kernels(cwd: Path, path: Path, site: Path | None = None) -> Path:
     code = (
         "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import hdet.triton_kernels.chunks as m; print(m.__file__)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), sysconfig.get_paths()["purelib"]])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, site or path, sysconfig.get_paths()["purelib"])))}
     command = [sys.executable, "-S", "-c", code, *([str(site)] if site else [])]  # -S: without the hdet that these tests run with
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
