@@ -94,15 +94,6 @@ def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(monkeypatch: p
     assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
 
 
-def test_a_loss_that_is_no_number_ends_a_run_of_the_fixed_schedule() -> None:
-    def losses(model: Any, batch: Any) -> torch.Tensor:
-        return DIGITS.losses(model, batch) * (math.nan if len(counted.batches) == 3 else 1.0)
-
-    counted = Counted(replace(DIGITS, losses=losses))
-    outcome = training.train(counted.problem, methods.METHODS["onecycle"], 1e-2, 0)
-    assert (outcome.validation, outcome.crashed, counted.batches, len(outcome.rates)) == (None, True, [0, 1, 2], 2)
-
-
 # -- the best rate ---------------------------------------------------------------------------------------------------------------
 
 

@@ -164,14 +164,6 @@ def test_a_figure_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> 
     assert seen == [[0], [0, 1], [0, 1, 2]] and [record["number"] for record in records.records] == [0, 1, 2]
 
 
-WORKERS = """
-import subprocess, sys
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(worker.pid, flush=True)
-worker.wait()
-"""
-
-
 @pytest.mark.parametrize("killable", [True, False], ids=["killed", "in the driver"])
 def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
     killable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,7 +178,7 @@ def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
     monkeypatch.setattr(gpu.os, "killpg", killpg)
     monkeypatch.setattr(gpu, "GRACE", 10.0 if killable else 0.1)
     with log.open("ab") as file:
-        assert gpu.run_bounded([sys.executable, "-c", WORKERS], file, 5.0) == 1
+        assert gpu.run_bounded(["sh", "-c", "sleep 600 & echo $!; wait"], file, 1.0) == 1
     text = log.read_text()
     assert "stopped: no time was left" in text and ("was left behind" in text) != killable
     if not killable:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.report.curves import Curve, Record, curves
-from benchmarks.evidence.report.figures import hero_figure
 from benchmarks.evidence.report.goals import goals_table, recovered
 from benchmarks.evidence.report.page import main
 from benchmarks.evidence.report.tables import standard_error
@@ -111,20 +110,6 @@ def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
 
 
 # -- the figure and the command --------------------------------------------------------------------------------------------------
-
-
-def test_figure_draws_means_ranges_and_the_untrained_loss() -> None:
-    records = lines("onecycle", {-2: [1.0, 1.2], 0: [0.5, 0.6], 2: [None, 0.9]}) + lines("hdet-probe", {-2: [0.6], 0: [0.5], 2: [0.7]})
-    records += lines("dog", {0: [None]}, problem="recsys", rates=[])
-    figure = hero_figure(records)
-    losses, recsys, rates = figure.axes[0], figure.axes[1], figure.axes[2]
-    drawn = {line.get_label(): list(line.get_ydata()) for line in losses.get_lines()}
-    assert drawn["onecycle"] == pytest.approx([1.1, 0.55, 1.45]) and drawn["hdet-probe"] == [0.6, 0.5, 0.7]
-    assert drawn["untrained"] == [2.0, 2.0] and losses.get_lines()[-1].get_linestyle() == ":"
-    band = losses.collections[0].get_paths()[0].vertices
-    assert {(x, y) for x, y in band} == {(-2, 1.0), (-2, 1.2), (0, 0.5), (0, 0.6), (2, 0.9), (2, 2.0)}
-    assert "hdet-probe" in rates.get_title(loc="left") and len(rates.get_lines()) == 3
-    assert (losses.get_title(loc="left"), recsys.get_title(loc="left")) == ("digits", "recsys")
 
 
 def write(path: Path, records: list[Record], tail: str = "") -> str:

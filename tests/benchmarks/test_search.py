@@ -103,21 +103,6 @@ def test_watching_counts_every_pass_and_changes_nothing(method: str) -> None:
         assert seen[0] == 0 and scored >= 2 and scored == pytest.approx(round(scored)) and sorted(seen) == seen
 
 
-def test_a_crash_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny()
-
-    def batch(seed: int, step: int) -> Any:
-        x, y = plain.batch(seed, step)
-        return x, y if step < 6 else y * math.nan
-
-    monkeypatch.setitem(problems.PROBLEMS, "tiny", replace(plain, batch=batch))
-    line = search.run("tiny", search.TRIAL, 0, 0, 0.1, 20)
-    assert (line["validation"], line["samples"]) == (None, 7 * 8)
-    assert line["curve"][-1] == (7 * 8, None) and len(line["curve"]) == 8
-    assert played.final(line) == line["curve"][0][1]
-    json.loads(json.dumps(line), parse_constant=pytest.fail)  # plain JSON, no NaN
-
-
 # -- searches, from recorded trials ------------------------------------------------------------------------------------------------
 
 
