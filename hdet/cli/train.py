@@ -80,7 +80,7 @@ def _run(specs: Sequence[RunSpec], device: str, place: Place | None, locks: Sequ
 
 
 def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
-    defaults = {"replicas": _default_replicas(typed), "sync_interval": _default_interval(typed)}
+    defaults = {"replicas": default_replicas(typed), "sync_interval": default_interval(typed)}
     config = TrainConfig(**{**defaults, **typed}, mode="fixed" if options.schedule_only else "hdet")
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.compare:
@@ -88,7 +88,7 @@ def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
     return [RunSpec(config, out)]
 
 
-def _default_replicas(typed: dict[str, Any]) -> int:
+def default_replicas(typed: dict[str, Any]) -> int:
     """One per GPU where there are enough, else the main job's four."""
     if typed.get("coresident"):
         return TrainConfig().replicas
@@ -98,7 +98,7 @@ def _default_replicas(typed: dict[str, Any]) -> int:
     return gpus if gpus >= _least(typed.get("controller")) else TrainConfig().replicas
 
 
-def _default_interval(typed: dict[str, Any]) -> int:
+def default_interval(typed: dict[str, Any]) -> int:
     """Controller line measures often, early in the run; averaging replicas that train alike changes nothing, however often it is done."""
     if typed.get("controller") != "line":
         return TrainConfig().sync_interval

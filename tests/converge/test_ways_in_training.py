@@ -114,7 +114,7 @@ def nothing_sent(rank: int, world: int) -> Any:
     return sizes, run.weights(), run.optimizer.multipliers
 
 
-def test_exact_local_sends_the_slots_and_ddps_gradients_only() -> None:
+def test_exact_local_sends_the_cycle_statistics_and_ddps_gradients_only() -> None:
     (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
     stats = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
     assert sizes == [[stats]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"

@@ -163,7 +163,7 @@ class Run:
                 total, count = torch.zeros_like(total), 0
             if config.ends_cycle(self.step):
                 with self._off_the_clock():
-                    self._between_cycles()
+                    self.between_cycles()
 
     def _train_step(self) -> torch.Tensor:
         losses = [self._loss_and_gradients(replica) for replica in self.local]
@@ -211,7 +211,7 @@ class Run:
 
     # -- between cycles: weights are equal on all ranks, and the clock stands ------------------------------------------------
 
-    def _between_cycles(self) -> None:
+    def between_cycles(self) -> None:
         config, last = self.config, self.step == self.config.steps
         if last and self.ensemble is not None and not self.ensemble.in_sync:
             self.ensemble.converge()
