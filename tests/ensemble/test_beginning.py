@@ -180,7 +180,7 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("way", ["torch.compile(model)", "model.compile()"])
 def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     net: nn.Module = Whole()
     graphs: list[Any] = []
 
@@ -198,7 +198,7 @@ def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: s
     assert same(state_of(net), begin)
     run.steps(4)
     assert len(graphs) == 2, "in training mode, and in eval mode without gradients"
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_copy_or_a_pickle_of_the_model_has_nothing_of_the_run() -> None:

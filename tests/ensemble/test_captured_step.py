@@ -194,12 +194,11 @@ def depth(optimizer: Any) -> int:
 
 def test_close_takes_the_wrapper_off() -> None:
     _, optimizer = net_and_optimizer()
-    hooks = (optimizer._optimizer_step_post_hooks, optimizer._optimizer_state_dict_pre_hooks)
     before, own = depth(optimizer), through_a_profiler(optimizer)
     ensemble = hdet.Ensemble(optimizer)
-    assert optimizer.step is not own and [len(hook) for hook in hooks] == [1, 1]
+    assert optimizer.step is not own
     ensemble.close()
-    assert optimizer.step is own and [len(hook) for hook in hooks] == [0, 0]
+    assert optimizer.step is own
     del optimizer.step
     hdet.Ensemble(optimizer).close()
     assert "step" not in vars(optimizer) and depth(optimizer) == before

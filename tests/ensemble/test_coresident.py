@@ -245,7 +245,7 @@ def test_warm_noise_is_each_replicas_own() -> None:
 
 @pytest.mark.parametrize("way", ["model.compile()", "torch.compile(model)", "CoresidentReplicas(torch.compile(model))"])
 def test_a_compiled_model_is_compiled_once_for_all_replicas(way: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     graphs = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -270,7 +270,7 @@ def test_a_compiled_model_is_compiled_once_for_all_replicas(way: str) -> None:
         plain.load_state_dict({name: value + k for name, value in net.state_dict().items()})
         assert torch.allclose(outputs[k], loss_of(plain, batch(0)).detach())
     assert len({float(x) for x in outputs}) == 4
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_without_checkpointing_backward_may_be_anywhere() -> None:
 
 @pytest.mark.parametrize("way", ["whole", "blocks"])
 def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     net = Blocks(False)
     if way == "blocks":
         for i in (1, 2):
@@ -149,7 +149,7 @@ def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> Non
             loss = loss_at(run, 1)
         with pytest.raises(ValueError, match=REMEDY):
             loss.backward()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:

@@ -246,30 +246,7 @@ def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
     assert all(torch.equal(w, before) for w in run.weights())
 
 
-def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> None:
-    run = CoresidentRun(3, controller="probe").steps(4)
-    before = run.weights()
-    rows, losses = [], run.ensemble.engine.controller.measurements["probe"]  # type: ignore[union-attr]
-    for place in range(3):
-        with run.ensemble._as_replica(place):
-            rows.append(losses.measure(0, place))
-    assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
-    assert not torch.equal(rows[0], rows[1]) and run.replicas.index == 0
-
-
 TINY = {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-7}
-
-
-def test_the_probe_averages_masters() -> None:
-    """At a tiny rate the parameters stand still."""
-    run = CoresidentRun(2, **TINY, controller="probe").steps(3)
-    losses = run.ensemble.engine.controller.measurements["probe"]  # type: ignore[union-attr]
-    losses.reset()
-    for k, average in enumerate(losses._points.averages):
-        average.add()
-        state = run.optimizer.state[run.net[0].weight]
-        master = [state["master_param"], *state["replica_masters"]][k]
-        assert torch.equal(average.means[0], master) and not torch.equal(master, master.bfloat16().float())
 
 
 def masters_after_converge(rank: int, world: int) -> Any:

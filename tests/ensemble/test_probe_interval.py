@@ -61,9 +61,10 @@ class Grouped:
         self.rhos: list[list[torch.Tensor]] = []
 
     def step(self, report: float | None = None) -> None:
-        self.rhos.append([self._rho(multipliers) for multipliers in self.ensemble._fan_out.multipliers])
+        self.rhos.append([])
         for k in range(self.replicas.count):
             with self.replicas.use(k):
+                self.rhos[-1].append(self.rho(list(self.ensemble.multipliers.values())))
                 loss = loss_of(self.net, batch(100 * self.index + k))
                 self.ensemble.observe(loss if report is None else report)
             (loss / self.replicas.count).backward()
@@ -88,7 +89,7 @@ class Grouped:
     def mean(self) -> torch.Tensor:
         return torch.stack(self.weights()).mean(0)
 
-    def _rho(self, multipliers: Sequence[float]) -> torch.Tensor:
+    def rho(self, multipliers: Sequence[float]) -> torch.Tensor:
         """For each weight that of its group."""
         one, two = multipliers if len(multipliers) == 2 else 2 * list(multipliers)
         return torch.cat(
@@ -217,10 +218,9 @@ def test_a_rise_takes_two_intervals() -> None:
     assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
 
 
-def test_it_rests_before_an_interval_would_end_too_late_and_its_memory_is_free() -> None:
+def test_it_rests_before_an_interval_would_end_too_late() -> None:
     run = Grouped(4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]).steps(26)
     assert run.controller.idle and len(run.controller.seen) == 16 and run.ensemble.multipliers == {"lr": 1.0}
-    assert run.controller.losses._points is None
     run.steps(14)
 
 

@@ -87,7 +87,7 @@ class Run:
         engine = sorted((k, v) for k, v in vars(self.ensemble.engine).items() if _is_plain(v))
         nested = [sorted((k, v) for k, v in vars(s).items() if k != "optimizer") for s in getattr(self.scheduler, "_schedulers", [])]
         scheduler.pop("_schedulers", None)
-        knobs = [(knob.scheduled, knob._correction, knob.base, knob.left) for knob in self.ensemble.knobs]
+        knobs = [(knob.scheduled, knob.base, knob.left) for knob in self.ensemble.knobs], self.ensemble.values(), self.ensemble.corrections
         return repr((self.whole.state_dict(), scheduler, nested, groups, plain, engine, knobs))
 
 
