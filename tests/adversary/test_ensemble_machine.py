@@ -82,7 +82,7 @@ class Scripted(hdet.Controller):
 def watched(kind: type) -> type:
     """The optimizer class, with a ``step`` that notes the rates it is called at, and can be told to raise."""
 
-    class Watched(kind):  # type: ignore[misc, valid-type]
+    class Watched(kind):
         bomb, seen = False, ()
 
         def step(self, closure: Any = None) -> Any:
@@ -107,7 +107,7 @@ def loss_of(net: nn.Module, number: int) -> torch.Tensor:
 
 def optimizer_of(net: nn.Module, setup: dict[str, Any], cls: Callable[[type], type] = lambda kind: kind) -> Any:
     settings = {"momentum": 0.9} if setup["optimizer"].endswith("SGD") else {"weight_decay": 0.01}
-    body, head = list(net[0].parameters()), list(net[2].parameters())  # type: ignore[index]
+    body, head = list(net[0].parameters()), list(net[2].parameters())
     if setup["frozen"]:
         for p in head:
             p.requires_grad_(False)

@@ -107,7 +107,7 @@ class Laid(torch.Tensor):
     @classmethod
     def over(cls, *ranks: int) -> Laid:
         tensor = torch.Tensor._make_subclass(cls, torch.zeros(2))
-        tensor.device_mesh = SimpleNamespace(mesh=torch.tensor(ranks))  # type: ignore[attr-defined]
+        tensor.device_mesh = SimpleNamespace(mesh=torch.tensor(ranks))
         return tensor
 
 

@@ -73,7 +73,7 @@ def test_no_replica_with_finite_parameters_ends_a_kept_cycle_too() -> None:
     run = planned([KEPT]).steps(5)
     for k in range(4):
         with run.replica(k), torch.no_grad():
-            run.net[0].weight.fill_(float("nan"))  # type: ignore[index,union-attr,operator]
+            run.net[0].weight.fill_(float("nan"))
     with pytest.raises(hdet.ReplicasDiverged):
         run.steps(5)
 
@@ -90,7 +90,7 @@ def noisy(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Ranks that begin apart: (weights at the beginning, weights after a restored cycle, converged?)."""
     net = model()
     with torch.no_grad():
-        net[0].weight.add_(0.1 * rank)  # type: ignore[index,union-attr,operator]
+        net[0].weight.add_(0.1 * rank)
     run = Run(rank, net=net, ddp=False, scheduler=None, controller=Scripted(plans=[BACK]), gradients="local", moments="reset")
     begin = run.weights()
     return begin, run.steps(5).weights(), run.ensemble.in_sync

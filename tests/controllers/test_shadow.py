@@ -40,4 +40,4 @@ def test_what_it_would_have_decided_is_in_the_record() -> None:
 
 def test_a_shadow_of_nothing_is_refused() -> None:
     with pytest.raises(TypeError, match="must be a controller"):
-        hdet.Shadow(None)  # type: ignore[arg-type]
+        hdet.Shadow(None)

@@ -12,10 +12,9 @@ import torch
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import KnobSpec
-from tests.harness import policies
+from tests.harness import Run, batch, loss_of, model, policies, probe
 
 from ..distributed import run_ranks
-from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
 
 EVERY, AFTER = 2, 0.5
 
@@ -141,7 +140,7 @@ class Waits(hdet.ProbeRule):
 
 
 def processes(rank: int, world: int) -> Any:
-    run = Run(rank, controller=lambda net: Scored(net, interval=2), interval=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
+    run = Run(rank, controller=lambda net: Scored(net, every=2), interval=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
     trajectory, rhos = [run.weights()], []
     for _ in range(12):
         rhos.append(run.ensemble.multipliers["lr"])
@@ -280,8 +279,8 @@ def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> 
     ("total", "interval", "expected"), [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)]
 )
 def test_by_default_averages_are_over_a_fortieth_of_the_run(total: int, interval: int, expected: int) -> None:
-    run = CoresidentRun(2, controller="probe", total=total, interval=interval)
-    assert run.ensemble.engine.controller.cycles == expected  # type: ignore[union-attr]
+    run = Run(together=2, controller="probe", total=total, every=interval)
+    assert run.ensemble.engine.controller.cycles == expected
 
 
 def of(interval: int | None, **settings: Any) -> hdet.ProbeController:

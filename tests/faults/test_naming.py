@@ -160,7 +160,7 @@ def here(store: Any) -> list[Any]:
     """This process, as it announces itself: [host, pid, when it began]."""
     with during("average", replicas([0], [1]), lambda: (0, 0)):
         pass
-    return json.loads(store.get("hdet/here/0"))  # type: ignore[no-any-return]
+    return json.loads(store.get("hdet/here/0"))
 
 
 def test_a_process_of_this_host_is_looked_at(store: Any) -> None:

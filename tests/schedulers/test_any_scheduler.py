@@ -170,15 +170,6 @@ def test_tensor_rates_keep_their_identity():
     assert torch.is_tensor(rates[0])
 
 
-def test_close_takes_the_ensemble_off_again():
-    toy = Toy(sgd)
-    ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(5))
-    with pytest.raises(ValueError, match="already"):
-        hdet.Ensemble(toy.optimizer)
-    ensemble.close()
-    hdet.Ensemble(toy.optimizer).step(toy.step())
-
-
 def test_groups_that_share_one_tensor_rate_are_refused():
     """torch puts a tensor lr of the constructor into every group: such groups cannot have multipliers of their own."""
     toy = Toy(sgd_shared_tensor_lr)
