@@ -15,7 +15,7 @@ import hdet
 from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, hierarchical
 from hdet.replicas import Replicas
 from hdet.tensors.dtensor import part_of
-from tests.ensemble.helpers import Run, batch, loss_of, model
+from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import run_ranks
 from .helpers import account, task
@@ -31,7 +31,7 @@ WAYS: dict[str, Converge] = {
 
 
 def run_of(rank: int, way: Converge) -> Run:
-    return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, interval=5, converge=way)
+    return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, every=5, converge=way)
 
 
 def trained(rank: int, world: int) -> dict[str, Any]:
