@@ -39,7 +39,7 @@ class Bound:
         key: of a parameter group, "" otherwise.
         valid_on_train_loss: may training losses judge it? If not, only a held-out, unregularised probe may.
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
-        direct: the loss depends on it also at given weights in eval mode, so a probe scores each replica at its own value.
+        affects_eval_loss: the loss depends on it also at given weights in eval mode, so a probe scores each replica at its own value.
         on_gradients: it acts on gradients that are all-reduced already, so that replicas differ although these are shared.
         moments_diverge: replicas with different values have different moments.
 

@@ -30,10 +30,10 @@ class Scalar:
         bounds: (low, high), hard for the base value and for every replica's.
         valid_on_train_loss: may training losses judge it? False, the safe answer, asks for a `ProbeController` with ``held_out=True``: training losses
             always vote for less of a regulariser, of augmentation, or of a task's weight.
-        direct: the loss depends on it at given weights also in eval mode (a temperature), so a probe scores each replica at its own value.
+        affects_eval_loss: the loss depends on it at given weights also in eval mode (a temperature), so a probe scores each replica at its own value.
         on_gradients: it acts on the gradients between backward and step (clipping), not in the forward pass.
 
-    With ``gradients="shared"`` a scalar that is neither direct nor on_gradients is refused: all replicas step with the same gradient,
+    With ``gradients="shared"`` a scalar that has neither ``affects_eval_loss`` nor ``on_gradients`` is refused: all replicas step with the same gradient,
     whatever their own forward passes were.
 
     >>> model.temperature = 1.0
