@@ -70,7 +70,7 @@ class Ensemble:
             far as N - 1 >= knobs; else permutation.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
-        controller: None, `LineController`, `ProbeController`, or any `hdet.Controller` (docs/controllers.md).
+        controller: None, `LineController`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
         sync: when and how replicas are averaged: `Sync`.
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.

@@ -43,7 +43,7 @@ class LineController(RuledController):
     1.8 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read.
 
     Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what
-    has been learned; a sweep or an interval that was under way begins anew at the resumed step. See docs/controllers.md for the rule and what it
+    has been learned; a sweep or an interval that was under way begins anew at the resumed step. See docs/choosing.md for the rule and what it
     rests on.
     """
 

@@ -157,7 +157,7 @@ class LineLosses(Measurement):
             warnings.warn(
                 "a LineController's sweep was found and measured with Adam's two moments, which this optimizer has not: it may find nothing, or a rate "
                 "that is several times too high or too low. In runs of more than 2 000 steps try rule=LineRule(doubling_steps=16), and compare with a fixed "
-                "schedule (docs/controllers.md has figures)",
+                "schedule (docs/choosing.md)",
                 stacklevel=5,
             )
 

@@ -1,7 +1,7 @@
 """The line's rule: where the run's rate has to be, from training losses alone. No replicas, no probe data, any layout.
 
 With shared gradients all replicas lie on one line, so any multiplier can be scored without a replica that has it:
-theta(rho) = origin + rho * (average - origin) (method, section 4). The rule has three parts (docs/controllers.md has the measurements):
+theta(rho) = origin + rho * (average - origin) (method, section 4). The rule has three parts (docs/choosing.md):
 
 1. *Coarse scan*: a few steps far below the user's rate, then one look along the line from the beginning of the run: at which rho is the loss
    above that of the untrained model? The answer is a scale, whatever the rate was.
@@ -40,7 +40,7 @@ OPENING = 1 / 16
 """of the user's rate, in the run's first steps: on top of the schedule's own beginning, so that the first steps spoil nothing"""
 DOUBLING, STEPS = 0.0075, 8
 """Of the run, and at most so many steps. What a doubling shows depends on its steps: with more of them less rate is sufficient for the same gain, which
-says nothing of a longer run's best rate (docs/results.md)."""
+says nothing of a longer run's best rate (docs/evidence.md)."""
 BELOW = 32.0
 """The first doubling ends at the divergence threshold over this."""
 LIMIT = 0.15
@@ -78,7 +78,7 @@ class LineRule(Controller):
         significant: |t| of a paired difference that counts.
         farthest: the largest rho that late searches score, and one over the smallest.
         freeze_after: see `Controller`; a sweep that is under way then ends without a result.
-        doubling: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`DOUBLING`). 8 is right for Adam, 16 for SGD.
+        doubling_steps: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`DOUBLING`). 8 is right for Adam, 16 for SGD.
         late: read the line twice more after the sweep? If not, it is `finished` when the rate that the sweep has found is in force.
         snapshot: where and how the run's beginning, and that of a late interval, are kept.
 

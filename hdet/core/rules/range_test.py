@@ -2,7 +2,7 @@
 
 At the beginning of a run the rate doubles from doubling to doubling while the training losses of each are averaged. Two rates show, in
 problems as different as a transformer, a convolutional net without normalisation and a recommender, always in the same relation to the best
-mean rate of a run, whatever the schedule (docs/results.md): the one from which on more rate does not help, and the one at which what was
+mean rate of a run, whatever the schedule (docs/evidence.md): the one from which on more rate does not help, and the one at which what was
 learned is lost again. Both are features of many steps and of size, not of a slope: noise hardly moves them, and the greedy bias, by which short looks ahead vote
 for rates that are too low, does not touch them.
 """

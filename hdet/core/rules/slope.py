@@ -33,7 +33,7 @@ _SQUARE = ListOf(ListOf(Number(), "seen"), "seen")
 
 class SlopeController(PooledController):
     """ln(correction) moves by -step * tanh((|t| - dead) / scale); no unit enters. Needs neither a probe nor more than the losses given to
-    ``step(loss)``, but is greedy: it asks which rate had the lower loss within the cycle (docs/controllers.md).
+    ``step(loss)``, but is greedy: it asks which rate had the lower loss within the cycle (docs/choosing.md).
 
     Args: see `PooledController`. Replicas without a loss are left out, with fewer than two the cycle teaches nothing; several knobs are
     told apart by the cycles together, and an Ensemble refuses more than N - 1 of them.
