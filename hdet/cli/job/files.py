@@ -49,10 +49,9 @@ def check_kinds(values: object, kinds: Kinds, what: str, remedy: str) -> None:
     """Raises RunFolderError, naming ``what``, the key and its value, unless ``values`` is a dict with right values for all ``kinds``."""
     if not isinstance(values, dict):
         raise RunFolderError(f"{what} holds no settings: {remedy}")
-    missing = [key for key in kinds if key not in values]
-    if missing:
-        raise RunFolderError(f"{what} lacks {', '.join(missing)}: {remedy}")
     for key, kind in kinds.items():
+        if key not in values:
+            raise RunFolderError(f"{what} lacks {', '.join(key for key in kinds if key not in values)}: {remedy}")
         try:
             kind.read(values[key], key, {})
         except ValueError as error:
