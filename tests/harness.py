@@ -72,7 +72,7 @@ def loss_of(net: nn.Module, data: Batch) -> torch.Tensor:
 
 
 def probe(net: nn.Module, **settings: Any) -> hdet.ProbeController:
-    return hdet.ProbeController(loss_of, lambda cycle: [batch(10**7 + 8 * cycle + i) for i in range(8)], model=net, **settings)
+    return hdet.ProbeController(loss_of, lambda cycle: [batch(10_000 + 8 * cycle + i) for i in range(8)], model=net, **settings)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------------

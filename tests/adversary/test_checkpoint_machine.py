@@ -337,7 +337,7 @@ def failing(call: int, kill: bool) -> Iterator[list[int]]:
 
 
 TestCheckpointMachine = CheckpointMachine.TestCase
-TestCheckpointMachine.settings = trial(examples=16, steps=12)
+TestCheckpointMachine.settings = trial(examples=10, steps=12)
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["another step", "the same step"])

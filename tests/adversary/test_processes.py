@@ -24,7 +24,7 @@ from ..harness import Run
 from .common import LONGER, bits
 
 ACTIONS = ["step", "step", "step", "step", "converge", "save", "load", "broken loss", "broken weights", "slow", "state"]
-SEQUENCES = 6
+SEQUENCES = 4
 
 
 def equal(value: Any) -> bool:

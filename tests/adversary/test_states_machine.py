@@ -72,7 +72,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-@trial(examples=6)
+@trial(examples=4)
 @given(data=st.data())
 def test_a_wrong_state_in_a_whole_checkpoint(controller: str, data: st.DataObject) -> None:
     with quiet(), tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def goes_on_or_is_refused(folder: Path, run: Run) -> None:
         checkpoint.save(other, run.state)
 
 
-@trial(examples=40)
+@trial(examples=25)
 @given(data=st.data())
 def test_a_wrong_manifest_with_a_right_digest(data: st.DataObject) -> None:
     with quiet(), tempfile.TemporaryDirectory() as folder:

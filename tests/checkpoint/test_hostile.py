@@ -242,7 +242,7 @@ def well_formed(manifest: dict[str, Any]) -> bool:
     )
 
 
-fuzz = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @fuzz

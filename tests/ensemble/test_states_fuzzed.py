@@ -203,7 +203,7 @@ def test_a_state_as_it_was_saved_loads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataObject) -> None:
     state = saved(name)

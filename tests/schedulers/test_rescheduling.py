@@ -135,22 +135,6 @@ def test_a_scheduler_that_the_user_steps_once_an_epoch_is_corrected_once(name: s
             assert {k: mine[k] for k in ("momentum", "betas") if k in mine} == {k: theirs[k] for k in ("momentum", "betas") if k in theirs}
 
 
-def test_the_cosine_of_the_issue() -> None:
-    toy = Toy(sgd)
-    scheduler = torchs.CosineAnnealingLR(toy.optimizer, 10)
-    plain = Toy(sgd)
-    other = torchs.CosineAnnealingLR(plain.optimizer, 10)
-    ensemble = ensemble_on(toy, [2.0])
-    for _ in range(8):
-        for _ in range(STEPS):
-            ensemble.step(toy.step())
-            plain.step()
-        scheduler.step()
-        other.step()
-    ensemble.step(toy.step())
-    assert rates(toy.optimizer) == pytest.approx([2 * rate for rate in rates(plain.optimizer)], rel=1e-13)
-
-
 @pytest.mark.parametrize("tensor", [False, True])
 def test_a_rate_that_is_halved_by_hand_is_halved(tensor: bool) -> None:
     toy = Toy(sgd_tensor_lr if tensor else sgd)
