@@ -139,7 +139,7 @@ def test_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     controller.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [(line["controller"], line["knobs"]) for line in lines] == [("probe", 1), ("probe", 4), ("softmax", 1), ("softmax", 4)]
-    assert [line[""] for line in lines] == [16 * 13 * 8] * 2 + [16 * 3 * 8] * 2  # with the mark of the schedule's values
+    assert [line["statistics_bytes"] for line in lines] == [16 * 13 * 8] * 2 + [16 * 3 * 8] * 2  # with the mark of the schedule's values
 
 
 # -- what make gpu leaves behind where the machine or a test does not last ---------------------------------------------------
