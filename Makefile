@@ -1,11 +1,17 @@
 # make demo: from a clean clone to a trained model.   make test: the whole suite.   Both create .venv first.
+# make test-matrix: the suite on the oldest and newest Python, torch and Triton that are supported, each in an environment of its own.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu lint wheel clean
+# The combinations of test-matrix, as NAME:PYTHON:PACKAGES with + between packages. PYTHON310=/path/to/python3.10 names another interpreter.
+PYTHON310 ?= python3.10
+PYTHON312 ?= python3.12
+MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*  newest:$(PYTHON):torch+triton
+
+.PHONY: demo test test-matrix gpu lint wheel clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -24,6 +30,26 @@ demo: $(BIN)/hdet.stamp
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --ignore tests/faults
 	$(BIN)/python -m pytest -q tests/faults
+
+# A combination that cannot be made is named, with the reason, and the others go on; the exit code is 0 only if all were made and passed.
+# Environments are in build/matrix. -e builds the native module for that Python; each suite runs with its own.
+test-matrix:
+	@rm -rf build/matrix && mkdir -p build/matrix; bad=0; summary=build/matrix/summary.txt; \
+	for combination in $(MATRIX); do \
+	    name=$${combination%%:*}; rest=$${combination#*:}; python=$${rest%%:*}; packages=$$(echo $${rest#*:} | tr + ' '); \
+	    env=build/matrix/$$name; log=build/matrix/$$name.log; what="$$name ($$python, $$packages)"; \
+	    echo "== $$what"; \
+	    if ! command -v $$python >/dev/null; then \
+	        echo "$$what: not made: no interpreter $$python" >>$$summary; bad=1; \
+	    elif ! { $$python -m venv $$env && $$env/bin/python -m pip install --quiet $$packages && \
+	             $$env/bin/python -m pip install --quiet -e '.[test]' $$packages; } >$$log 2>&1; then \
+	        echo "$$what: not made: $$(grep -v '^ *$$' $$log | tail -n 1); see $$log" >>$$summary; bad=1; \
+	    elif ! $$env/bin/python -m pytest -q -n 2 --dist loadscope --ignore tests/faults || ! $$env/bin/python -m pytest -q tests/faults; then \
+	        echo "$$what: failed" >>$$summary; bad=1; \
+	    else \
+	        echo "$$what: passed" >>$$summary; \
+	    fi; \
+	done; echo; cat $$summary; exit $$bad
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
 # RESULTS=folder gets copies of what is written.

@@ -16,8 +16,8 @@ import time
 import torch
 
 import hdet
-from hdet.cli.data import load_corpus, sample_batch
-from hdet.cli.model import GPT, GPTConfig
+from hdet.cli.job.data import load_corpus, sample_batch
+from hdet.cli.job.model import GPT, GPTConfig
 
 from .harness import emit
 

@@ -108,7 +108,7 @@ def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
     start, counts, good = time.monotonic(), dict[str, int](), True
     log.write_text("")
     for arguments in (["gpu and not alone", *several], ["gpu and alone"]):
-        status, output = _pytest([*arguments, *folders, *(["--collect-only"] if device == "cpu" else [])], budget, log)
+        status, output = run_pytest([*arguments, *folders, *(["--collect-only"] if device == "cpu" else [])], budget, log)
         for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", output):
             counts[name] = counts.get(name, 0) + int(count)
         good = good and status == 0
@@ -119,7 +119,7 @@ def run_tests(device: str, budget: Budget, log: Path) -> dict[str, Any]:
     return {"passed": good, "counts": counts, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, str]:
+def run_pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, str]:
     """(exit status, output), which goes to a file, so that it is there when the time is over. `arguments`: the marks first."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", *arguments]
     print(f"tests: {' '.join(command[1:])}", flush=True)
@@ -162,7 +162,7 @@ def run_benchmarks(device: str, budget: Budget, records: Records) -> tuple[list[
                 elif budget.left < 2:
                     missing.append(f"{what}: no time was left")
                 else:
-                    reason = _run(module, compare.Options(device, backend, quick, counting), budget.left, records)
+                    reason = run_benchmark(module, compare.Options(device, backend, quick, counting), budget.left, records)
                     missing += [f"{what}: {reason}"] if reason else []
     return with_launches(records.records), missing
 
@@ -178,7 +178,7 @@ def with_launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return timed
 
 
-def _run(module: Any, options: compare.Options, seconds: float, records: Records) -> str:
+def run_benchmark(module: Any, options: compare.Options, seconds: float, records: Records) -> str:
     """The failure, if there is one. It is stopped after `seconds`; the records before that are kept."""
     before, reason, start = len(records.records), "", time.monotonic()
     signal.signal(signal.SIGALRM, _out_of_time)

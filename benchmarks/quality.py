@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.processes import Workers
-from hdet.cli.train import RunSpec
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.processes import Workers
+from hdet.cli.job.training import RunSpec
 
 from .harness import emit
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--grid", type=float, nargs="*", default=[3e-3, 1e-2, 3e-2])
     parser.add_argument("--starts", type=float, nargs="*", default=[3e-4, 1e-2, 3e-2, 1e-1])
     parser.add_argument("--controllers", nargs="*", default=["probe"])
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of hdet.cli.config.TrainConfig")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of hdet.cli.job.config.TrainConfig")
     parser.add_argument("--json", default="benchmarks/results/quality.jsonl")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="only print the table of these result files")
     options = parser.parse_args()

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet  # (1)
-from hdet.cli.data import load_corpus, sample_batch
-from hdet.cli.model import GPT, GPTConfig, cross_entropy
+from hdet.cli.job.data import load_corpus, sample_batch
+from hdet.cli.job.model import GPT, GPTConfig, cross_entropy
 
 # -----------------------------------------------------------------------------
 parser = argparse.ArgumentParser()

@@ -23,13 +23,13 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.cli.data import load_corpus, sample_batch
+from hdet.cli.job.data import load_corpus, sample_batch
 
 WIDTH, HEAD, CONTEXT, BYTES = 32, 8, 32, 256
 
 
 class Block(nn.Module):
-    """As hdet.cli.model's, with q, k and v apart, so that their columns (whole heads) can be split over tp."""
+    """As hdet.cli.job.model's, with q, k and v apart, so that their columns (whole heads) can be split over tp."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
+
+with suppress(ImportError):  # make gpu runs where it may be missing
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("a busy machine")
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ def test_a_killed_holder_does_not_block_once_whoever_it_started_has_ended_too(tm
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_without_locks_the_process_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
-    monkeypatch.setattr(owned_folder, "_lock", lambda handle: None)
+    monkeypatch.setattr(owned_folder, "fcntl", None)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         facts: dict[str, Any] = {"host": socket.gethostname(), "pid": other.pid, "since": 1.5}
         (tmp_path / MARK).write_text(json.dumps(facts))

@@ -26,7 +26,7 @@ import hdet
 from hdet.core.engine import ask_and_tell
 from hdet.core.plan import Compare
 from hdet.core.rules.line_rule import LINE
-from hdet.core.rules.line_search import Asking, read_line
+from hdet.core.rules.line_search import Asking, search_line
 from hdet.core.rules.softmax import signal, softmax_weights
 from hdet.measure.line_losses import LineLosses
 
@@ -119,10 +119,10 @@ class LineEars(hdet.Controller):
 
     def learn(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
         if evidence.step in self.moments:
-            reading = yield from read_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
-            error = abs(reading.slope / reading.across) if reading.across else None
+            measured = yield from search_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
+            error = abs(measured.slope / measured.across) if measured.across else None
             self.heard = evidence.step
-            self.said.append(_said("line", self.moments[evidence.step], reading.slope, error, reading.across))
+            self.said.append(_said("line", self.moments[evidence.step], measured.slope, error, measured.across))
         return _nothing(evidence)
 
 

@@ -220,7 +220,7 @@ def ways(job: Job) -> list[Way]:
 
     plain = _in_buckets(size, job, lambda bucket: all_reduce(bucket, job.replicas, link))
     bucket = min(size, job.bucket_bytes)
-    kept_back = own * (8 + 4 / job.replicas)  # the anchor, the error that is fed back, and that of a rank's chunk
+    kept_back = own * (8 + 4 / job.replicas)  # the reference, the error that is fed back, and that of a rank's chunk
     rows = [way("plain", Traffic(), plain, bucket)]
     nodes, rest = divmod(job.replicas, job.peers_per_node)
     if job.peers_per_node > 1 and nodes > 1 and rest == 0:

@@ -17,7 +17,7 @@ class CheckpointError(RuntimeError):
 
 
 class Together:
-    """Runs a function on all ranks of a group, or on its first, and tells all of them how it went: one small collective each."""
+    """Runs a function on all ranks of a group, or on the first, and reports its result or error to all: one small collective a call."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group

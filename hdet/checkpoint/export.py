@@ -1,4 +1,4 @@
-"""The mean model as safetensors, for everybody who has never heard of replicas."""
+"""The mean model as safetensors, for programs that know nothing of replicas."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _metadata(state: RunState, names: set[str]) -> dict[str, str]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that share memory in another way than being tied (views of one buffer) get memory of their own."""
+    """Untied tensors that share memory (views of one buffer) get memory of their own, as safetensors needs."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

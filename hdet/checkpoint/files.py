@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..converge.health import digest
+from ..core.validate import whole
 from ..owned_folder import MARK
 from ..tensors.dtensor import is_sharded, local
 from .errors import CheckpointError, Together
 from .folder import checksums, claim, holds_none, publish, read_manifest, resolve, steps, verify
 from .keys import bare
-from .optimizer_state import listed
-from .run_state import RunState
+from .run_state import RunState, listed
 
 __all__ = ["check_equal", "digests", "load", "save"]
 
@@ -47,9 +47,8 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
     """
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
-    step = state.ensemble.engine.step if step is None else _checked_step("step", step)
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise ValueError(f"keep must be a whole number >= 1, got {keep!r}")
+    step = state.ensemble.engine.step if step is None else whole(step, "step", 0)
+    whole(keep, "keep")
     folder = Path(root)
     final = folder / f"step-{step:08d}"
     together = Together(state.ensemble.replicas.world_group)
@@ -74,12 +73,6 @@ def save(root: str | os.PathLike[str], state: RunState, step: int | None = None,
     return final
 
 
-def _checked_step(name: str, step: Any) -> int:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"{name} must be a whole number >= 0, got {step!r}")
-    return step
-
-
 def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None = None) -> int:
     """Continue from a checkpoint: a folder ``step-XXXXXXXX``, or a root, of which the latest is taken. Every rank calls it.
 
@@ -101,7 +94,7 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
     if not isinstance(state, RunState):
         raise TypeError(f"state must be an hdet.checkpoint.RunState, got {type(state).__name__}")
     if missing is not None:
-        _checked_step("missing", missing)
+        whole(missing, "missing", 0)
     with state.ensemble.during("checkpoint"):
         return _read(Path(root), state, missing)
 
@@ -193,7 +186,7 @@ def _written(partial: Path) -> list[str]:
 
 
 def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
-    """The state, after a look at whether what is stored once is equal wherever it is."""
+    """The state, once it is known that what is stored once is equal on all ranks that hold it."""
     trees = []
 
     def described() -> dict[str, Any]:
@@ -229,7 +222,7 @@ def digests(named: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
     return tuple(digest(everywhere).tolist()), tuple(digest([local(t) for _, t in shared]).tolist())
 
 
-# -- where it is read to -------------------------------------------------------------------------------------------------
+# -- what is read, and into which tensors -------------------------------------------------------------------------------------------------
 
 
 class _Destinations:
@@ -272,7 +265,7 @@ class _Destinations:
         return self.keys.replicas.index % self.replicas if self.state.ensemble.sync.gradients == "local" else 0
 
     def _own(self, name: str) -> str:
-        """This rank's own in the saved run, counted round."""
+        """``name`` under this rank's prefix in the saved run; replica and member modulo the numbers saved."""
         return self.keys.of_rank(self.replicas, self.members) + name
 
     def _model(self) -> dict[str, torch.Tensor]:
@@ -308,7 +301,7 @@ class _Destinations:
         return tree
 
     def _blank(self, flat: str, param: torch.Tensor) -> Any:
-        """A place for an entry: cut like its parameter where it has its size."""
+        """Memory for an entry; sharded like its parameter if it has the parameter's shape."""
         size = getattr(self.sizes[flat], "size", None)
         if size is None:
             return b""
@@ -319,7 +312,7 @@ class _Destinations:
 
 
 def _set(entries: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value where torch's flat name came from: strings are keys of dicts, whole numbers places in lists."""
+    """Put a value at its ``path`` in nested dicts and lists: strings are keys of dicts, whole numbers indices of lists."""
     at: Any = entries
     for place, following in zip(path, [*path[1:], None], strict=True):
         inner: Any = value if following is None else [] if isinstance(following, int) else {}

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint on disk: step-XXXXXXXX with torch's files and a manifest.json that vouches for them."""
+"""The folder of a checkpoint on disk: step-XXXXXXXX with torch's files and a manifest.json of their sizes and checksums."""
 
 from __future__ import annotations
 

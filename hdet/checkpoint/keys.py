@@ -1,4 +1,4 @@
-"""Under which key a tensor is stored: by its name where all ranks have the same one, else with the number of who holds it.
+"""The key under which a tensor is stored: its name if all ranks have the same tensor, else with the number of its holder before it.
 
 torch.distributed.checkpoint takes a plain tensor of one name on several ranks for one tensor and writes any of them. So whatever can
 differ between ranks must differ in its key.
@@ -55,7 +55,7 @@ class Keys:
         return f"replica{self.replicas.index if replica is None else replica}/{self.shared(tensor)}" if self.several_processes else ""
 
     def of_rank(self, replicas: int | None = None, members: int | None = None) -> str:
-        """For what each rank has for itself; in a checkpoint of so many replicas with so many members, counted round."""
+        """For what each rank has for itself; in a checkpoint of other numbers of replicas and members, modulo these."""
         if not self.several_processes:
             return ""
         index, member = self.replicas.index % (replicas or self.replicas.count), self.replicas.member % (members or self.members)

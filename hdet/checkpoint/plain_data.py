@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["check_extra", "check_fits", "give_back", "is_stateful", "pack", "take", "unpack"]
+__all__ = ["check_extra", "check_fits", "give_back", "pack", "take", "unpack"]
 
 
 def pack(value: Any, name: str) -> bytes:
@@ -32,29 +33,38 @@ def unpack(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
 
 
-def is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How to take the value's state and give it back, if it has one: a Stateful, or a torch.Generator."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    take, give = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
+    return (take, give) if callable(take) and callable(give) else None
+
+
+def _is_stateful(extra: Any) -> bool:
+    return _access(extra) is not None and not isinstance(extra, torch.Generator)
 
 
 def check_extra(extra: Any) -> None:
     """Raises TypeError for another kind of argument, and ValueError, naming the key, for a value that cannot be saved.
 
-    What a Stateful holds is not asked for here: a data loader may start its workers for it.
+    The state of a Stateful is not taken here: a data loader may start its workers for it.
     """
-    if extra is None or is_stateful(extra):
+    if extra is None or _is_stateful(extra):
         return
     if not isinstance(extra, dict):
         raise TypeError(f"extra must be a dict, or have state_dict and load_state_dict, got {type(extra).__name__}")
     for key, value in extra.items():
-        if not _has_state(value):
+        if _access(value) is None:
             pack({key: value}, f"extra[{key!r}]")
 
 
 def take(extra: Any) -> bytes:
     """The state of `extra`, packed. Raises ValueError, naming the key, for what cannot be given back."""
-    if is_stateful(extra):
+    if _is_stateful(extra):
         return pack(extra.state_dict(), "extra")
-    states = {key: _state_of(value) for key, value in extra.items()}
+    found = {key: (value, _access(value)) for key, value in extra.items()}
+    states = {key: value if access is None else access[0]() for key, (value, access) in found.items()}
     try:
         return pack(states, "extra")
     except ValueError:
@@ -65,35 +75,22 @@ def take(extra: Any) -> bytes:
 
 def check_fits(extra: Any, loaded: Any) -> None:
     """Raises ValueError where `give_back` had nothing for an object of ``extra``; nothing is changed."""
-    if is_stateful(extra):
+    if _is_stateful(extra):
         return
     if not isinstance(loaded, dict):
         raise ValueError(f"it was saved with an extra of its own state ({type(loaded).__name__}), not with a dict: make the RunState so")
     for key, value in extra.items():
-        if _has_state(value) and key not in loaded:
+        if _access(value) is not None and key not in loaded:
             raise ValueError(f"it has no extra[{key!r}]: make the RunState as the saved run did")
 
 
 def give_back(extra: Any, loaded: Any) -> None:
-    """What `take` took: objects take their state over, and plain values replace those that are there."""
-    if is_stateful(extra):
+    """The inverse of `take`: objects load their state, and plain values replace those that are there."""
+    if _is_stateful(extra):
         extra.load_state_dict(loaded)
         return
-    objects = {key: value for key, value in extra.items() if _has_state(value)}
-    for key, value in objects.items():
-        if isinstance(value, torch.Generator):
-            value.set_state(loaded[key])
-        else:
-            value.load_state_dict(loaded[key])
+    objects = {key: (value, access) for key, value in extra.items() if (access := _access(value)) is not None}
+    for key, (_, (_, give)) in objects.items():
+        give(loaded[key])
     extra.clear()
-    extra.update({**loaded, **objects})
-
-
-def _has_state(value: Any) -> bool:
-    return isinstance(value, torch.Generator) or is_stateful(value)
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return value.state_dict() if is_stateful(value) else value
+    extra.update({**loaded, **{key: value for key, (value, _) in objects.items()}})

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..ensemble import Ensemble
 from ..optim.state import MASTER_KEYS, REPLICA_KEYS
 from ..tensors.dtensor import is_sharded, like
 from .keys import Inventory, Keys, bare
-from .optimizer_state import blank_state, listed, on_the_device_of
 from .plain_data import check_extra, check_fits, give_back, pack, take, unpack
 
-__all__ = ["RunState"]
+__all__ = ["RunState", "listed"]
 
 
 class RunState:
@@ -132,7 +133,7 @@ class RunState:
         for i, (name, param, group) in enumerate(zip(self.parameter_names(), params, groups, strict=True)):
             entries = _of_one_replica(saved["state"].get(i, {}), name, mean)
             if not entries and param.requires_grad:
-                entries = blank_state(self.optimizer, group, param)
+                entries = _blank_state(self.optimizer, group, param)
                 unstarted.append(name)
             for key, value in entries.items():
                 state.setdefault(self._key_of_entry(name, param, key, value), {})[key] = value
@@ -167,7 +168,7 @@ class RunState:
 
     def plain_parts(self) -> dict[str, Any]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whether this moment is one to save at has been looked at here
+            warnings.simplefilter("ignore")  # it warns of moments that are not fit for saving, which this class has checked
             parts: dict[str, Any] = {"ensemble": pack(self.ensemble.state_dict(), "the Ensemble's state")}
         own = (self.keys.of_rank() or "all").rstrip("/")
         if others := Inventory(self.model).others:
@@ -205,23 +206,54 @@ class RunState:
         numbers = iter(range(len(listed(self.optimizer))))
         groups = []
         for saved, present in zip(about["groups"], self.optimizer.param_groups, strict=True):
-            settings = {key: on_the_device_of(value, present.get(key)) for key, value in saved.items()}
+            settings = {key: _on_the_device_of(value, present.get(key)) for key, value in saved.items()}
             groups.append({**settings, "params": [next(numbers) for _ in present["params"]]})
         self.optimizer.load_state_dict({**about["rest"], "state": numbered, "param_groups": groups})
         self.ensemble._panel.restart()  # a sweep goes back to these buffers
 
 
-# -- small things --------------------------------------------------------------------------------------------------------
+# -- an optimizer's state, without a step of the optimizer ---------------------------------------------------------------
 
 
-def _only(values: Mapping[str, Any]) -> Any:
-    (value,) = values.values()
-    return value
+def listed(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters in the order in which a state_dict numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _under_way(ensemble: Ensemble) -> bool:
-    """Has the run parted the replicas? Before its first step there is nothing to converge, and a load may find them as they are."""
-    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.idle)
+@torch.no_grad()
+def _blank_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer keeps for a parameter: names, shapes and dtypes, as a place to load into; the values mean nothing.
+
+    Libraries find this out by a step of the optimizer itself with rate 0, which counts in Adam's correction, runs hooks, and can turn
+    -0 into 0. Here a stand-in of the same class steps a tensor of zeros.
+    """
+    image = torch.nn.Parameter(torch.zeros_like(param.detach()))
+    image.grad = torch.zeros_like(param.detach())
+    rates = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0 for key, value in group.items() if key == "lr"}
+    stand_in: Any = object.__new__(type(optimizer))
+    # Wrappers of the instance's methods stay behind, and what a GradScaler has left on it.
+    left_out = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))} | {"grad_scale", "found_inf"}
+    stand_in.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in left_out})
+    stand_in.__dict__.update(
+        {name: OrderedDict() for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
+    )
+    stand_in.state, stand_in.param_groups = defaultdict(dict), [{**group, **rates, "params": [image]}]
+    if hasattr(stand_in, "set_replicas"):  # hdet's: no plan of the original's, one replica
+        stand_in.num_replicas, stand_in._sets, stand_in.multipliers = 1, {}, [[1.0]]
+        stand_in._forget()
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # without torch's wrapper, which runs the hooks that are registered for all optimizers
+    try:
+        step(stand_in)
+    except Exception:  # noqa: BLE001 - one that needs more than gradients, such as LBFGS: what it keeps is known after its first step
+        return {}
+    return {key: value for key, value in stand_in.state[image].items() if value is not None and key not in REPLICA_KEYS}
+
+
+def _on_the_device_of(loaded: Any, present: Any) -> Any:
+    """A loaded group setting where the present one lies: torch moves states to the parameters' devices, but not settings."""
+    return loaded.to(present.device) if isinstance(loaded, torch.Tensor) and isinstance(present, torch.Tensor) else loaded
 
 
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:
@@ -237,9 +269,22 @@ def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[s
 
 
 def _further_replicas(optimizer: Any, param: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """The other replicas on this device begin as the model, which has been loaded."""
+    """The other replicas on this device begin as copies of the loaded model."""
     count = getattr(optimizer, "num_replicas", 1)
     return {"replica_params": [param.detach()] * (count - 1)} if count > 1 and param.requires_grad else {}
+
+
+# -- small things --------------------------------------------------------------------------------------------------------
+
+
+def _only(values: Mapping[str, Any]) -> Any:
+    (value,) = values.values()
+    return value
+
+
+def _under_way(ensemble: Ensemble) -> bool:
+    """Has the run begun, so that replicas may differ? Before its first step there is nothing to average."""
+    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.idle)
 
 
 def _first_difference(theirs: list[list[str]], ours: list[list[str]]) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hdet.cli.config import TrainConfig
+from hdet.cli.job.config import TrainConfig
 
 __all__ = ["CYCLE_HEADER", "Display", "cycle_line", "open_display"]
 
@@ -40,15 +39,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-class Display(Protocol):
-    """Shows events as they come."""
+class Display:
+    """Shows events as they come: with a ``bar`` at the bottom, or else as lines without control codes, for files, pipes and CI."""
 
-    def show(self, event: Event) -> None: ...
-
-
-class _Base(ABC):
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, bar: Progress | None) -> None:
+        self._bar = bar
+        self._task: TaskID | None = None
         self.config = TrainConfig()
         self._header_due = True
         self._corrections: object = None
@@ -58,37 +54,51 @@ class _Base(ABC):
         if kind == "start":
             self.config, self._header_due = TrainConfig.from_dict(event["config"]), True
             for line in banner(self.config, event):
-                self.line(line)
-            self.start(event["step"])
+                self._line(line)
+            self._start(event["step"])
         elif kind == "cycle" and self._worth_a_line(event):
             if self._header_due:
-                self.line(CYCLE_HEADER)
+                self._line(CYCLE_HEADER)
                 self._header_due = False
-            self.line(cycle_line(event, self.config.cycles))
+            self._line(cycle_line(event, self.config.cycles))
         elif kind == "train":
-            self.progress(event)
+            self._progress(event)
 
     def _worth_a_line(self, event: Event) -> bool:
-        """The line has hundreds of cycles, and in few of them anything to say."""
+        """Controller line has hundreds of cycles, and most of them change nothing."""
         before, self._corrections = self._corrections, event["corrections"]
-        said = event.get("notes") or event["corrections"] != before or any(slope is not None for slope in event["slopes"].values())
-        return bool(said) or not self.config.reads_line
+        changed = event.get("notes") or event["corrections"] != before or any(slope is not None for slope in event["slopes"].values())
+        return bool(changed) or not self.config.reads_line
 
-    @abstractmethod
-    def line(self, text: str) -> None:
-        """Print a line that stays."""
+    def _line(self, text: str) -> None:
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
 
-    @abstractmethod
-    def start(self, step: int) -> None:
+    def _start(self, step: int) -> None:
         """A run begins, or goes on, after ``step``."""
+        self._begun, self._first, self._tenth = time.monotonic(), step, step * 10 // self.config.steps
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.stop_task(self._task)
+            self._task = self._bar.add_task(self.config.mode, total=self.config.steps, completed=step, status="")
 
-    @abstractmethod
-    def progress(self, event: Event) -> None:
-        """A record of the training loss has come."""
+    def _progress(self, event: Event) -> None:
+        """The bar moves with each record of the training loss; as lines, ten in a run."""
+        step, steps = event["step"], self.config.steps
+        loss = "not finite" if event["loss"] is None else f"{event['loss']:.3f}"
+        status = f"loss {loss}  rate {event['lr']:.2e}  correction x{event['correction']:.2f}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, status=status)
+        elif step * 10 // steps > self._tenth:
+            self._tenth = step * 10 // steps
+            left = (time.monotonic() - self._begun) / max(1, step - self._first) * (steps - step)
+            self._line(f"  step {step}/{steps} ({100 * step // steps} %)  {status}  {duration(left)} left")
 
 
 def banner(config: TrainConfig, event: Event) -> Iterator[str]:
-    """The run in a line or two. That rates differ between replicas is said aloud: elsewhere it would be a fault."""
+    """The run in a line or two. It says that rates differ between replicas, which elsewhere would be a fault."""
     what = f"HDET, controller {config.controller}" if config.mode == "hdet" else "fixed schedule"
     place = "GPU" if str(event["device"]).startswith("cuda") else "CPU"
     if config.processes == 1:
@@ -104,62 +114,14 @@ def banner(config: TrainConfig, event: Event) -> Iterator[str]:
         yield f"  replicas' rates differ by design: {1 - config.spread:.2f} to {1 + config.spread:.2f} times the base rate"
 
 
-class _Plain(_Base):
-    """Lines without control codes: for files, pipes and CI."""
-
-    def line(self, text: str) -> None:
-        print(text, flush=True)
-
-    def start(self, step: int) -> None:
-        self._begun, self._first, self._tenth = time.monotonic(), step, step * 10 // self.config.steps
-
-    def progress(self, event: Event) -> None:
-        step, steps = event["step"], self.config.steps
-        if step * 10 // steps > self._tenth:
-            self._tenth = step * 10 // steps
-            left = (time.monotonic() - self._begun) / max(1, step - self._first) * (steps - step)
-            self.line(f"  step {step}/{steps} ({100 * step // steps} %)  {status(event)}  {duration(left)} left")
-
-
-def status(event: Event) -> str:
-    loss = "not finite" if event["loss"] is None else f"{event['loss']:.3f}"
-    return f"loss {loss}  rate {event['lr']:.2e}  correction x{event['correction']:.2f}"
-
-
-class _Live(_Base):
-    """A bar at the bottom, lines above it."""
-
-    def __init__(self, console: Console, bar: Progress) -> None:
-        super().__init__(console)
-        self._bar = bar
-        self._task: TaskID | None = None
-
-    def line(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, overflow="ellipsis", no_wrap=True)
-
-    def start(self, step: int) -> None:
-        if self._task is not None:
-            self._bar.stop_task(self._task)
-        self._task = self._bar.add_task(self.config.mode, total=self.config.steps, completed=step, status="")
-
-    def progress(self, event: Event) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, completed=event["step"], status=status(event))
-
-
 @contextmanager
 def open_display() -> Iterator[Display]:
     """On a terminal a bar, else plain lines. The terminal is itself again afterwards, also after Ctrl-C."""
     console = Console()
     if not (console.is_terminal and sys.stdout.isatty()):
-        yield _Plain(console)
+        yield Display(None)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-    )
+    name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
+    columns = (name, BarColumn(bar_width=None), MofNCompleteColumn(), status, TimeRemainingColumn())
     with Progress(*columns, console=console, expand=True) as bar:
-        yield _Live(console, bar)
+        yield Display(bar)

@@ -33,7 +33,7 @@ def report() -> str:
         text.append(title)
         try:
             text += [f"  {name:<18}{value}" for name, value in lines()]
-        except Exception as error:  # noqa: BLE001 - a doctor who faints helps nobody
+        except Exception as error:  # noqa: BLE001 - one broken part must not hide the others
             text.append(f"  {'unknown':<18}{type(error).__name__}: {' '.join(str(error).split())}")
     return "\n".join(text)
 

@@ -1,6 +1,6 @@
-"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported by what needs it, when it runs.
+"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported only when it is needed.
 
-Exit codes: 0 done; 1 a process of the run failed, or a run that is replayed differs; 2 something the user can put right, said in one line; 130 interrupted.
+Exit codes: 0 done; 1 a process failed, or a replayed run differs; 2 an error that the user can correct, in one line; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: somebody else's business
+    except ValueError:  # not the main thread, which alone may set handlers
         yield
         return
     try:
@@ -102,7 +102,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    from hdet.cli.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
+    from hdet.cli.job.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
 
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -127,11 +127,12 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
             extra = {"action": "store_true"}
         elif name not in choices:
             extra = {"type": _name, "metavar": "FOLDER"} if kind is str else {"type": kind, "metavar": kind.__name__.upper()}
-        # No default here: what was not typed stays away, so that --resume can tell.
+        # No default here: settings that were not typed are absent, so that --resume can tell them from those that were.
         settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
 
 
 QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
+    "replicas": (int, 4, "N", "(default: 4)"),
     "start": (float, 1 / 30, "FACTOR", "how wrong the first rate is, 1 being right (default: 1/30)"),
     "cycles": (int, 40, "INT", "(default: 40)"),
     "spread": (float, 0.3, "FLOAT", "(default: 0.3)"),
@@ -140,7 +141,6 @@ QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
 
 
 def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, default=4, metavar="N", help="(default: 4)")
     for name, (kind, default, metavar, text) in QUADRATIC.items():
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
@@ -167,15 +167,15 @@ def _need(*modules: str) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     _need("rich", "matplotlib")
-    from hdet.cli.command import train
+    from hdet.cli.train import train
 
     return train(options)
 
 
 def _report(options: argparse.Namespace) -> int:
     _need("rich", "matplotlib")
+    from hdet.cli.job.files import REPORT
     from hdet.cli.report import find_runs, plot, print_table
-    from hdet.cli.run_files import REPORT
 
     runs = find_runs(options.runs)
     folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
@@ -191,7 +191,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from hdet.cli.replay_run import replayed
+    from hdet.cli.replay import replayed
 
     decisions, differences = replayed(options.folder)
     for difference in differences:
@@ -211,6 +211,6 @@ def _doctor(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from hdet.cli.simulate import simulate
 
-    for line in simulate(replicas=options.replicas, **{name: getattr(options, name) for name in QUADRATIC}):
+    for line in simulate(**{name: getattr(options, name) for name in QUADRATIC}):
         print(line)
     return 0

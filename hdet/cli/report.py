@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.cli.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, is_number, read_history
-from hdet.owned_folder import atomic_file, decode_json, read_regular
+from hdet.cli.job.files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
+from hdet.core.schema import POSITIVE, Instance, Number, Optional, Table
+from hdet.owned_folder import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,12 +39,7 @@ class RunFiles:
             event = record.get("event")
             kinds = RECORDS.get(event, OTHER) if isinstance(event, str) else OTHER
             check_kinds(record, kinds, f"line {number} of history {str(folder / HISTORY)!r}", "remove that line")
-        try:
-            config = decode_json(read_regular(folder / CONFIG, follow=True))
-        except (OSError, ValueError) as error:
-            raise RunFolderError(
-                f"{str(folder / CONFIG)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`"
-            ) from error
+        config = read_config(folder)
         check_kinds(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
         return cls(folder, folder.name or str(folder), config, records)
 
@@ -67,27 +63,16 @@ class RunFiles:
         return points[-1]["loss"] if points else None
 
 
-def _number_or_null(value: object) -> bool:
-    return value is None or is_number(value)
-
-
-def _by_knob(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_number_or_null, value.values()))
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-SETTINGS: Kinds = {"mode": _text, "steps": is_number, "max_lr": is_number}
+NUMBER, TEXT, MAYBE = Number(), Instance(str), Optional(Number())
+SETTINGS: Kinds = {"mode": TEXT, "steps": NUMBER, "max_lr": NUMBER}
 RECORDS: dict[str, Kinds] = {
-    "train": {"step": is_number, "loss": _number_or_null, "lr": is_number, "correction": lambda value: is_number(value) and value != 0},
-    "validation": {"step": is_number, "loss": _number_or_null},
-    "cycle": {"step": is_number, "slopes": _by_knob, "errors": _by_knob},
-    "end": {"step": is_number, "seconds": is_number, "probe_percent": is_number, "converge_percent": is_number},
+    "train": {"step": NUMBER, "loss": MAYBE, "lr": NUMBER, "correction": POSITIVE},
+    "validation": {"step": NUMBER, "loss": MAYBE},
+    "cycle": {"step": NUMBER, "slopes": Table(TEXT, MAYBE), "errors": Table(TEXT, MAYBE)},
+    "end": {"step": NUMBER, "seconds": NUMBER, "probe_percent": NUMBER, "converge_percent": NUMBER},
 }
 """what is read below, by event"""
-OTHER: Kinds = {"event": _text, "step": is_number}
+OTHER: Kinds = {"event": TEXT, "step": NUMBER}
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFiles]:
@@ -179,15 +164,8 @@ def _draw_rates(axes: Axes, run: RunFiles, colour: str) -> None:
     axes.plot(steps, [r["lr"] for r in train], color=colour, linewidth=1.8, label=run.name, zorder=2 + (not run.is_fixed))
     if not run.is_fixed:
         # The correction multiplies the schedule, so the quotient is the schedule.
-        axes.plot(
-            steps,
-            [r["lr"] / r["correction"] for r in train],
-            "--",
-            color="black",
-            linewidth=1,
-            zorder=4,
-            label=f"schedule of {run.name}, untouched",
-        )
+        schedule = [r["lr"] / r["correction"] for r in train]
+        axes.plot(steps, schedule, "--", color="black", linewidth=1, zorder=4, label=f"schedule of {run.name}, untouched")
 
 
 def _draw_slopes(axes: Axes, run: RunFiles, colour: str) -> None:

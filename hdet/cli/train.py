@@ -1,326 +1,246 @@
-"""The main job as one rank sees it: a small GPT on real text, with the fixed schedule or with HDET. Reads top to bottom."""
+"""`hdet train`: settings and folders in, files and a table out. Everything a user can get wrong is found before a process starts."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import OneCycleLR
 
-import hdet
-from hdet.cli.config import TrainConfig
-from hdet.cli.data import Batch, Corpus, load_corpus, sample_batch
-from hdet.cli.model import GPT, GPTConfig, cross_entropy, window_losses
-from hdet.cli.place import Place
-from hdet.cli.resume import load_checkpoint, save_checkpoint
-from hdet.cli.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, truncate_history
-from hdet.core.controller import Controller
-from hdet.owned_folder import atomic_file
+from hdet.cli.display import open_display
+from hdet.cli.job.checkpoint import load_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.data import load_corpus
+from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
+from hdet.cli.job.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
+from hdet.cli.job.processes import WorkerError, Workers
+from hdet.cli.job.training import RunSpec, check_run, train_all
+from hdet.cli.report import RunFiles, find_runs, plot, print_table
+from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
 
-__all__ = ["RunSpec", "check_run", "train_all"]
-
-PROMPT = b"import "
-VALIDATION_WINDOWS = 32
-SHORT_VALIDATION = 16
-"""mini-batches in the validations along the way; the last one scores ``validation_batches``"""
-VALIDATION_SEED = 0
-"""not the run's: runs with different seeds are compared on the same text"""
-
-Emit = Callable[[dict[str, Any]], None]
+__all__ = ["train"]
 
 
-@dataclass(frozen=True)
-class RunSpec:
-    """A run and where its files go; ``resume`` continues from the checkpoint there."""
-
-    config: TrainConfig
-    folder: Path
-    resume: bool = False
-
-
-def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
-    """Train one run after the other in the same processes. Inside the process group; every rank calls it.
-
-    ``emit`` gets every record of rank 0's history (but for what `hdet replay` reads), and ``start`` and ``checkpoint`` events, as they happen.
-    """
-    corpora: dict[str | None, Corpus] = {}
-    for spec in specs:
-        data = spec.config.data
-        if data not in corpora:
-            corpora[data] = load_corpus(data)
-        Run(spec, corpora[data], place, emit).train()
-
-
-def check_run(spec: RunSpec, corpus: Corpus) -> None:
-    """Build the run once in this process alone, and restore it, without touching its files: what does not fit is found before others start.
-
-    Raises:
-        RunFolderError: the checkpoint does not fit.
-        ValueError: the controller cannot work in this run.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
-        Run(spec, corpus, Place(), lambda event: None)
+def train(options: argparse.Namespace) -> int:
+    """Returns the exit code; raises ValueError for whatever the user can put right."""
+    typed = {name: value for name, value in vars(options).items() if name in TrainConfig.__dataclass_fields__}
+    specs = _resumed(options.resume, options, typed) if options.resume else _fresh(options, typed)
+    config = specs[0].config
+    if options.resume and RunFiles.read(options.resume).end is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{options.resume}: already at its last step, {config.steps}")
+            _summarise(specs)
+        return 0
+    _check(specs[-1])
+    place = _torchrun_place(config) if launched_by_torchrun() else None
+    device = choose_device(config.device, config.processes, least=_least(config.controller)) if place is None else place.device
+    with ExitStack() as held:
+        locks = []
+        if place is None or place.is_first:
+            locks = [held.enter_context(_held(spec)) for spec in specs]
+            _check_folders(specs, options.overwrite)
+            for spec in specs:
+                _begin(spec)
+        return _run(specs, device, place, locks)
 
 
-class Run:
-    """Model, optimizer, schedule and (for HDET) the ensemble of one run, on one rank: with one replica, or with all if co-resident."""
+def _run(specs: Sequence[RunSpec], device: str, place: Place | None, locks: Sequence[int]) -> int:
+    """Train in processes of our own, or, given a place among those of torchrun, in this one."""
+    if place is not None and not place.is_first:
+        with join(place):
+            train_all(specs, place, lambda event: None)
+        return 0
+    try:
+        with open_display() as display:
+            if place is not None:
+                with join(place):
+                    train_all(specs, place, display.show)
+            else:
+                with Workers(specs, device, locks) as workers:
+                    for event in workers.events():
+                        display.show(event)
+    except WorkerError as error:
+        print(f"hdet train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"hdet train: interrupted; {_way_back(specs)}", file=sys.stderr)
+        return 130
+    _summarise(specs)
+    return 0
 
-    def __init__(self, spec: RunSpec, corpus: Corpus, place: Place, emit: Emit) -> None:
-        self.config, self.folder, self.corpus, self.place = spec.config, spec.folder, corpus, place
-        self._emit = emit
-        self.step = 0
-        self.seconds = self.probe_ms = self.converge_ms = 0.0
-        self.validation: float | None = None
-        config = spec.config
-        torch.manual_seed(config.seed)
-        shape = GPTConfig(context=config.context, width=config.width, layers=config.layers, heads=config.heads)
-        self.model = GPT(shape).to(place.device)
-        self.forward: nn.Module = DistributedDataParallel(self.model) if place.world_size > 1 else self.model
-        self.optimizer = hdet.FusedAdamW(self.model.parameter_groups(config.weight_decay), lr=config.max_lr, betas=(0.9, 0.95))
-        self.schedule = OneCycleLR(
-            self.optimizer, config.max_lr, total_steps=config.steps, pct_start=config.pct_start, cycle_momentum=False
-        )
-        self.local = range(config.replicas) if config.coresident else (place.rank,)
-        """replicas whose batches this process computes; on the fixed schedule co-resident ones are plain gradient accumulation"""
-        self.replicas = self._make_replicas()
-        self.ensemble = self._make_ensemble() if config.mode == "hdet" else None
-        if spec.resume:
-            self._resume()
-        self.history: Recorder | None = None
 
-    def _make_replicas(self) -> hdet.Replicas:
-        if self.config.coresident and self.config.mode == "hdet":
-            return hdet.CoresidentReplicas(self.model, self.config.replicas)
-        return hdet.Replicas.default()
+# -- settings and folders ----------------------------------------------------------------------------------------------------
 
-    def _make_controller(self) -> Controller | None:
-        config = self.config
-        if config.controller == "probe":
-            return hdet.ProbeController(
-                _batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model, average_every=config.average_every
+
+def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
+    defaults = {"replicas": default_replicas(typed), "sync_interval": default_interval(typed)}
+    config = TrainConfig(**{**defaults, **typed}, mode="fixed" if options.schedule_only else "hdet")
+    out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    if options.compare:
+        return [RunSpec(config.with_(mode=mode), out / mode) for mode in ("fixed", "hdet")]
+    return [RunSpec(config, out)]
+
+
+def default_replicas(typed: dict[str, Any]) -> int:
+    """One per GPU where there are enough, else the main job's four."""
+    if typed.get("coresident"):
+        return TrainConfig().replicas
+    if launched_by_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if typed.get("device") != "cpu" and torch.cuda.is_available() else 0
+    return gpus if gpus >= _least(typed.get("controller")) else TrainConfig().replicas
+
+
+def default_interval(typed: dict[str, Any]) -> int:
+    """Controller line measures often, early in the run; averaging replicas that train alike changes nothing, however often it is done."""
+    if typed.get("controller") != "line":
+        return TrainConfig().sync_interval
+    return max(1, typed.get("steps", TrainConfig().steps) // 400)
+
+
+def _least(controller: str | None) -> int:
+    """The fewest replicas to suggest: most controllers compare replicas, controller line needs one."""
+    return 1 if controller == "line" else 2
+
+
+def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
+    """The saved run's own settings: what was typed may repeat them, not contradict them."""
+    if options.out is not None or options.overwrite:
+        raise ValueError("out and overwrite cannot be given with --resume: the run goes on in its own folder")
+    config = TrainConfig.from_dict(load_checkpoint(folder)["config"])
+    for name, value in typed.items():
+        if value != getattr(config, name):
+            raise ValueError(
+                f"{name} is {value!r}, but the run in {str(folder)!r} has {getattr(config, name)!r}: leave it out to resume that run"
             )
-        if config.controller == "line":
-            return hdet.LineController(self.model)
-        if config.controller == "softmax":
-            return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
-        assert config.controller == "none", config.controller  # a name added to CONTROLLERS must not train without one
-        return None
+    return [RunSpec(config, folder, resume=True)]
 
-    def _make_ensemble(self) -> hdet.Ensemble:
-        config = self.config
-        return hdet.Ensemble(
-            self.optimizer,
-            self.schedule,
-            knobs=[hdet.LearningRate(config.spread)],
-            replicas=self.replicas,
-            sync=hdet.Sync(config.sync_interval),
-            warmup_steps=config.warmup_steps if config.controller == "softmax" else 0,
-            controller=self._make_controller(),
-            seed=config.seed,
-            total_steps=config.steps,
-            log=self._record_cycle if self.place.is_first else None,
+
+def _check(spec: RunSpec) -> None:
+    """Is there enough text, and does controller line accept the run? For a resumed run: is the text the same, and does the checkpoint fit?"""
+    corpus = load_corpus(spec.config.data)
+    if not spec.resume:
+        if spec.config.reads_line:
+            check_run(spec, corpus)
+        return
+    if load_checkpoint(spec.folder)["text"] != corpus.digest:
+        raise ValueError(
+            f"data is {spec.config.data!r}, whose text is not what the run in {str(spec.folder)!r} began with: "
+            "restore it (or that Python) to resume"
         )
+    check_run(spec, corpus)
 
-    # -- training --------------------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
-        """From the step of the checkpoint, or 0, to the end."""
-        config = self.config
-        if self.place.is_first:
-            self.history = self._open_history()
-        self._emit(
-            {"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device}
+def _torchrun_place(config: TrainConfig) -> Place:
+    place = torchrun_place(config.device)
+    if config.coresident and place.world_size > 1:
+        raise ValueError(f"coresident is one process, but {place.world_size} were started: start it without torchrun")
+    if place.world_size != config.processes:
+        raise ValueError(
+            f"replicas is {config.replicas}, but {place.world_size} processes were started: leave --replicas out under torchrun"
         )
-        with nullcontext() if self.ensemble is None else self.ensemble.guard():  # a process that is gone is named
-            self._train_to_the_end()
-        self._finish()
+    return place
 
-    def _train_to_the_end(self) -> None:
-        config = self.config
-        self._fix_bucket_layout()
-        total, count = torch.zeros((), device=self.place.device), 0
-        self._clock = time.perf_counter()
-        while self.step < config.steps:
-            self.step += 1
-            used = {"lr": self.optimizer.param_groups[0]["lr"], "correction": self._correction()}
-            total, count = total + self._train_step(), count + 1
-            if self.step % config.log_interval == 0 or config.ends_cycle(self.step):
-                if self.place.is_first:  # reading the loss waits for the device, so not in every step
-                    self._record({"event": "train", "step": self.step, "loss": total.item() / count, **used})
-                total, count = torch.zeros_like(total), 0
-            if config.ends_cycle(self.step):
-                with self._off_the_clock():
-                    self._between_cycles()
 
-    def _train_step(self) -> torch.Tensor:
-        losses = [self._loss_and_gradients(replica) for replica in self.local]
-        self.optimizer.step()
-        if self.ensemble is not None:
-            for replica, loss in zip(self.local, losses, strict=True):
-                self.ensemble.observe(loss, replica=replica)
-            self.ensemble.step(closure=self._losses_again)
-        else:
-            self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return losses[0]
+OWN = (HISTORY, CHECKPOINT, REPORT, SAMPLE, CONFIG)
+"""what a run writes; config.json, which marks the others as a run's, is the last that is replaced"""
 
-    def _loss_and_gradients(self, replica: int) -> torch.Tensor:
-        tokens, targets = self._batch(self.corpus.train, f"train/{replica}", self.step)
-        with self.replicas.use(replica):
-            loss = cross_entropy(self.forward(tokens), targets)
-            (loss / len(self.local)).backward()  # between processes DDP takes the mean
-        return loss.detach()
 
-    def _losses_again(self) -> torch.Tensor:
-        """Of the step's own windows, at whatever weights the line tries; only a LineController asks. Never through DDP: it would communicate."""
-        tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
-        return window_losses(self.model(tokens), targets)
+@contextmanager
+def _held(spec: RunSpec) -> Iterator[int]:
+    """Make the folder, and let no other process write there: gives the handle of the lock."""
+    owned = OwnedFolder(spec.folder)
+    try:
+        with _writable(spec):
+            owned.path.mkdir(parents=True, exist_ok=True)
+            owned.hold()
+        assert owned.handle is not None
+        yield owned.handle
+    finally:
+        owned.release(keep_mark=False)
 
-    def _fix_bucket_layout(self) -> None:
-        """One backward pass whose gradients are thrown away: DDP rearranges its buckets after its first.
 
-        The layout decides in which order replicas' gradients are added up, so a resumed run would round differently without it.
-        """
-        if self.place.world_size > 1:
-            self._loss_and_gradients(self.place.rank)
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def _batch(self, text: torch.Tensor, stream: str, index: int, *, size: int | None = None, seed: int | None = None) -> Batch:
-        config = self.config
-        seed = config.seed if seed is None else seed
-        tokens, targets = sample_batch(text, size or config.batch_size, config.context, seed=seed, stream=stream, index=index)
-        return tokens.to(self.place.device), targets.to(self.place.device)
-
-    def _probe_batches(self, cycle: int) -> list[Batch]:
-        """The same fresh training text on every rank: what differs between replicas' scores is their weights alone."""
-        count = self.config.probe_batches
-        return [self._batch(self.corpus.train, "probe", cycle * count + i) for i in range(count)]
-
-    # -- between cycles: weights are equal on all ranks, and the clock stands ------------------------------------------------
-
-    def _between_cycles(self) -> None:
-        config, last = self.config, self.step == self.config.steps
-        if last and self.ensemble is not None and not self.ensemble.in_sync:
-            self.ensemble.converge()
-        if last or config.validates_at(self.step):
-            count = config.validation_batches if last else min(SHORT_VALIDATION, config.validation_batches)
-            self.validation = self._validate(count)
-            self._record({"event": "validation", "step": self.step, "loss": self.validation, "batches": count})
-        if config.saves_at(self.step) and not self._sweeping and self.history is not None:
-            # First the lines, then the checkpoint that takes them for granted.
-            self.history.sync()
-            save_checkpoint(self.folder / CHECKPOINT, self._state())
-            self._emit({"event": "checkpoint", "step": self.step})
-
-    @property
-    def _sweeping(self) -> bool:
-        """Are the weights those of a line's sweep, which it will take back? Then they are nothing to resume from."""
-        return self.ensemble is not None and self.ensemble.sweeping
-
-    @torch.no_grad()
-    def _validate(self, count: int) -> float:
-        """Mean loss in nats per byte over ``count`` fixed mini-batches of validation text; the same bits for any number of ranks."""
-        losses = torch.zeros(count, dtype=torch.float64, device=self.place.device)
-        training = self.model.training
-        self.model.eval()
-        for i in range(self.place.rank, count, self.place.world_size):
-            batch = self._batch(self.corpus.validation, "validation", i, size=VALIDATION_WINDOWS, seed=VALIDATION_SEED)
-            losses[i] = _batch_loss(self.model, batch)
-        self.model.train(training)
-        return self.place.sum_(losses).mean().item()
-
-    def _finish(self) -> None:
-        if self.history is None:
-            return
-        with atomic_file(self.folder / SAMPLE) as file:
-            file.write(PROMPT + self.model.generate(PROMPT, 400, seed=self.config.seed) + b"\n")
-        percent = 0.1 / self.seconds if self.seconds else 0.0  # milliseconds -> % of the training time
-        end = {"event": "end", "step": self.step, "validation": self.validation, "seconds": self.seconds}
-        self._record({**end, "probe_percent": self.probe_ms * percent, "converge_percent": self.converge_ms * percent})
-        self.history.close()
-
-    @contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """Validation and files are no training time."""
-        self.place.finish_queued_work()
-        self.seconds += time.perf_counter() - self._clock
+@contextmanager
+def _writable(spec: RunSpec) -> Iterator[None]:
+    """A full or read-only disk shows here, before a process is started."""
+    try:
         yield
-        self._clock = time.perf_counter()
-
-    # -- records and files -------------------------------------------------------------------------------------------------
-
-    def _correction(self) -> float:
-        """Of the step to come: the line lets a rate rise by and by."""
-        return 1.0 if self.ensemble is None else self.ensemble.engine.in_force(0)
-
-    def _record_cycle(self, record: dict[str, Any], step: int) -> None:
-        self.probe_ms += record["probe_ms"]
-        self.converge_ms += record["converge_ms"]
-        self._record(record)
-
-    def _record(self, record: dict[str, Any]) -> None:
-        if self.history is not None:
-            self.history.write(record)
-            self._emit({key: value for key, value in record.items() if key != "record"})  # that is for `hdet replay`, and large
-
-    def _open_history(self) -> Recorder:
-        path = self.folder / HISTORY
-        truncate_history(path, self.step)
-        return Recorder(path)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "config": self.config.to_dict(),
-            "text": self.corpus.digest,
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.schedule.state_dict(),
-            "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
-            "rng": torch.get_rng_state(),
-            "seconds": self.seconds,
-            "probe_ms": self.probe_ms,
-            "converge_ms": self.converge_ms,
-            "validation": self.validation,
-        }
-
-    def _resume(self) -> None:
-        state = load_checkpoint(self.folder)
-        try:
-            self._restore(state)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # what torch raises for foreign contents
-            reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-            path = str(self.folder / CHECKPOINT)
-            raise RunFolderError(f"{path!r} does not fit this run ({reason}): it is damaged, start the run again") from error
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["scheduler"])
-        if self.ensemble is not None:
-            self.ensemble.load_state_dict(state["ensemble"])
-        torch.set_rng_state(state["rng"])
-        self.step, self.validation = state["step"], state["validation"]
-        self.seconds, self.probe_ms, self.converge_ms = state["seconds"], state["probe_ms"], state["converge_ms"]
-        # Torch loads these without a look at them, and the run would go on, but not as it was.
-        if self.schedule.last_epoch != self.step:
-            raise ValueError(f"the schedule is at step {self.schedule.last_epoch}, the run at {self.step}")
-        for name, parameter in self.model.named_parameters():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if self.optimizer.state[parameter][moment].shape != parameter.shape:
-                    raise ValueError(f"{moment} of {name} has another shape")
+    except OSError as error:
+        name, remedy = ("resume", "make it writable, or resume a copy of it") if spec.resume else ("out", "pass another --out")
+        raise RunFolderError(f"{name} is {str(spec.folder)!r}, which cannot be written ({error.strerror}): {remedy}") from error
 
 
-def _batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    tokens, targets = batch
-    return cross_entropy(model(tokens), targets)
+def _check_folders(specs: Sequence[RunSpec], overwrite: bool) -> None:
+    """A new run replaces nothing but another run, and that only with --overwrite; nothing is changed here."""
+    fresh = [spec.folder for spec in specs if not spec.resume]
+    for folder in fresh:
+        old = [name for name in OWN if os.path.lexists(folder / name)]
+        if old and not _is_run(folder):
+            raise _of_others(folder, old[0])
+        if old and not overwrite:
+            raise RunFolderError(
+                f"out is {str(folder)!r}, which holds {old[0]} of another run: pass another --out, or --overwrite, or --resume {folder}"
+            )
+    if len(fresh) > 1:  # their picture goes beside them
+        home = fresh[0].parent
+        if os.path.lexists(home / REPORT) and not any(map(_is_run, fresh)):
+            raise _of_others(home, REPORT)
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return TrainConfig.has_written(decode_json(read_regular(folder / CONFIG)))
+    except (OSError, ValueError):
+        return False
+
+
+def _of_others(folder: Path, name: str) -> RunFolderError:
+    return RunFolderError(f"out is {str(folder)!r}, which holds {name}, and that was not written by hdet train: pass another --out")
+
+
+def _begin(spec: RunSpec) -> None:
+    """Remove an earlier run's files, and what was left of them, and write the first."""
+    with _writable(spec):
+        remove_leftovers(spec.folder)
+        if not spec.resume:
+            for name in OWN[:-1]:
+                (spec.folder / name).unlink(missing_ok=True)
+        with atomic_file(spec.folder / CONFIG) as file:
+            file.write((json.dumps(spec.config.to_dict(), indent=2) + "\n").encode())
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------------
+
+
+def _way_back(specs: Sequence[RunSpec]) -> str:
+    saved = [spec.folder for spec in specs if (spec.folder / CHECKPOINT).is_file()]
+    if not saved:
+        return "no checkpoint was written yet"
+    return f"the last checkpoint is {saved[-1] / CHECKPOINT}: continue with hdet train --resume {saved[-1]}"
+
+
+def _summarise(specs: Sequence[RunSpec]) -> None:
+    runs = find_runs([spec.folder for spec in specs])
+    home = specs[0].folder if len(specs) == 1 else specs[0].folder.parent
+    picture = home / REPORT
+    plot(runs, picture)
+    print()
+    print_table(runs)
+    last = specs[-1].folder
+    for what, path in (("history", last / HISTORY), ("picture", picture), ("checkpoint", last / CHECKPOINT), ("sample", last / SAMPLE)):
+        print(f"{what + ':':<12}{path}")
+    if len(specs) > 1:
+        print(f"{'also:':<12}{specs[0].folder}{os.sep} (the fixed schedule's files)")
+    print(f"\n{printable((last / SAMPLE).read_bytes())}")
+
+
+def printable(text: bytes) -> str:
+    """Generated text may hold control codes, which are no business of the terminal."""
+    return "".join(c if c == "\n" or (c.isprintable() and c != "\ufffd") else "·" for c in text.decode("utf-8", "replace")).rstrip()

@@ -1,18 +1,18 @@
-"""What a way of averaging is given, and what an Ensemble asks of it (docs/converge.md tells which one pays when)."""
+"""The interface of a way of averaging: its settings, its task, and what an Ensemble asks of it (docs/converge.md says which pays when)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..replicas import Replicas
 
-__all__ = ["Average", "Converge", "Masters", "Task", "when_loaded"]
+__all__ = ["Average", "Converge", "Masters", "Task", "all_gather", "peers", "reduce_scatter"]
 
 Masters = Callable[[], Sequence[torch.Tensor | None]]
 """Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
@@ -44,7 +44,7 @@ class Average(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way and nothing is kept back: the tensors are all there is to know, and are equal on all replicas."""
+        """Nothing is under way and nothing is kept back: after an average the tensors are the whole state, equal on all replicas."""
 
     def acts_after(self, position: int) -> bool:
         """Is there anything to do after step ``position`` (1 .. T - 1) of a cycle, before its end? The same on all ranks."""
@@ -78,10 +78,24 @@ class Converge(Protocol):
         """Raises ValueError, by name and with the way out, for a task it cannot do; nothing is changed then."""
 
 
-def when_loaded(optimizer: Optimizer, forget: Callable[[], object]) -> list[RemovableHandle]:
-    """Call it whenever a state was loaded: what is kept is of other parameters, and a fresh process that loads the same has nothing.
+# -- who averages with whom, and torch's flat collectives under the names that this torch has ----------------------------
 
-    Returns the handles of the hook, for `Average.close`: empty if the optimizer has no such hooks.
-    """
-    register = getattr(optimizer, "register_load_state_dict_post_hook", None)
-    return [] if register is None else [register(lambda _: forget())]
+
+def peers(replicas: Replicas, member: int) -> list[int]:
+    """Ranks of the default group that hold this part of the model, by replica."""
+    return [replica[member] for replica in replicas.ranks]
+
+
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """output = the ``own`` of all ranks, one after the other."""
+    _existing("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
+
+
+def reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """own = this rank's part of the sum of all ``whole``."""
+    _existing("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group)
+
+
+def _existing(name: str, former: str) -> Any:
+    """torch 2.13 renames these, and the former names warn."""
+    return getattr(dist, name, None) or getattr(dist, former)

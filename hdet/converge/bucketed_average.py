@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.validate import whole
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .base import Masters
@@ -49,8 +50,7 @@ class BucketedAverage:
         masters: Masters | None = None,
         select: Callable[[Sequence[Part]], Sequence[Part]] = lambda parts: parts,
     ) -> None:
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1024:
-            raise ValueError(f"bucket_bytes must be a whole number of bytes >= 1024, got {bucket_bytes!r}")
+        whole(bucket_bytes, "bucket_bytes", 1024, of="bytes")
         for i, tensor in enumerate(local_parts(tensors)):
             check_averageable(tensor, f"tensor {i}")
         self.tensors, self.replicas, self.bucket_bytes = tensors, replicas, bucket_bytes

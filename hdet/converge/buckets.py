@@ -1,4 +1,4 @@
-"""Tensors laid over flat memory and back, with their masters: what every way of averaging sends."""
+"""Buckets: tensors and their masters copied into flat memory and back, which is what every way of averaging sends."""
 
 from __future__ import annotations
 

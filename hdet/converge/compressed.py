@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from .base import Average, Task, when_loaded
+from .base import Average, Task, all_gather
 from .buckets import Buckets, parts_of
-from .codecs import BFloat16, Codec, Int8
-from .collectives import all_gather
 from .plain import Plain, PlainAverage
 
-__all__ = ["Compressed"]
+__all__ = ["BFloat16", "Codec", "Compressed", "Int8"]
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,14 @@ class _Kept:
 
 
 class _Compressed(PlainAverage):
+    keeps_state = True
+
     def __init__(self, task: Task, codec: Codec) -> None:
         super().__init__(task)
-        self._replicas, self._codec, self.idle = task.replicas, codec, True
+        self._replicas, self._codec = task.replicas, codec
         multiple = task.replicas.count * codec.granule
         self._buckets = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, multiple=multiple)
         self._kept: list[_Kept] = []
-        self._hooks = when_loaded(task.optimizer, self._forget)
 
     def _forget(self) -> None:
         self._kept, self.idle = [], True
@@ -83,9 +83,8 @@ class _Compressed(PlainAverage):
             self._plain(weights)
             for filling in fillings:
                 reference = filling.gather().clone()
-                self._kept.append(
-                    _Kept(reference, torch.zeros_like(reference), torch.zeros_like(reference[: len(reference) // len(weights)]))
-                )
+                chunk = reference[: len(reference) // len(weights)]
+                self._kept.append(_Kept(reference, torch.zeros_like(reference), torch.zeros_like(chunk)))
             return []
         for filling, kept in zip(fillings, self._kept, strict=True):
             flat = filling.gather()
@@ -119,10 +118,60 @@ class _Compressed(PlainAverage):
         all_gather(mine.view(-1), result.view(-1), group)
         kept.reference.add_(codec.decode(mine, delta.view(count, -1)).view(-1))
 
-    def complete(self, weights: Sequence[float]) -> None:
-        super().complete(weights)
-        self._forget()
 
-    def close(self) -> None:
-        super().close()
-        self._forget()
+# -- numbers on the wire in fewer bits ----------------------------------------------------------------------------------
+
+
+class Codec(Protocol):
+    """Rounds each row on its own, so that rows can be sent to different ranks."""
+
+    @property
+    def granule(self) -> int:
+        """Rows have a multiple of so many elements."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """(k, n) float32 or float64 -> (k, bytes) uint8. ``rows`` stay."""
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The inverse, but for what rounding took; writes and returns ``out``, (k, n). Elementwise, so the same bits on every rank."""
+
+
+@dataclass(frozen=True)
+class BFloat16:
+    """Rounded to nearest."""
+
+    granule: int = 8
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(coded.view(torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class Int8:
+    """x = scale * q with whole q in -127 .. 127, and scale = max |x| / 127 of each block, in fp32 behind the row's q."""
+
+    granule: int
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        count, size = rows.shape
+        coded = torch.empty(count, size + 4 * (size // self.granule), dtype=torch.uint8, device=rows.device)
+        levels, scales = self._split(coded)
+        blocks = rows.view(count, -1, self.granule)
+        scales.copy_(blocks.abs().amax(-1) / 127.0)
+        # A block of zeros, or one so small that its scale is 0, is sent as zeros; what it had is kept back.
+        steps = scales.to(rows.dtype).masked_fill(scales == 0, torch.inf).unsqueeze(-1)
+        levels.copy_((blocks / steps).round_().clamp_(-127, 127).view(count, size))
+        return coded
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        levels, scales = self._split(coded)
+        blocks = out.view(len(out), -1, self.granule)
+        blocks.copy_(levels.unflatten(1, (-1, self.granule))).mul_(scales.unsqueeze(-1))
+        return out
+
+    def _split(self, coded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = coded.shape[1] // (self.granule + 4) * self.granule
+        return coded[:, :size].view(torch.int8), coded[:, size:].view(torch.float32)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.validate import whole
 from ..kernels.spec.interface import COUPLED
 from ..optim.fused import FusedOptimizer
 from ..tensors.dtensor import local_parts
@@ -40,8 +41,7 @@ class ExactLocal:
     check_every: int = 10
 
     def __post_init__(self) -> None:
-        if not isinstance(self.check_every, int) or isinstance(self.check_every, bool) or self.check_every < 1:
-            raise ValueError(f"check_every must be a whole number of cycles >= 1, got {self.check_every!r}")
+        whole(self.check_every, "check_every", of="cycles")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError or TypeError for an optimizer, settings or tensors for which the mean is no trajectory of its own."""
@@ -107,7 +107,7 @@ class _ExactLocal(PlainAverage):
         ]
 
     def _finish_step(self, *_: Any) -> None:
-        """Before a step, or a look at the state: the mean track becomes what it is to be."""
+        """Before a step, or before the state is read: the mean track takes the model's values, if it follows the model."""
         if self._follows:
             self._optimizer.average_replicas([1.0, 0.0])
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..core.validate import whole
 from ..replicas.process_groups import own_group
-from .base import Average, Task
+from .base import Average, Task, all_gather, peers, reduce_scatter
 from .buckets import Buckets, parts_of
-from .collectives import all_gather, peers, reduce_scatter
 from .plain import Plain, PlainAverage
 
 __all__ = ["Hierarchical"]
@@ -30,11 +30,7 @@ class Hierarchical:
     replicas_per_node: int
 
     def __post_init__(self) -> None:
-        n = self.replicas_per_node
-        if not isinstance(n, int) or isinstance(n, bool) or n < 2:
-            raise ValueError(
-                f"replicas_per_node must be a whole number >= 2, got {n!r}: with one replica a node there is one level, use Plain()"
-            )
+        whole(self.replicas_per_node, "replicas_per_node", 2, why="with one replica a node there is one level, use Plain()")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError unless replicas_per_node divides the number of replicas and is smaller."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.validate import whole
 from ..replicas.process_groups import own_group
-from .base import Average, Task, when_loaded
+from .base import Average, Task, peers
 from .buckets import Buckets, parts_of
-from .collectives import peers
 from .plain import Plain, PlainAverage
 
 __all__ = ["Overlapped"]
@@ -26,8 +26,8 @@ class Overlapped:
 
         theta_r <- theta_r(tau) + sum_q w_q theta_q(0) - theta_r(0),
 
-    the mean and what this replica has done since. So replicas are never all equal (`Ensemble.converge` makes them so): they keep the
-    displacements of tau steps. A cycle in which a replica is left out ends with the plain average, so that it trains on with the mean.
+    the mean plus what this replica has done since. So replicas are never all equal: they keep the displacements of tau steps
+    (`Ensemble.converge` makes them equal). A cycle in which a replica is left out ends with the plain average, so that it trains on with the mean.
 
     Sends as many bytes as `Plain`, on a communicator of its own. Extra memory: twice the parameters in fp32.
     """
@@ -35,8 +35,7 @@ class Overlapped:
     steps: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ValueError(f"steps must be a whole number >= 1, got {self.steps!r}: without steps to hide behind use Plain()")
+        whole(self.steps, "steps", why="without steps to hide behind use Plain()")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError unless the average can be done before the next one begins."""
@@ -48,18 +47,18 @@ class Overlapped:
 
 
 class _Overlapped(PlainAverage):
+    keeps_state = True
+
     def __init__(self, task: Task, steps: int) -> None:
         super().__init__(task)
-        self._index, self._steps, self.idle = task.replicas.index, steps, True
+        self._index, self._steps = task.replicas.index, steps
         # A communicator of its own: on a shared one the gradients of the next steps would queue behind the average.
         self._group = own_group([peers(task.replicas, member) for member in range(task.replicas.members)], task.replicas.ranks)
         self._snapshots = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, keep=True)
         self._sums: list[torch.Tensor] = []
         self._works: list[Any] = []
-        self._hooks = when_loaded(task.optimizer, self._drop)
 
-    def _drop(self) -> None:
-        """Parameters were loaded: what is under way is of others."""
+    def _forget(self) -> None:
         for work in self._works:
             work.wait()
         self._works, self.idle = [], True
@@ -74,10 +73,8 @@ class _Overlapped(PlainAverage):
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
         self._apply()  # of a cycle that the run's end cuts short
-        absent = [r for r, weight in enumerate(weights) if weight == 0]
-        if absent:  # steps on what it has would spoil its moments too, and a reference taken before the mean arrives
-            self.complete(weights)
-            return [f"averaged at once: replica {', '.join(map(str, absent))} is left out"]
+        if notes := self._average_at_once(weights, ""):  # steps on its own values would spoil its moments and the next snapshot
+            return notes
         fillings = self._snapshots.plan()
         if not self._sums:
             self._sums = [torch.empty_like(filling.flat) for filling in fillings]
@@ -103,9 +100,7 @@ class _Overlapped(PlainAverage):
     def complete(self, weights: Sequence[float]) -> None:
         self._apply()
         super().complete(weights)
-        self.idle = True
 
     def close(self) -> None:
         super().close()
-        self._drop()
         self._sums = []

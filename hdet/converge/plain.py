@@ -29,12 +29,21 @@ class Plain:
 class PlainAverage:
     """Eq. 3 in place; what the other ways fall back to."""
 
-    idle = True
     companions = 0
+    keeps_state = False
+    """Does it keep anything between calls, which is of no use once another state was loaded?"""
 
     def __init__(self, task: Task) -> None:
         self._plain = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)
+        self.idle = True
         self._hooks: list[RemovableHandle] = []
+        register = getattr(task.optimizer, "register_load_state_dict_post_hook", None)
+        if self.keeps_state and register is not None:
+            self._hooks.append(register(lambda _: self._forget()))
+
+    def _forget(self) -> None:
+        """Drop what is under way or kept back: another state was loaded, all was averaged in full, or this is the end."""
+        self.idle = True
 
     def acts_after(self, position: int) -> bool:
         return False
@@ -48,12 +57,21 @@ class PlainAverage:
 
     def complete(self, weights: Sequence[float]) -> None:
         self._plain(weights)
+        self._forget()
+
+    def _average_at_once(self, weights: Sequence[float], what: str) -> list[str]:
+        """`complete`, and a note, in a cycle that leaves a replica out: that one is to train on with the mean. Otherwise nothing."""
+        absent = [r for r, weight in enumerate(weights) if weight == 0]
+        if not absent:
+            return []
+        self.complete(weights)
+        return [f"{what}averaged at once: replica {', '.join(map(str, absent))} is left out"]
 
     def mean(self) -> list[torch.Tensor] | None:
         return None
 
     def close(self) -> None:
-        """Hooks are all that most ways leave with the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._forget()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ..core.validate import whole
 from ..tensors.dtensor import local_parts
-from .base import Average, Task, when_loaded
+from .base import Average, Task
 from .bucketed_average import BucketedAverage
 from .buckets import Part, parts_of
 from .health import all_finite
@@ -34,9 +35,7 @@ class Streaming:
     fragments: int
 
     def __post_init__(self) -> None:
-        f = self.fragments
-        if not isinstance(f, int) or isinstance(f, bool) or f < 2:
-            raise ValueError(f"fragments must be a whole number >= 2, got {f!r}: one fragment is Plain()")
+        whole(self.fragments, "fragments", 2, why="one fragment is Plain()")
 
     def build(self, task: Task) -> Average:
         """Raises ValueError for more fragments than steps in a cycle."""
@@ -48,15 +47,16 @@ class Streaming:
 
 
 class _Streaming(PlainAverage):
+    keeps_state = True
+
     def __init__(self, task: Task, count: int) -> None:
         super().__init__(task)
-        self._task, self.idle, self._position = task, True, 0
+        self._task, self._position = task, 0
         self.due = [-(-(f + 1) * task.sync_interval // count) for f in range(count)]
         """the step after which each fragment is averaged"""
         room = max(1024, task.bucket_bytes // count)
         self._fragments = [_Fragment(task, spans) for spans in _spans(local_parts(task.tensors), count)]
         self._averages = [BucketedAverage(f, task.replicas, room, f.masters, f.cut) for f in self._fragments]
-        self._hooks = when_loaded(task.optimizer, self._forget)
 
     def acts_after(self, position: int) -> bool:
         return position in self.due[:-1]
@@ -67,7 +67,7 @@ class _Streaming(PlainAverage):
 
     @torch.no_grad()
     def _average_alone(self, f: int) -> list[str]:
-        """A fragment whose weights nobody has told."""
+        """Average a fragment inside a cycle, whose weights are not known yet."""
         replicas = self._task.replicas
         fragment = self._fragments[f]
         values = [part.value for part in fragment.cut(parts_of(fragment, fragment.masters))]
@@ -83,25 +83,15 @@ class _Streaming(PlainAverage):
         return [f"replica {r} left out of the average of {where}: not finite" for r, bad in enumerate(rows) if bad != 0]
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        """What has not had its turn yet: the last fragment, or more in a cycle that the run's end cuts short."""
-        absent = [r for r, weight in enumerate(weights) if weight == 0]
-        if absent:  # it is to take the mean, not a last fragment of it
-            self.complete(weights)
-            return [f"all fragments averaged at once: replica {', '.join(map(str, absent))} is left out"]
+        """The fragments that are still to be averaged: the last, or more in a cycle that the run's end cuts short."""
+        if notes := self._average_at_once(weights, "all fragments "):
+            return notes
         self.idle = False
         for average, due in zip(self._averages, self.due, strict=True):
             if due > self._position:
                 average(weights)
         self._position = 0
         return []
-
-    def complete(self, weights: Sequence[float]) -> None:
-        super().complete(weights)
-        self._forget()
-
-    def close(self) -> None:
-        super().close()
-        self._forget()
 
     def _forget(self) -> None:
         self.idle, self._position = True, 0

@@ -25,6 +25,7 @@ __all__ = [
     "Or",
     "Plain",
     "Row",
+    "Table",
     "like",
     "read",
     "unchanged_on_error",

@@ -1,8 +1,8 @@
-"""Bound knobs: a spread, a scale, and the cells of one run that they move."""
+"""Bound knobs: a spread, a scale, and the cells of one run that they move; and several of them in one run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,9 +11,12 @@ from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from .cells import BetaCell, Cell, GroupCell, content
+from .cells import Cell, content, group_cell
 
-__all__ = ["Bound", "GroupKnob", "Knob", "ProductKnob"]
+__all__ = ["Bound", "Bounds", "GroupKnob", "Knob", "ProductKnob", "bind_all", "check_disjoint", "scale_of"]
+
+Bounds = tuple[float, float] | None
+"""(low, high), hard for the base value and for every replica's; None: none."""
 
 
 class Knob(Protocol):
@@ -24,22 +27,30 @@ class Knob(Protocol):
         ...
 
 
+def scale_of(bounds: Bounds, kind: str = "log", unit: float = 1.0) -> Scale:
+    """Raises ValueError for bounds that are none."""
+    if bounds is None:
+        return Scale(kind, unit)
+    if not isinstance(bounds, Sequence) or len(bounds) != 2:
+        raise ValueError(f"bounds must be (low, high) or None, got {bounds!r}")
+    return Scale(kind, unit, *bounds)
+
+
 class Bound:
     """One knob of a run: all its cells move by the same factor (on a linear scale: by the same amount).
 
-    At rest a cell holds the base value: the schedule's own, corrected. `show_schedule` shows a scheduler its own value before it steps, so
-    that recursive schedulers never compound a correction; inside `fanned_out` there is the replica's value. What somebody else has written
-    at rest, `written` tells; `Schedule.take_writes` knows what it means.
+    Between steps a cell holds the base value: the schedule's own, corrected. `show_schedule` restores the schedule's value before the
+    scheduler steps, so that recursive schedulers never compound a correction. Inside `fanned_out` the cell holds the replica's value.
+    `written` lists the cells that somebody else has written between steps; `Schedule.take_writes` decides what that means.
 
     Args:
         name: unique in a run.
         spread: alpha in [0, 1).
         cells: at least one.
-        scale: see `Scale`.
         key: of a parameter group, "" otherwise.
         valid_on_train_loss: may training losses judge it? If not, only a held-out, unregularised probe may.
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
-        affects_eval_loss: the loss depends on it also at given weights in eval mode, so a probe scores each replica at its own value.
+        affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe scores each replica at its own value.
         on_gradients: it acts on gradients that are all-reduced already, so that replicas differ although these are shared.
         moments_diverge: replicas with different values have different moments.
 
@@ -78,18 +89,13 @@ class Bound:
         peaks = [self._peak(i) for i in range(len(self.cells))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
-        self._check_values()
+        low, high = self.scale.low, self.scale.high
+        for value in map(float, self.scheduled):
+            if self.scale.bounded and not low <= value <= high:
+                raise ValueError(f"{name} is {value:g}, outside of its bounds ({low:g}, {high:g}): change one of them")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, spread={self.spread:g}, {len(self.cells)} cells, scale={self.scale.kind!r})"
-
-    def _check_values(self) -> None:
-        scale = self.scale
-        if not scale.bounded:
-            return
-        for value in map(float, self.scheduled):
-            if not scale.low <= value <= scale.high:
-                raise ValueError(f"{self.name} is {value:g}, outside of its bounds ({scale.low:g}, {scale.high:g}): change one of them")
 
     # -- values ----------------------------------------------------------------------------------------------------------
 
@@ -97,7 +103,7 @@ class Bound:
         return [cell.get() for cell in self.cells]
 
     def value(self) -> float:
-        """What the first cell holds now: the base value at rest, the replica's while it explores."""
+        """What the first cell holds now: the base value, or the replica's while it explores."""
         return float(self.cells[0].get())
 
     def scheduled_value(self) -> float:
@@ -115,7 +121,7 @@ class Bound:
     def _peak(self, i: int) -> float:
         return float(self.scheduled[i])
 
-    # -- at rest ---------------------------------------------------------------------------------------------------------
+    # -- between steps ---------------------------------------------------------------------------------------------------
 
     def show_schedule(self) -> None:
         """Put the scheduler's own values back into the cells, except where somebody else has set another since."""
@@ -134,7 +140,7 @@ class Bound:
         self.rewrite()
 
     def rewrite(self) -> None:
-        """`write`, as it was told last: something else has changed."""
+        """Repeat the last `write`, after something else has changed."""
         self.left = [self._base_of(i, value) for i, value in enumerate(self.scheduled)]
         for cell, value in zip(self.cells, self.left, strict=True):
             cell.set(value)
@@ -155,7 +161,7 @@ class Bound:
         return [] if self.in_use else [i for i, cell in enumerate(self.cells) if not self.is_ours(i, cell.get())]
 
     def differs(self, i: int, written: Any) -> bool:
-        """Has cell ``i`` another base value than the schedule's, before or after, so that it is a question which of them ``written`` is?"""
+        """Does the base value of cell ``i`` differ from the schedule's? Then ``written`` may be meant as either of them."""
         if self.base is not None or self._correction_of(i) != 1.0:
             return True
         return self.scale.bounded and (self.left[i] != self.scheduled[i] or self.scale.hold(written) != written)
@@ -165,9 +171,9 @@ class Bound:
         self.scheduled[i] = self.scale.uncorrected(content(value), self._correction_of(i))
 
     def is_ours(self, i: int, value: Any) -> bool:
-        """Is this what `write` left? Values decide, and for tensors only when the version counter has moved: reading one waits for the device.
+        """Is this what `write` left? Of tensors the values are compared only if the version counter has moved: reading one waits for the device.
 
-        A buffer of the model may have been averaged over the replicas, whose mean of equal values can be some ulps beside them.
+        A buffer of the model may have been averaged over the replicas, and the mean of equal values can differ by some ulps.
         """
         mark = _mark(value)
         if mark == self._marks[i]:
@@ -208,7 +214,7 @@ class Bound:
         finally:
             for i, (cell, value) in enumerate(zip(self.cells, before, strict=True)):
                 cell.set(value)
-                if marks[i] == self._marks[i]:  # else it is the user's since the last `write`, and stays so
+                if marks[i] == self._marks[i]:  # else the user has written it since the last `write`, and it stays the user's
                     self._marks[i] = _mark(cell.get())
             self.in_use = False
 
@@ -240,8 +246,7 @@ class GroupKnob(Bound):
         **settings: Any,
     ) -> None:
         self.optimizer, self.indices = optimizer, list(indices)
-        cells = [GroupCell(optimizer, i, key) if entry is None else BetaCell(optimizer, i, key, entry) for i in self.indices]
-        super().__init__(name, spread, cells, scale, key=key, **settings)
+        super().__init__(name, spread, [group_cell(optimizer, i, key, entry) for i in self.indices], scale, key=key, **settings)
 
     def peak_and_floor(self) -> tuple[float, float]:
         """(peak, floor), as far as torch's schedulers leave them in the group."""
@@ -265,8 +270,8 @@ class GroupKnob(Bound):
 
 
 class ProductKnob(GroupKnob):
-    """A decay that is explored as rate * decay: whatever the rate is multiplied by, it is divided by, so that the knob's own correction
-    and multiplier are those of the product."""
+    """A decay that is explored as rate * decay. It is divided by whatever the rate is multiplied by, so that the knob's correction and
+    multiplier are those of the product."""
 
     rates: Mapping[int, tuple[GroupKnob, int]] = {}
     """By parameter group: the knob of its rate, and the number of its cell. Set by `bind_all`; groups without one have a fixed rate."""
@@ -283,7 +288,7 @@ class ProductKnob(GroupKnob):
 
 
 def _mark(value: Any) -> Any:
-    """Tells later whether somebody has written here: a tensor's version counter needs no device, a number is its own mark."""
+    """Equal as long as nobody writes: a number itself, or a tensor's identity and version counter, which need no device."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 
@@ -291,3 +296,50 @@ def _close(value: torch.Tensor, other: Any) -> bool:
     """Equal but for some ulps of its format; waits for the device."""
     rounding, expected = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0, float(other)
     return abs(float(value) - expected) <= 8 * rounding * abs(expected)
+
+
+# -- several knobs in one run --------------------------------------------------------------------------------------------
+
+
+def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
+    """All knobs of a run: rates first, because what is explored as a product with them is written after them.
+
+    Raises:
+        ValueError: a knob that cannot be bound, or a product without a rate.
+    """
+    bound = sorted((one for knob in knobs for one in knob.bind(optimizer)), key=lambda one: one.key != "lr")
+    rates = {index: (one, i) for one in bound if isinstance(one, GroupKnob) and one.key == "lr" for i, index in enumerate(one.indices)}
+    for one in bound:
+        if isinstance(one, ProductKnob):
+            if not any(index in rates for index in one.indices):
+                raise ValueError(
+                    f"{one.name} is to be explored as rate x decay, but no knob moves the rate of its groups: add a LearningRate, or leave "
+                    "product=True out"
+                )
+            one.rates = rates
+    return bound
+
+
+def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
+    """Two knobs cannot move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor rate
+    that is given for all groups (harmless as long as nothing moves).
+
+    Raises:
+        ValueError: names the knobs and the way out.
+    """
+    owners: dict[tuple[str, Hashable], str] = {}
+    for knob in knobs:
+        for cell in knob.cells:
+            value = cell.get()
+            shared: list[tuple[str, Hashable]] = [cell.place]
+            if tensors and isinstance(value, torch.Tensor):
+                shared.append(("tensor", id(value)))
+            for place in shared:
+                owner = owners.setdefault(place, knob.name)
+                if owner != knob.name:
+                    raise ValueError(
+                        f"the knobs {owner!r} and {knob.name!r} share one {place[0]} {knob.key!r}: name each group once, give each group a "
+                        "tensor of its own, or explore them together with groups=None"
+                        if knob.key
+                        else f"the knobs {owner!r} and {knob.name!r} share one {place[0]}: leave one of them out"
+                    )

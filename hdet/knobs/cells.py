@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["AttributeCell", "BetaCell", "CallCell", "Cell", "GroupCell", "ItemCell", "content", "put"]
+__all__ = ["Cell", "attribute_cell", "call_cell", "content", "group_cell", "held_cell", "item_cell", "put"]
 
 
-class Cell(Protocol):
+@dataclass(frozen=True)
+class Cell:
     """A value that can be read and written. Tensors (0-d) are written in place and never replaced."""
 
-    @property
-    def place(self) -> tuple[str, Hashable]:
-        """What it is, for messages, and which: equal for two cells that are one."""
-        ...
-
-    def get(self) -> Any: ...
-
-    def set(self, value: Any) -> None: ...
+    place: tuple[str, Hashable]
+    """What it is, for messages, and which one: equal for two cells that are one."""
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
 
 def content(value: Any) -> Any:
-    """What it is now, whatever is written to it later."""
+    """A copy of the value, which later writes do not change."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -37,101 +34,53 @@ def put(old: Any, value: Any) -> Any:
     return old.copy_(value) if isinstance(value, torch.Tensor) else old.fill_(value)
 
 
-@dataclass(frozen=True)
-class GroupCell:
-    """One key of a parameter group, by its number, because loading a state replaces the dict."""
+def group_cell(optimizer: Optimizer, index: int, key: str, entry: int | None = None) -> Cell:
+    """One key of a parameter group; ``entry``: of a tuple there, such as ``betas``. Groups are found by number: loading a state replaces the dicts."""
 
-    optimizer: Optimizer
-    index: int
-    key: str
+    def get() -> Any:
+        value = optimizer.param_groups[index][key]
+        return value if entry is None else value[entry]
 
-    @property
-    def group(self) -> dict[str, Any]:
-        return self.optimizer.param_groups[self.index]
+    def set_(value: Any) -> None:
+        group = optimizer.param_groups[index]
+        if entry is None:
+            group[key] = put(group[key], value)
+        else:
+            values = list(group[key])
+            values[entry] = put(values[entry], value)
+            group[key] = type(group[key])(values)
 
-    @property
-    def place(self) -> tuple[str, Hashable]:
-        return "parameter group", (self.index, self.key)
-
-    def get(self) -> Any:
-        return self.group[self.key]
-
-    def set(self, value: Any) -> None:
-        self.group[self.key] = put(self.group[self.key], value)
+    return Cell(("parameter group", (index, key, entry)), get, set_)
 
 
-@dataclass(frozen=True)
-class BetaCell(GroupCell):
-    """One entry of a group's tuple ``betas``."""
+def attribute_cell(owner: Any, name: str) -> Cell:
+    """An attribute of an object, such as a module's ``p``; set for a new value only."""
 
-    which: int
-
-    @property
-    def place(self) -> tuple[str, Hashable]:
-        return "parameter group", (self.index, self.key, self.which)
-
-    def get(self) -> Any:
-        return self.group[self.key][self.which]
-
-    def set(self, value: Any) -> None:
-        betas = list(self.group[self.key])
-        betas[self.which] = put(betas[self.which], value)
-        self.group[self.key] = type(self.group[self.key])(betas)
-
-
-@dataclass(frozen=True)
-class AttributeCell:
-    """An attribute of an object, such as a module's ``p``."""
-
-    owner: Any
-    name: str
-
-    @property
-    def place(self) -> tuple[str, Hashable]:
-        return f"{type(self.owner).__name__}.{self.name}", id(self.owner)
-
-    def get(self) -> Any:
-        return getattr(self.owner, self.name)
-
-    def set(self, value: Any) -> None:
-        old = self.get()
+    def set_(value: Any) -> None:
+        old = getattr(owner, name)
         if isinstance(old, torch.Tensor):
             put(old, value)
         elif old != value:
-            setattr(self.owner, self.name, value)
+            setattr(owner, name, value)
+
+    return Cell((f"{type(owner).__name__}.{name}", id(owner)), lambda: getattr(owner, name), set_)
 
 
-@dataclass(frozen=True)
-class ItemCell:
+def item_cell(owner: MutableMapping[Any, Any], key: Any) -> Cell:
     """An item of a dict, such as one task's weight."""
 
-    owner: MutableMapping[Any, Any]
-    key: Any
+    def set_(value: Any) -> None:
+        owner[key] = put(owner[key], value)
 
-    @property
-    def place(self) -> tuple[str, Hashable]:
-        return f"item {self.key!r} of a dict", (id(self.owner), self.key)
-
-    def get(self) -> Any:
-        return self.owner[self.key]
-
-    def set(self, value: Any) -> None:
-        self.owner[self.key] = put(self.owner[self.key], value)
+    return Cell((f"item {key!r} of a dict", (id(owner), key)), lambda: owner[key], set_)
 
 
-class CallCell:
+def call_cell(get: Callable[[], Any], set_: Callable[[Any], object]) -> Cell:
     """A user's getter and setter; the setter is called for a new value only."""
+    return Cell(("getter", id(get)), lambda: float(get()), lambda value: None if float(get()) == value else set_(value))
 
-    def __init__(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
-        self._get, self._set = get, set
 
-    @property
-    def place(self) -> tuple[str, Hashable]:
-        return "getter", id(self._get)
-
-    def get(self) -> Any:
-        return float(self._get())
-
-    def set(self, value: Any) -> None:
-        if self.get() != value:
-            self._set(value)
+def held_cell(value: float) -> Cell:
+    """A value that nobody else keeps."""
+    held = [value]
+    return Cell(("value", id(held)), lambda: held[0], lambda new: held.__setitem__(0, new))

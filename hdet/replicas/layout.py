@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..core.validate import whole
+
 __all__ = ["Layout", "Ranks", "Table", "brief", "closure", "paired"]
 
 Ranks = tuple[int, ...]
@@ -47,9 +49,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "cp", "ep", "pp", "shard", "etp"):
-            size = getattr(self, name)
-            if (name, size) != ("etp", None) and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{name} must be a whole number >= 1, got {size!r}")
+            if (name, getattr(self, name)) != ("etp", None):
+                whole(getattr(self, name), name)
         self._check_order()
         dense = self.tp * self.cp * self.pp
         if self.world % dense:

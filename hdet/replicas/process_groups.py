@@ -1,7 +1,7 @@
 """From rank tables to process groups. All ranks of the world compare what they ask for before any group is made.
 
-`torch.distributed.new_group` waits for ever if ranks ask for different groups, so every constructor here starts with one all_gather of a
-few whole numbers a rank, in which a rank whose arguments are refused takes part too: all ranks go on, or all raise.
+`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor here starts with one all_gather of a
+few whole numbers a rank. A rank whose arguments are refused takes part in it too: all ranks go on, or all raise.
 """
 
 from __future__ import annotations

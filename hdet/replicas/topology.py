@@ -226,9 +226,13 @@ class Replicas:
     ) -> None:
         """Compare whole numbers over all ranks, in one all_gather of some dozen numbers a rank.
 
-        ``common`` must be equal on all ranks, ``by_member`` among peers (shapes of a stage's parameters), the second number of ``orders`` among
-        those peers that have the same first one (the order of things, among those who have the same things); all below 2^63, with names that
-        users know. That each rank has a place of its own is compared as well. ``device``: where the collective runs.
+        That each rank has a place of its own is compared as well.
+
+        Args:
+            common: numbers below 2^63 by a name that users know, which must be equal on all ranks.
+            by_member: the same, among peers, such as the shapes of a stage's parameters.
+            device: where the collective runs.
+            orders: (things, order): the order must be equal among those peers that have the same things.
 
         Raises:
             ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have each value.

@@ -52,9 +52,12 @@ class Scripted(hdet.Controller):
 
     name = "scripted"
 
-    def __init__(self, script: list[tuple[float, int]]) -> None:
+    def __init__(self, script: list[tuple[float, int]], plan: hdet.Plan) -> None:
         super().__init__()
-        self.script, self.asked, self.bomb = script, 0, False
+        self.script, self.asked, self.bomb, self.planned = script, 0, False, plan
+
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        return self.planned
 
     def decision(self, cycle: int, correction: float) -> tuple[float, int]:
         """(factor, steps to rise over): what is written for the cycle, as long as training bears it."""
@@ -79,7 +82,7 @@ class Scripted(hdet.Controller):
 def watched(kind: type) -> type:
     """The optimizer class, with a ``step`` that notes the rates it is called at, and can be told to raise."""
 
-    class Watched(kind):  # type: ignore[misc, valid-type]
+    class Watched(kind):
         bomb, seen = False, ()
 
         def step(self, closure: Any = None) -> Any:
@@ -104,7 +107,7 @@ def loss_of(net: nn.Module, number: int) -> torch.Tensor:
 
 def optimizer_of(net: nn.Module, setup: dict[str, Any], cls: Callable[[type], type] = lambda kind: kind) -> Any:
     settings = {"momentum": 0.9} if setup["optimizer"].endswith("SGD") else {"weight_decay": 0.01}
-    body, head = list(net[0].parameters()), list(net[2].parameters())  # type: ignore[index]
+    body, head = list(net[0].parameters()), list(net[2].parameters())
     if setup["frozen"]:
         for p in head:
             p.requires_grad_(False)
@@ -121,11 +124,11 @@ class Shadow:
         self.scheduler = SCHEDULERS[setup["scheduler"]](self.optimizer)
         self.own = SCHEDULERS[setup["own"]](self.optimizer)
         self.step = self.position = self.cycle = 0
-        self.correction, self.eased, self.temperature = 1.0, (1.0, 0, 0), 2.0
+        self.correction, self.ramp, self.temperature = 1.0, (1.0, 0, 0), 2.0
         self.corrected = [0, 1] if setup["knob"] == "all" else [0]
 
     def state(self) -> dict[str, Any]:
-        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "ramps", "temperature")}
+        plain = {key: getattr(self, key) for key in ("step", "position", "cycle", "correction", "ramp", "temperature")}
         schedulers = {key: s and copy.deepcopy(s.state_dict()) for key, s in (("scheduler", self.scheduler), ("own", self.own))}
         return {"plain": plain, "lr": [group["lr"] for group in self.optimizer.param_groups], **schedulers}
 
@@ -144,7 +147,7 @@ class Shadow:
             scheduler.step()
 
     def in_force(self) -> float:
-        before, since, over = self.eased
+        before, since, over = self.ramp
         part = (self.step - since + 1) / over if over else 1.0
         return self.correction if part >= 1 else before * (self.correction / before) ** part
 
@@ -165,7 +168,7 @@ class Shadow:
             done = self.step if self.scheduler is None else self.scheduler.last_epoch
             self.correction = after
             if factor != 1:
-                self.eased = (before, self.step, round(over * self.step / (done or self.step)) if after > before else 0)
+                self.ramp = (before, self.step, round(over * self.step / (done or self.step)) if after > before else 0)
         self.cycle, self.position = self.cycle + 1, 0
 
 
@@ -216,11 +219,13 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.drive()
 
     def drive(self) -> None:
-        self.controller = Scripted(self.script)
         knobs: list[Any] = [hdet.LearningRate(self.setup["spread"], groups=None if self.setup["knob"] == "all" else [0])]
         if self.setup["temperature"]:
             settings = {"spread": 0.5 * self.setup["spread"], "valid_on_train_loss": True, "affects_eval_loss": True}
             knobs.append(hdet.Scalar("temperature", lambda: self.temperature, lambda x: setattr(self, "temperature", x), **settings))
+        # One replica plays another one's part, with this multiplier; no others are needed to see where it acts.
+        alone = [[self.setup["rho"]]] * len(knobs) if self.replicas is None else None
+        self.controller = Scripted(self.script, hdet.Plan(multipliers=alone))
         with quiet():
             self.ensemble = hdet.Ensemble(
                 self.optimizer,
@@ -234,10 +239,6 @@ class EnsembleMachine(RuleBasedStateMachine):
                 log=self.log,
             )
         self.knob = self.ensemble.knobs[0].name
-        if self.replicas is None:  # it plays a replica with this multiplier; no others are needed to see where it acts
-            assign, own = self.ensemble._fan_out.assign, [self.setup["rho"]] * len(knobs)
-            self.ensemble._fan_out.assign = lambda *rows: assign(own)  # type: ignore[method-assign]
-            assign(own)
 
     def log(self, record: dict[str, Any], step: int) -> None:
         self.notes.append((record, step))
@@ -673,7 +674,7 @@ class EnsembleMachine(RuleBasedStateMachine):
         else:
             shadow = self.shadow
             shadow.step, shadow.position, shadow.cycle = getattr(self.scheduler, "last_epoch", 0), 0, 0
-            shadow.correction, shadow.eased, shadow.temperature = 1.0, (1.0, 0, 0), self.temperature
+            shadow.correction, shadow.ramp, shadow.temperature = 1.0, (1.0, 0, 0), self.temperature
             for group, rate in zip(shadow.optimizer.param_groups, base, strict=True):
                 group["lr"] = rate
         self.stepped, self.broken_losses, self.saved = False, set(), self.saved if go_on else None
@@ -698,4 +699,4 @@ def broken(scheduler: Any) -> Iterator[None]:
 
 
 TestEnsembleMachine = EnsembleMachine.TestCase
-TestEnsembleMachine.settings = trial(examples=45, steps=15)
+TestEnsembleMachine.settings = trial(examples=30, steps=15)

@@ -20,7 +20,7 @@ import hdet
 from hdet import checkpoint
 
 from ..distributed import run_ranks
-from ..ensemble.helpers import Run
+from ..harness import Run
 from .common import LONGER, bits
 
 ACTIONS = ["step", "step", "step", "step", "converge", "save", "load", "broken loss", "broken weights", "slow", "state"]
@@ -39,7 +39,7 @@ def play(rank: int, world: int, root: str, sequences: list[tuple[list[tuple[str,
     for number, (actions, spread, softmax) in enumerate(sequences):
         folder = Path(root, str(number))
         controller = hdet.SoftmaxController(decay=None) if softmax else hdet.SlopeController()
-        run = Run(rank, spread=spread, total=200, interval=3, controller=controller)
+        run = Run(rank, spread=spread, total=200, every=3, controller=controller)
         saved: Any = None
         for place, (action, chosen) in enumerate(actions):
             mine, what = chosen % world == rank, (number, place, action)

@@ -25,7 +25,7 @@ from hdet.checkpoint import CheckpointError
 
 from ..checkpoint.helpers import TOTAL, Run, alone, fused_adamw, mlp
 from ..checkpoint.helpers import data as batch
-from ..ensemble.helpers import loss_of
+from ..harness import loss_of
 from .common import JSON_JUNK, bits, mutated, trial
 from .test_checkpoint_machine import sealed, tree
 

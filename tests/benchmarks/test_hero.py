@@ -16,8 +16,6 @@ import torch
 
 from benchmarks.evidence import hero, methods, problems, runs, training
 from benchmarks.evidence.problems import recsys
-from benchmarks.evidence.report.goals import ONE_CYCLE, STEERED
-from benchmarks.evidence.report.hero import METHODS as SHOWN
 from benchmarks.evidence.report.page import page, read
 
 STEPS = 6
@@ -29,9 +27,9 @@ class Counted:
 
     def __init__(self, inner: Any = DIGITS) -> None:
         self.inner, self.trained, self.scored, self.batches = inner, 0, 0, []
-        self.problem = replace(inner, losses=self._losses, batch=self._batch, validate=self._validate)
+        self.problem = replace(inner, losses=self.losses, batch=self.batch, validate=self.validate)
 
-    def _losses(self, model: Any, batch: Any) -> torch.Tensor:
+    def losses(self, model: Any, batch: Any) -> torch.Tensor:
         losses = self.inner.losses(model, batch)
         if losses.requires_grad:
             self.trained += len(losses)
@@ -39,12 +37,12 @@ class Counted:
             self.scored += len(losses)
         return losses
 
-    def _batch(self, seed: int, step: int) -> Any:
+    def batch(self, seed: int, step: int) -> Any:
         self.batches.append(step)
         return self.inner.batch(seed, step)
 
     @torch.no_grad()
-    def _validate(self, model: Any) -> float:
+    def validate(self, model: Any) -> float:
         self.final = model
         return float(self.inner.losses(model, self.inner.batch(99, 0)).mean())
 
@@ -66,12 +64,6 @@ def test_every_method_trains_on_the_same_examples(name: str) -> None:
     assert len(outcome.rates) == STEPS and all(map(math.isfinite, outcome.rates))
     assert outcome.to_dict() == {**outcome.to_dict(), "copies": method.copies, "crashed": False}
     assert (method.package is None) is (method.version() is None)
-
-
-def test_the_figure_knows_the_methods() -> None:
-    assert set(SHOWN) <= set(methods.METHODS)
-    assert all(STEERED.get(method.name, ONE_CYCLE) == method.borrows for method in methods.METHODS.values() if method.borrows)
-    assert all(methods.METHODS[method.borrows].search for method in methods.METHODS.values() if method.borrows)
 
 
 @pytest.mark.parametrize("problem", problems.PROBLEMS.values(), ids=problems.PROBLEMS)
@@ -102,15 +94,6 @@ def test_the_recommenders_probe_sees_the_day_and_not_the_last_one(monkeypatch: p
     assert asked == [(0.0, "probe"), (0.5, "probe"), (1.0, "probe")]
 
 
-def test_a_loss_that_is_no_number_ends_a_run_of_the_fixed_schedule() -> None:
-    def losses(model: Any, batch: Any) -> torch.Tensor:
-        return DIGITS.losses(model, batch) * (math.nan if len(counted.batches) == 3 else 1.0)
-
-    counted = Counted(replace(DIGITS, losses=losses))
-    outcome = training.train(counted.problem, methods.METHODS["onecycle"], 1e-2, 0)
-    assert (outcome.validation, outcome.crashed, counted.batches, len(outcome.rates)) == (None, True, [0, 1, 2], 2)
-
-
 # -- the best rate ---------------------------------------------------------------------------------------------------------------
 
 
@@ -132,15 +115,6 @@ def test_the_best_rate_is_found_wherever_it_is(best: int) -> None:
     assert hero.best_rate(records, "digits", "hdet-probe", 600) == 1e-2 * 2.0**best  # borrowed
     exponents = {record["exponent"] for record in records}
     assert {best - 1, best, best + 1} <= exponents and len(exponents) <= 14
-
-
-def test_a_best_rate_that_is_not_known_yet_is_no_number() -> None:
-    assert max(abs(record["exponent"]) for record in found("prodigy", -30)) == hero.FARTHEST  # not for ever
-    with pytest.raises(KeyError, match="best rate of onecycle on digits is not known yet"):
-        hero.best_rate(found("onecycle", 0)[:-2], "digits", "onecycle", 600)
-    with pytest.raises(KeyError, match="best rate of wsd on digits"):
-        hero.best_rate(found("wsd", 0), "digits", "hdet-probe", 40)  # of another length
-    assert hero.best_rate([], "digits", "prodigy-d0", 600) == 1e-6  # by definition
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------------
@@ -173,20 +147,3 @@ def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert again[:5] == whole[:2] + whole[3:] and len(again) == 6
     first, repeated = json.loads(whole[2]), json.loads(again[5])
     assert {**repeated, "seconds": 0} == {**first, "seconds": 0}
-
-
-def test_without_a_best_rate_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def run_missing(function: Any, tasks: Any, records: list[Any], key: Any, **named: Any) -> None:
-        for task in tasks:
-            asked.append(task)
-            records.append({**task, "validation": 0.1 * abs(task["exponent"] - 1), "untrained": 2.0})
-
-    monkeypatch.setattr(hero, "run_missing", run_missing)
-    hero.main(["--problems", "digits", "--methods", "hdet-probe", "--seeds", "2", "--json", str(tmp_path / "lines")])
-    figure = [task for task in asked if task["benchmark"] == "hero"]
-    assert asked[-len(figure) :] == figure and {task["method"] for task in asked[: -len(figure)]} == {"wsd"}
-    assert [task["seed"] for task in figure] == [0] * len(hero.STARTS) + [1] * len(hero.STARTS)
-    assert [task["rate"] for task in figure[: len(hero.STARTS)]] == [2e-2 * 2.0**e for e in hero.STARTS]
-    assert {task["steps"] for task in asked} == {600}

@@ -51,25 +51,6 @@ def test_the_baseline_is_plain_training() -> None:
     assert list(line["bases"][1].values()) == pytest.approx([half_way] * 4)
 
 
-def test_shared_and_local_gradients_of_one_replica_are_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(paper.METHODS, "alone", paper.Setup("alone", replicas=1, noise=0, local=True))
-    monkeypatch.setattr(paper, "noisy_starts", lambda setup, seed: [paper.PROBLEM.build(seed)])
-    assert run("alone")["validation"] == pytest.approx(plain(), abs=1e-5)
-
-
-def test_the_decay_of_eq_7_ends_at_the_floor_and_is_the_same_for_all_groups() -> None:
-    (*_, half, late, last) = run("decay", steps=80, rate=1e-9)["bases"]  # a rate at which nothing else happens
-    assert len({f"{value:.9g}" for value in half.values()}) == 1
-    half_way, near, end = (next(iter(bases.values())) for bases in (half, late, last))
-    assert end == pytest.approx(1 / 25e4, rel=1e-6)
-    assert half_way / near == pytest.approx(near / end)  # a quarter of the run, the same factor
-
-
-def test_without_averaging_replicas_stay_apart() -> None:
-    warm = run("warm-init", steps=20)
-    assert warm["validation"] != warm["averaged"]
-
-
 def test_the_controller_tells_the_groups_apart() -> None:
     assert len(set(run("no-warm")["bases"][1].values())) == 4
     (onecycle,) = set(run("no-auto")["bases"][1].values())  # there is none
@@ -80,15 +61,6 @@ def test_the_controller_tells_the_groups_apart() -> None:
 def test_the_noise_is_of_the_papers_size_and_each_replicas_own() -> None:
     first, second, *_ = (model.user.weight for model in paper.noisy_starts(paper.METHODS["local"], 0))
     assert (first - second).norm().item() == pytest.approx(0.01 * 2**0.5 * first.norm().item(), rel=0.05)
-
-
-def test_the_plain_mean_of_local_replicas() -> None:
-    models = paper.noisy_starts(paper.METHODS["local"], 0)
-    mean = torch.stack([model.out.weight.detach() for model in models]).mean(0)
-    paper.average_(models)
-    assert all(torch.equal(model.out.weight, mean) for model in models)
-    line = run("local", steps=20)
-    assert math.isfinite(line["validation"]) and "bases" not in line
 
 
 def test_what_a_crash_is() -> None:
@@ -104,24 +76,6 @@ def test_what_a_crash_is() -> None:
     with pytest.raises(paper.Diverged):
         history.add(9, [0.1, math.nan], engagement)
     assert history.summary() == {"train": None, "constant": None, "crashed": True}
-
-
-def test_a_run_that_is_not_finite_has_crashed() -> None:
-    line = run("baseline", steps=20, rate=1e30)
-    assert line["crashed"] and line["validation"] is None and line["train"] is None
-    json.dumps(line, allow_nan=False)
-
-
-def test_the_best_rate_is_chosen_on_other_seeds_and_the_grid_has_the_baseline_below_it_alone() -> None:
-    tasks = list(paper.search(STEPS, [1e-3, 1e-2], (1000, 1001)))
-    assert len(tasks) == 4 and not {task["seed"] for task in tasks} & set(range(10))
-    losses = iter([0.6, 0.5, 0.6, None])
-    records = [{**task, "validation": next(losses)} for task in tasks]
-    assert paper.best_rate(records, STEPS) == 1e-3  # a crash is infinitely bad
-    options = type("Options", (), {"seeds": 2, "factors": [1 / 9, 4.0], "methods": ["baseline", "full"], "steps": STEPS})
-    grid = list(paper.grid(options, 1e-3))
-    assert [(t["seed"], t["method"]) for t in grid] == [(s, m) for s in (0, 1) for m in ("baseline", "baseline", "full")]
-    assert [t["rate"] for t in grid[:3]] == pytest.approx([1e-3 / 9, 4e-3, 4e-3])
 
 
 def test_quick_looks_for_the_best_rate_first(tmp_path: Path, in_this_process: None) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.report.curves import Curve, Record, curves
-from benchmarks.evidence.report.figures import hero_figure
 from benchmarks.evidence.report.goals import goals_table, recovered
-from benchmarks.evidence.report.hero import STARTS, hero_tables, rank, seeds_of
 from benchmarks.evidence.report.page import main
 from benchmarks.evidence.report.tables import standard_error
 
@@ -99,20 +97,6 @@ def test_each_is_measured_against_the_schedule_that_it_steers() -> None:
     assert cells(text, "from the best rate: loss minus the schedule's alone, nats")[1:] == ["+0.0000 ± 0.0000 met", "-0.1000 ± 0.0000 met"]
 
 
-def test_an_own_lowest_makes_evenly_bad_look_good_and_the_common_one_does_not() -> None:
-    text = hero_tables(lines("onecycle", {0: [0.5], 2: [0.9]}) + lines("wsd", {0: [1.5], 2: [1.5]}) + lines("dog", {0: [1.0]}))
-    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|") and "±" in line]
-    assert [[row[1], *row[5:7]] for row in rows] == [
-        ["onecycle", "0.200", "0.200"], ["wsd", "1.000", "0.000"], ["dog", "- (1 of 2 starts)", "-"],
-    ]  # fmt: skip
-    assert "goal" not in text  # nothing of ours
-
-
-def test_order_of_methods() -> None:
-    names = ["hdet-new", "hdet-line", "adam", "hdet-probe", "dog", "onecycle"]
-    assert sorted(names, key=rank) == ["onecycle", "dog", "adam", "hdet-probe", "hdet-line", "hdet-new"]
-
-
 # -- what belongs together ------------------------------------------------------------------------------------------------------
 
 
@@ -125,33 +109,7 @@ def test_lines_that_do_not_belong_together_are_not_mixed() -> None:
     assert {e: found["onecycle"].scores(e) for e in found["onecycle"].starts} == {0: [0.4, 0.6]}
 
 
-def test_missing_seeds_are_named() -> None:
-    whole: Losses = {e: [0.5] * 5 for e in STARTS}
-    few: Losses = {**{e: [0.5] * 4 for e in STARTS}, -8: [0.5], 6: []}
-    text = hero_tables(lines("onecycle", whole) + lines("dog", few) + lines("hdet-line", {e: [0.5] * 3 for e in STARTS}))
-    missing = text[text.index("Missing:") :]
-    assert "- onecycle:" not in missing and "- wsd: every run\n" in missing and "- hdet-softmax: every run\n" in missing
-    assert "- dog: seeds 1, 2, 3, 4 at 2^-8; seed 4 at 2^-5, 2^-3, 2^-1, 2^0, 2^1, 2^2, 2^4; seeds 0, 1, 2, 3, 4 at 2^6\n" in missing
-    assert "- hdet-line: seeds 3, 4 at every start\n" in missing
-    assert "- hdet-line:" not in hero_tables(lines("hdet-line", {e: [0.5] * 3 for e in STARTS}, problem="transformer"))
-    assert list(seeds_of("transformer")) == [0, 1, 2]
-
-
 # -- the figure and the command --------------------------------------------------------------------------------------------------
-
-
-def test_figure_draws_means_ranges_and_the_untrained_loss() -> None:
-    records = lines("onecycle", {-2: [1.0, 1.2], 0: [0.5, 0.6], 2: [None, 0.9]}) + lines("hdet-probe", {-2: [0.6], 0: [0.5], 2: [0.7]})
-    records += lines("dog", {0: [None]}, problem="recsys", rates=[])
-    figure = hero_figure(records)
-    losses, recsys, rates = figure.axes[0], figure.axes[1], figure.axes[2]
-    drawn = {line.get_label(): list(line.get_ydata()) for line in losses.get_lines()}
-    assert drawn["onecycle"] == pytest.approx([1.1, 0.55, 1.45]) and drawn["hdet-probe"] == [0.6, 0.5, 0.7]
-    assert drawn["untrained"] == [2.0, 2.0] and losses.get_lines()[-1].get_linestyle() == ":"
-    band = losses.collections[0].get_paths()[0].vertices
-    assert {(x, y) for x, y in band} == {(-2, 1.0), (-2, 1.2), (0, 0.5), (0, 0.6), (2, 0.9), (2, 2.0)}
-    assert "hdet-probe" in rates.get_title(loc="left") and len(rates.get_lines()) == 3
-    assert (losses.get_title(loc="left"), recsys.get_title(loc="left")) == ("digits", "recsys")
 
 
 def write(path: Path, records: list[Record], tail: str = "") -> str:
@@ -173,15 +131,3 @@ def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (out / "evidence.md").read_text() == page
     assert sorted(path.name for path in out.iterdir()) == ["evidence.md", "hero.png"]
     assert (out / "hero.png").read_bytes().startswith(b"\x89PNG") and "(hero.png)" in page
-
-
-def test_files_that_have_no_tables_are_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*arguments: str) -> str:
-        with pytest.raises(SystemExit):
-            main(arguments)
-        return capsys.readouterr().err.splitlines()[-1]
-
-    good = write(tmp_path / "good.jsonl", lines("onecycle", {0: [0.5]}))
-    assert "'absent' cannot be read" in refused("absent")
-    assert "File exists" in refused(good, "--out", good)
-    assert "no line is of hero or search" in refused(write(tmp_path / "other.jsonl", [{"benchmark": "weather"}, {"step": 1}]))

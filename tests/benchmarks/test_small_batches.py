@@ -86,23 +86,3 @@ def test_quick_goes_on_where_it_stopped(
     monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *given, **named: pytest.fail("something runs again"))
     small_batches.main(command)
     assert capsys.readouterr().out == evidence_page(read_evidence([path]))
-
-
-def test_the_best_rate_is_looked_for_by_problem_and_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_this_process: None
-) -> None:
-    best = {2: 2.0**-9, 8: 2.0**-5}
-
-    def run(rate: float, **task: Any) -> dict[str, Any]:
-        return {**task, "rate": rate, "validation": min(0.9, abs(rate - best[task["batch"]])), "untrained": 1.0}
-
-    monkeypatch.setattr(small_batches, "run", run)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    path = tmp_path / "lines"
-    small_batches.main(
-        ["--problems", "regression", "--batches", "2", "8", "--powers", "4", "--seeds", "1", "--jobs", "1", "--json", str(path)]
-    )
-    made = [json.loads(text) for text in path.read_text().splitlines()]
-    figure = {(x["batch"], x["power"]): x["rate"] for x in made if x["benchmark"] == "small-batches"}
-    assert figure == {(2, 0): 2.0**-9, (2, 4): 2.0**-9 * 1e4, (8, 0): 2.0**-5, (8, 4): 2.0**-5 * 1e4}
-    assert {x["seed"] for x in made if x["benchmark"] == "small-batches-find"} == set(small_batches.FIND_SEEDS)

@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from ..limits import HANG_S
 from .tools import ROOT, setup_module
 
 ARCHS = "75 80 86 89 90 100"
@@ -88,7 +90,8 @@ def checkout(tmp_path: Path) -> Path:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    shutil.copytree(ROOT / "hdet", folder / "hdet", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("hdet", "triton_kernels"):  # and the link from one into the other
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return folder
 
 
@@ -129,11 +132,11 @@ def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> Non
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
-    assert {"CMakeLists.txt", "setup.py", "hdet/py.typed", "hdet/_C.pyi", *sources} <= names
+    assert {"CMakeLists.txt", "setup.py", "hdet/py.typed", "hdet/_C.pyi", "hdet/triton_kernels/step.py", *sources} <= names
     assert not [name for name in names if name.endswith(".so")]
 
 
-def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: Path) -> None:
+def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: Path, tmp_path: Path) -> None:
     """As it is packed, but for the native module, which takes minutes."""
     for folder in ("benchmarks", "examples", "tests"):
         shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
@@ -142,6 +145,43 @@ def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(checkout: 
     (archive,) = (checkout / "dist").glob("*.whl")
     names = zipfile.ZipFile(archive).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hdet"}
-    assert {"hdet/__init__.py", "hdet/py.typed", "benchmarks/scaling/cost.py"} <= set(names)
-    ours = [name for name in names if "evidence" in name or "recsys" in name or name == "hdet/core/cost.py"]
-    assert not ours, "what only our own measurements use"
+    kernels = {f"hdet/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+    assert {"hdet/__init__.py", "hdet/py.typed", "hdet/triton_kernels/__init__.py", *kernels} <= set(names)
+    assert not [name for name in names if "cost" in name or "recsys" in name], "what only our own measurements use"
+    (unpacked := tmp_path / "unpacked").mkdir()
+    zipfile.ZipFile(archive).extractall(unpacked)
+    assert triton_kernels(tmp_path, unpacked) == unpacked / "hdet" / "triton_kernels"
+
+
+def triton_kernels(cwd: Path, path: Path, site: Path | None = None) -> Path:
+    """The folder in which a process finds hdet.triton_kernels, with `path` as PYTHONPATH, and `site` as a folder of installed packages."""
+    code = (
+        "import sys, site; [site.addsitedir(folder) for folder in sys.argv[1:]]; import hdet.triton_kernels.chunks as m; print(m.__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, site or path, sysconfig.get_paths()["purelib"])))}
+    command = [sys.executable, "-S", "-c", code, *([str(site)] if site else [])]  # -S: without the hdet that these tests run with
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    return (cwd / done.stdout.strip()).parent
+
+
+def test_an_editable_install_and_pythonpath_find_the_triton_kernels(checkout: Path, tmp_path: Path) -> None:
+    """They lie beside hdet/, where a link in it leads to."""
+    assert (checkout / "hdet" / "triton_kernels").is_symlink()
+    place = checkout / "hdet" / "triton_kernels"
+    assert triton_kernels(checkout, Path(".")) == place
+    command = [
+        sys.executable,
+        "-c",
+        "from setuptools import setup; setup()",
+        "editable_wheel",
+        "--dist-dir",
+        str(tmp_path),
+    ]  # no native module
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.whl")
+    (site := tmp_path / "site").mkdir()
+    zipfile.ZipFile(archive).extractall(site)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    assert triton_kernels(elsewhere, elsewhere, site) == place

@@ -51,7 +51,7 @@ def die_in(world: World, where: str) -> None:
             os.truncate(stream.name, os.path.getsize(stream.name) // 2)
             world.die()
 
-        filesystem._write_item = half  # type: ignore[assignment]
+        filesystem._write_item = half
     elif where == "manifest":
 
         def dump(value: Any, file: Any, **_: Any) -> None:
@@ -66,7 +66,7 @@ def die_in(world: World, where: str) -> None:
         def last(source: Any, target: Any) -> None:
             world.die() if Path(target).name.startswith("step-") else rename(source, target)
 
-        os.rename = last  # type: ignore[assignment]
+        os.rename = last
 
 
 def _said(function: Any) -> str:

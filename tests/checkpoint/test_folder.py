@@ -203,13 +203,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 def test_arguments(tmp_path: Path) -> None:
     run = alone()
     with pytest.raises(TypeError, match="state must be an hdet.checkpoint.RunState, got dict"):
-        checkpoint.save(tmp_path, {}, 1)  # type: ignore[arg-type]
+        checkpoint.save(tmp_path, {}, 1)
     with pytest.raises(ValueError, match="step must be a whole number >= 0, got -1"):
         checkpoint.save(tmp_path, run.state, -1)
     with pytest.raises(ValueError, match="keep must be a whole number >= 1, got 0"):
         checkpoint.save(tmp_path, run.state, 1, keep=0)
     with pytest.raises(TypeError, match="ensemble must be an hdet.Ensemble, got Run"):
-        checkpoint.RunState(run.net, run)  # type: ignore[arg-type]
+        checkpoint.RunState(run.net, run)
     with pytest.raises(ValueError, match="parameter 0 of group 0 of the optimizer is not in model"):
         checkpoint.RunState(mlp(), run.ensemble)
     with pytest.raises(ValueError, match=r"extra\['open'\] holds what a checkpoint cannot give back"):
@@ -221,7 +221,7 @@ def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="ensemble must be an hdet.Ensemble, got OneCycleAutoLR: pass its .ensemble"):
         parameter = torch.nn.Parameter(torch.zeros(1))
         one_cycle = hdet.OneCycleAutoLR(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), max_lr=0.1, total_steps=10, controller=None)
-        checkpoint.RunState(run.net, one_cycle)  # type: ignore[arg-type]
+        checkpoint.RunState(run.net, one_cycle)
     with pytest.raises(ValueError, match="missing must be a whole number >= 0, got -1"):
         checkpoint.load(tmp_path, run.state, missing=-1)
     (tmp_path / "file").write_text("")

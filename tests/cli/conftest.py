@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hdet.cli.processes import Workers
+from hdet.cli.job.processes import Workers
 
 from .harness import Finished, run_cli, tiny
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from hdet.cli import train, worker
+from hdet.cli.job import training, worker
 
 from ..limits import HANG_S
 
@@ -34,14 +34,14 @@ def main() -> None:
     if os.environ["HDET_TEST_PIDS"]:
         Path(os.environ["HDET_TEST_PIDS"], str(os.getpid())).touch()
     fault, _, step = os.environ["HDET_TEST_FAULT"].partition("@")
-    between_cycles = train.Run._between_cycles
+    between_cycles = training.Run.between_cycles
 
-    def then_fail(run: train.Run) -> None:
+    def then_fail(run: training.Run) -> None:
         between_cycles(run)
         if run.step == int(step):
             _happen(fault, run.place.rank)
 
-    train.Run._between_cycles = then_fail  # type: ignore[method-assign]
+    training.Run.between_cycles = then_fail  # type: ignore[method-assign]
     worker.main()
 
 

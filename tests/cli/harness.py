@@ -16,7 +16,7 @@ from hdet.cli.main import main
 from ..limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-CLI_WITH_FAULTS = "import sys; from hdet.cli import launch; launch.WORKER = (sys.executable, '-m', 'tests.cli.faulty_worker'); "
+CLI_WITH_FAULTS = "import sys; from hdet.cli.job import processes; processes.WORKER = (sys.executable, '-m', 'tests.cli.faulty_worker'); "
 CLI_WITH_FAULTS += "from hdet.cli.main import main; raise SystemExit(main())"
 
 

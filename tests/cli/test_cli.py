@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hdet
-from hdet.cli.command import printable
 from hdet.cli.main import main
+from hdet.cli.train import printable
 
 from ..limits import HANG_S
 from .harness import Finished, one_line, tiny

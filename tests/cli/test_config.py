@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hdet.cli.config import TrainConfig, field_docs
+from hdet.cli.job.config import TrainConfig, field_docs
 
 
 @pytest.mark.parametrize(

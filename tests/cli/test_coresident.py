@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet.cli.config import TrainConfig
 from hdet.cli.display import banner
-from hdet.cli.place import Place, choose_device, join
-from hdet.cli.processes import Workers
-from hdet.cli.resume import load_checkpoint
-from hdet.cli.run_files import read_history
+from hdet.cli.job.checkpoint import load_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import read_history
+from hdet.cli.job.place import Place, choose_device, join
+from hdet.cli.job.processes import Workers
 
 from .harness import Finished, one_line, run_cli, tiny, wait_until_gone
 from .test_runs import same
@@ -110,8 +110,8 @@ def test_one_process_uses_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hdet.cli.processes.subprocess.Popen", popen)
-    from hdet.cli.train import RunSpec
+    monkeypatch.setattr("hdet.cli.job.processes.subprocess.Popen", popen)
+    from hdet.cli.job.training import RunSpec
 
     for coresident in (True, False):
         with pytest.raises(OSError, match="enough"), Workers([RunSpec(TrainConfig(coresident=coresident), Path())], "cpu"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet.cli.data import DataError, load_corpus, sample_batch
+from hdet.cli.job.data import DataError, load_corpus, sample_batch
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from hdet.cli.config import TrainConfig
 from hdet.cli.display import CYCLE_HEADER, cycle_line, open_display
+from hdet.cli.job.config import TrainConfig
 from hdet.cli.report import smooth
 
 RECORD = {

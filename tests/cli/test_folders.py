@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, Recorder, truncate_history
+from hdet.cli.job.processes import Workers
 from hdet.cli.main import main
-from hdet.cli.processes import Workers
-from hdet.cli.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, Recorder, truncate_history
 
 from .harness import Finished, one_line, run_cli, tiny
 from .test_resume import unended

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.cli.command import _default_interval, _default_replicas
-from hdet.cli.config import TrainConfig
 from hdet.cli.display import banner
+from hdet.cli.job.checkpoint import load_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import read_history
+from hdet.cli.job.model import cross_entropy, window_losses
+from hdet.cli.job.place import choose_device
 from hdet.cli.main import main
-from hdet.cli.model import cross_entropy, window_losses
-from hdet.cli.place import choose_device
-from hdet.cli.resume import load_checkpoint
-from hdet.cli.run_files import read_history
+from hdet.cli.train import default_interval, default_replicas
 
 from .harness import Finished, one_line, run_cli, tiny, wait_until_gone
 from .test_runs import events, same
@@ -116,7 +116,7 @@ def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert _default_replicas({"controller": "line"}) == 1 and _default_replicas({}) == 4
+    assert default_replicas({"controller": "line"}) == 1 and default_replicas({}) == 4
     with pytest.raises(ValueError, match="4 replicas need 4 GPUs and 1 can be used; pass --replicas 1 or --device cpu"):
         choose_device("cuda", 4, least=1)
     shown = list(banner(TrainConfig(controller="line", replicas=1), {"folder": "x", "step": 0, "device": "cuda:0"}))
@@ -124,8 +124,8 @@ def test_one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cycles_are_short_if_nothing_else_is_said() -> None:
-    assert _default_interval({"controller": "line"}) == 5 and _default_interval({"controller": "line", "steps": 10}) == 1
-    assert _default_interval({"steps": 10}) == TrainConfig().sync_interval
+    assert default_interval({"controller": "line"}) == 5 and default_interval({"controller": "line", "steps": 10}) == 1
+    assert default_interval({"steps": 10}) == TrainConfig().sync_interval
 
 
 def test_losses_of_windows_have_the_batch_s_mean() -> None:

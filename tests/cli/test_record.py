@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.resume import load_checkpoint, save_checkpoint
-from hdet.cli.run_files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
+from hdet.cli.job.checkpoint import load_checkpoint, save_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
 from hdet.owned_folder import atomic_file
 
 
@@ -165,5 +165,5 @@ def test_bad_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None
 )
 def test_wrong_value_in_a_checkpoint_is_named(tmp_path: Path, key: str, value: object) -> None:
     save_checkpoint(tmp_path / CHECKPOINT, {**state(), key: value})
-    with pytest.raises(RunFolderError, match=f"has a wrong {key} .*damaged, start the run again$"):
+    with pytest.raises(RunFolderError, match=f"has a wrong {key}, .*damaged, start the run again$"):
         load_checkpoint(tmp_path)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY, read_history
 from hdet.cli.main import main
-from hdet.cli.run_files import CHECKPOINT, CONFIG, HISTORY, read_history
 
 from .harness import run_cli, tiny
 from .test_line import lined

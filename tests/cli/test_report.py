@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hdet.cli.job.files import CONFIG, HISTORY, Recorder, read_history
 from hdet.cli.main import main
-from hdet.cli.run_files import CONFIG, HISTORY, Recorder, read_history
 
 from .harness import Finished, one_line
 

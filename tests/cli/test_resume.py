@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hdet.cli.job.checkpoint import save_checkpoint
+from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY
 from hdet.cli.main import main
-from hdet.cli.resume import save_checkpoint
-from hdet.cli.run_files import CHECKPOINT, CONFIG, HISTORY
 
 from .harness import Finished, one_line
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet.cli.resume import load_checkpoint
-from hdet.cli.run_files import read_history
+from hdet.cli.job.checkpoint import load_checkpoint
+from hdet.cli.job.files import read_history
 
 from ..limits import HANG_S
 from .harness import ROOT, Finished, run_cli, tiny, wait_until_gone

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hdet
-from tests.controllers.runs import Run, build, loss_of, losses_of
-from tests.controllers.runs import batch as batch_of
 from tests.distributed import run_ranks
+
+from .runs import run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "controllers"
 NAMES = {
@@ -52,87 +52,73 @@ def test_they_are_all_here() -> None:
 
 def test_the_published_controller_follows_the_replicas_with_lower_losses() -> None:
     """From a rate that is far too low higher ones have lower losses; sigma is small enough for their differences to count."""
-    theirs = Run(lambda m: made("softmax", temperature=1e-3), constant=True, lr=1e-4).train()
-    ours = Run(lambda m: hdet.SoftmaxController(1e-3, decay=None), constant=True, lr=1e-4).train()
+    theirs = run(lambda m: made("softmax", temperature=1e-3), constant=True, lr=1e-4).steps()
+    ours = run(lambda m: hdet.SoftmaxController(1e-3, decay=None), constant=True, lr=1e-4).steps()
     assert theirs.ensemble.corrections["lr"] == pytest.approx(ours.ensemble.corrections["lr"], rel=1e-9)
     assert theirs.ensemble.corrections["lr"] != 1
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_a_range_test_goes_back_each_time_and_finds_a_better_rate(replicas: int) -> None:
-    run = Run(lambda m: made("range_test", steps=20, lowest=1.0, doublings=8), replicas=replicas, constant=True, lr=1e-4, steps=400)
-    before = run.weights()
+    ran = run(lambda m: made("range_test", steps=20, lowest=1.0, doublings=8), together=replicas, constant=True, lr=1e-4, total=400)
+    before = ran.weights()
     for cycle in range(3):
-        run.train(20)
-        assert all(map(torch.equal, run.weights(), before)), "each value is tried from the same weights"
-        assert run.ensemble.values()["lr"] == pytest.approx(1e-4 * 2 ** (cycle + 1))
-    run.train()
-    assert run.history[-1]["corrections"]["lr"] > 4
-    plain = Run(lambda m: None, replicas=replicas, constant=True, lr=1e-4, steps=400).train()
-    assert run.loss() < plain.loss()
+        ran.steps(20)
+        assert torch.equal(ran.weights(), before), "each value is tried from the same weights"
+        assert ran.ensemble.values()["lr"] == pytest.approx(1e-4 * 2 ** (cycle + 1))
+    ran.steps()
+    assert ran.records[-1]["corrections"]["lr"] > 4
+    plain = run(lambda m: None, together=replicas, constant=True, lr=1e-4, total=400).steps()
+    assert ran.validation() < plain.validation()
 
 
 def test_a_population_parts_and_adopts_the_winner() -> None:
-    run = Run(lambda m: made("population", ready=2, factors=(0.5, 1.0, 2.0)), constant=True, lr=1e-3)
-    assert run.replicas is not None
-    run.train(10)
-    sets = run.replicas.sets(list(run.model.parameters()))
-    multipliers, before = run.history[0]["multipliers"]["lr"], [own[0].detach().clone() for own in sets]
+    ran = run(lambda m: made("population", ready=2, factors=(0.5, 1.0, 2.0)), constant=True, lr=1e-3)
+    ran.steps(10)
+    multipliers, before = ran.records[0]["multipliers"]["lr"], ran.all_weights()
     assert multipliers[0] == 1.0 and {1.0} < set(multipliers) <= {0.5, 1.0, 2.0}
     other = next(r for r, rho in enumerate(multipliers) if rho != 1.0)
-    assert not torch.equal(before[0], before[other]) and not run.ensemble.in_sync, "nothing is averaged"
-    run.train(10)
-    record = run.history[1]
+    assert not torch.equal(before[0], before[other]) and not ran.ensemble.in_sync, "nothing is averaged"
+    ran.steps(10)
+    record = ran.records[1]
     best = min(range(4), key=lambda r: record["losses"][r])
     assert record["record"]["end"] == {"kind": "Adopt", "replica": best}
-    assert all(torch.equal(own[0], sets[0][0]) for own in sets) and run.ensemble.in_sync, "all are the winner now"
-    assert not any(torch.equal(sets[0][0], old) for old in before)
+    assert ran.equal() and ran.ensemble.in_sync, "all are the winner now"
+    assert not any(torch.equal(ran.weights(), old) for old in before)
     assert record["corrections"]["lr"] == record["multipliers"]["lr"][best], "and so are its values"
-    run.train()
-    assert run.loss() < 1.2
+    ran.steps()
+    assert ran.validation() < 1.2
 
 
 @pytest.mark.parametrize(("replicas", "cycles"), [(1, 5), (2, 3), (4, 2)])
 def test_a_trial_scores_each_candidate_from_the_same_weights_and_keeps_the_best(replicas: int, cycles: int) -> None:
-    run = Run(lambda m: made("trial", candidates=(0.25, 1.0, 4.0, 16.0, 64.0), steps=20), replicas=replicas, constant=True, lr=3e-4)
-    before = run.weights()
+    ran = run(lambda m: made("trial", candidates=(0.25, 1.0, 4.0, 16.0, 64.0), steps=20), together=replicas, constant=True, lr=3e-4)
+    before = ran.weights()
     for cycle in range(cycles):
-        assert run.ensemble.cycle == cycle
-        run.train(20)
-        assert all(map(torch.equal, run.weights(), before))
-    controller = run.controller
+        assert ran.ensemble.cycle == cycle
+        ran.steps(20)
+        assert torch.equal(ran.weights(), before)
+    controller = ran.controller
     assert controller is not None and controller.idle
     losses = controller.state_dict()["losses"]
-    assert len(losses) == 5 and run.ensemble.corrections["lr"] == (0.25, 1.0, 4.0, 16.0, 64.0)[losses.index(min(losses))] > 1
-    run.train()
-    assert run.ensemble.corrections["lr"] > 1
+    assert len(losses) == 5 and ran.ensemble.corrections["lr"] == (0.25, 1.0, 4.0, 16.0, 64.0)[losses.index(min(losses))] > 1
+    ran.steps()
+    assert ran.ensemble.corrections["lr"] > 1
 
 
 def test_a_plateau_halves_the_rate_and_freezes() -> None:
-    run = Run(lambda m: made("plateau", patience=2, least=0.2, freeze_after=100), replicas=1, constant=True, lr=1e-3)
-    run.train()
-    moves = [record["record"]["decisions"][0]["factor"] for record in run.history if record["record"]["decisions"]]
-    assert moves.count(0.5) >= 2 and run.ensemble.corrections["lr"] == 0.5 ** moves.count(0.5)
+    ran = run(lambda m: made("plateau", patience=2, least=0.2, freeze_after=100), together=1, constant=True, lr=1e-3).steps()
+    moves = [record["record"]["decisions"][0]["factor"] for record in ran.records if record["record"]["decisions"]]
+    assert moves.count(0.5) >= 2 and ran.ensemble.corrections["lr"] == 0.5 ** moves.count(0.5)
     assert set(moves[10:]) == {1.0}, "nothing moves after step 100"
 
 
 def two_ranks(rank: int, world: int, file: str, settings: dict[str, Any]) -> tuple[list[float], list[float], float]:
-    """Local gradients, so that replicas differ by more than their values: (weights of the first layer, corrections by cycle, loss)."""
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    controller, corrections = made(file, **settings), []
-    ensemble = hdet.Ensemble(
-        optimizer, None, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(10, gradients="local", moments="reset"), total_steps=120, controller=controller, log=lambda record, _: corrections.append(record["corrections"]["lr"]),
-    )  # fmt: skip
-    for step in range(120):
-        loss = loss_of(model, batch_of(1000 * step + rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        data = batch_of(1000 * step + rank)
-        ensemble.step(loss, closure=lambda data=data: losses_of(model, data))
-    ensemble.converge()
-    return model[0].weight.detach().flatten().tolist(), corrections, float(loss_of(model, batch_of(99, 512)))
+    """Local gradients, so that replicas differ by more than their values: (weights, corrections by cycle, loss)."""
+    controller = made(file, **settings)
+    ran = run(lambda m: controller, together=1, rank=rank, ddp=False, constant=True, total=120, gradients="local", moments="reset").steps()
+    ran.ensemble.converge()
+    return ran.weights().tolist(), [record["corrections"]["lr"] for record in ran.records], ran.validation()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +10,9 @@ import pytest
 from torch import nn
 
 import hdet
-from tests.controllers.runs import Run, build, probe
+from tests.harness import model, probe
+
+from .runs import run
 
 Make = Callable[[nn.Module], hdet.Controller]
 MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
@@ -20,14 +22,14 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
     "rank": (lambda m: hdet.RankController(dead=0.2), {"lr": 1e-4}),
     "hypergradient": (lambda m: hdet.HypergradientController(), {}),
     "probe": (lambda m: probe(m, interval=1), {"lr": 1e-5}),
-    "probe of several cycles": (lambda m: probe(m), {"interval": 1, "lr": 1e-4}),
+    "probe of several cycles": (lambda m: probe(m), {"every": 1, "lr": 1e-4}),
     "probe, cycles taken back": (
         lambda m: probe(m, interval=1),
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
-    "line": (lambda m: hdet.LineController(m), {"replicas": 1, "lr": 1e-5, "steps": 400}),
+    "line": (lambda m: hdet.LineController(m), {"together": 1, "lr": 1e-5, "total": 400}),
     "line, then probe": (
-        lambda m: hdet.SequentialController(hdet.LineController(m, late=False), probe(m)), {"interval": 4, "lr": 1e-5, "steps": 400}
+        lambda m: hdet.SequentialController(hdet.LineController(m, late=False), probe(m)), {"every": 4, "lr": 1e-5, "total": 400}
     ),
     "a shadow": (lambda m: hdet.Shadow(probe(m, interval=1)), {"lr": 1e-5}),
 }  # fmt: skip
@@ -36,10 +38,10 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MAKES)
 def test_a_recorded_run_is_decided_again_to_the_bit(name: str) -> None:
     make, settings = MAKES[name]
-    run = Run(make, **settings).train()
-    again = make(build())
-    again.start(run.ensemble.run)
-    records = [record["record"] for record in run.history]
+    ran = run(make, **settings).steps()
+    again = make(model())
+    again.start(ran.ensemble.run)
+    records = json.loads(json.dumps([record["record"] for record in ran.records]))
     assert sum(record["evidence"] is not None for record in records) >= 10
     assert list(hdet.replay(again, records)) == []
     if "taken back" in name:
@@ -49,10 +51,10 @@ def test_a_recorded_run_is_decided_again_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["probe", "line", "softmax"])
 def test_a_changed_record_is_noticed(name: str) -> None:
     make, settings = MAKES[name]
-    run = Run(make, **settings).train()
-    records = copy.deepcopy([record["record"] for record in run.history])
+    ran = run(make, **settings).steps()
+    records = json.loads(json.dumps([record["record"] for record in ran.records]))
     moved = next(record for record in records if any(d["factor"] != 1 for d in record["decisions"]))
     moved["decisions"][0]["factor"] *= 1 + 1e-15
-    again = make(build())
-    again.start(run.ensemble.run)
+    again = make(model())
+    again.start(ran.ensemble.run)
     assert len(list(hdet.replay(again, records))) == 1

@@ -226,30 +226,41 @@ def test_overlapped_averages_are_applied_before_others_begin() -> None:
 # -- NCCL's sum with factors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("multiplies", [True, False])
-def test_nccl_multiplies_on_the_way_but_not_by_zero(monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
-    """With a stand-in: what is handed to the collective is told from what it was asked to do with it."""
-    calls: list[tuple[list[float], Any]] = []
-    monkeypatch.setattr(average, "_multiplies", lambda tensor, group: multiplies)
-    monkeypatch.setattr(average.dist, "_make_nccl_premul_sum", lambda factor: f"times {factor}", raising=False)
-    monkeypatch.setattr(average.dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((tensor.tolist(), op)))
-    for weight in (0.25, 0.0):
-        average.start_weighted_sum(torch.tensor([4.0, torch.nan if weight == 0 else 8.0]), weight, None)  # type: ignore[arg-type]
-    plain = average.dist.ReduceOp.SUM
-    assert calls == [([4.0, 8.0], "times 0.25") if multiplies else ([1.0, 2.0], plain), ([0.0, 0.0], plain)]
+class OnDevice(list[float]):
+    """Numbers in the place of a tensor, on a GPU or not."""
+
+    is_cuda = True
+
+    def zero_(self) -> None:
+        self[:] = [0.0] * len(self)
+
+    def mul_(self, weight: float) -> None:
+        self[:] = [weight * x for x in self]
 
 
 @pytest.mark.parametrize(
-    ("cuda", "config", "expected"),
-    [(True, "cpu:gloo,cuda:nccl", True), (True, "cuda:nccl", True), (True, "cpu:gloo,cuda:gloo", False), (False, "cuda:nccl", False)],
-)
-def test_which_sums_multiply(monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, expected: bool) -> None:
+    ("cuda", "config", "torch_has_it", "multiplies"),
+    [
+        (True, "cpu:gloo,cuda:nccl", True, True), (True, "cuda:nccl", True, True), (True, "cuda:nccl", False, False),
+        (True, "cpu:gloo,cuda:gloo", True, False), (False, "cuda:nccl", True, False),
+    ],
+)  # fmt: skip
+def test_nccl_multiplies_on_the_way_but_not_by_zero(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, config: str, torch_has_it: bool, multiplies: bool
+) -> None:
+    """With stand-ins: what is handed to the collective is told from what it was asked to do with it."""
+    calls: list[tuple[list[float], Any]] = []
     monkeypatch.setattr(average.dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(average.dist, "_make_nccl_premul_sum", lambda factor: None, raising=False)
-    stand_in: Any = type("T", (), {"is_cuda": cuda})()
-    assert average._multiplies(stand_in, None) is expected  # type: ignore[arg-type]
-    monkeypatch.delattr(average.dist, "_make_nccl_premul_sum")
-    assert average._multiplies(stand_in, None) is False  # type: ignore[arg-type]
+    monkeypatch.setattr(average.dist, "_make_nccl_premul_sum", lambda factor: f"times {factor}", raising=False)
+    if not torch_has_it:
+        monkeypatch.delattr(average.dist, "_make_nccl_premul_sum")
+    monkeypatch.setattr(average.dist, "all_reduce", lambda tensor, op, group, async_op: calls.append((list(tensor), op)))
+    for weight in (0.25, 0.0):
+        tensor = OnDevice([4.0, 8.0 if weight else float("nan")])
+        tensor.is_cuda = cuda
+        average.start_weighted_sum(tensor, weight, None)  # type: ignore[arg-type]
+    plain = average.dist.ReduceOp.SUM
+    assert calls == [([4.0, 8.0], "times 0.25") if multiplies else ([1.0, 2.0], plain), ([0.0, 0.0], plain)]
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import hdet
 from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, hierarchical
 from hdet.replicas import Replicas
 from hdet.tensors.dtensor import part_of
-from tests.ensemble.helpers import Run, batch, loss_of, model
+from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import run_ranks
 from .helpers import account, task
@@ -31,7 +31,7 @@ WAYS: dict[str, Converge] = {
 
 
 def run_of(rank: int, way: Converge) -> Run:
-    return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, interval=5, converge=way)
+    return Run(rank, optimizer=hdet.FusedAdamW, lr=5e-2, total=45, every=5, converge=way)
 
 
 def trained(rank: int, world: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def nothing_sent(rank: int, world: int) -> Any:
     return sizes, run.weights(), run.optimizer.multipliers
 
 
-def test_exact_local_sends_the_slots_and_ddps_gradients_only() -> None:
+def test_exact_local_sends_the_cycle_statistics_and_ddps_gradients_only() -> None:
     (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
     stats = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
     assert sizes == [[stats]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"

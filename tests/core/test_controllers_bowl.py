@@ -73,6 +73,10 @@ def test_it_is_calm_in_the_schedules_warm_up_and_decay_and_then_rests(name: str)
     assert not any(moved[:17]) and any(moved[18:42]) and not any(moved[45:])
     assert [engine.explores for engine, _, _ in history[-1:]] == [False]
     assert {tuple(outcome.multipliers[0]) for _, outcome, _ in history[46:]} == {(1.0,) * 4}
+    engine, *_ = next(bowl(resumed := ALL[name](), [1 / 30], cycles=60))
+    assert engine.explores
+    engine.load_state_dict(history[-1][0].state_dict())
+    assert resumed.idle and engine.multipliers() == [[1.0] * 4], "a state that is loaded leaves it at rest"
 
 
 @pytest.mark.parametrize("name", ["slope", "rank"])
@@ -92,7 +96,7 @@ def test_votes_of_the_warm_up_are_forgotten_at_the_peak(name: str) -> None:
     ("setting", "names"),
     [
         ({"step": 0}, PEAKED), ({"dead": -1}, PEAKED), ({"scale": math.nan}, PEAKED), ({"begin": 1.5}, PEAKED), ({"end": -0.1}, PEAKED),
-        ({"bound": 1.0}, PEAKED), ({"memory": 1.0}, ["slope", "rank"]), ({"reach": 0.0}, ["slope", "rank"]),
+        ({"step": "a"}, PEAKED), ({"begin": True}, PEAKED), ({"bound": None}, PEAKED), ({"bound": 1.0}, PEAKED), ({"memory": 1.0}, ["slope", "rank"]), ({"reach": 0.0}, ["slope", "rank"]),
     ],
 )  # fmt: skip
 def test_settings_are_validated(setting: dict[str, float], names: list[str]) -> None:

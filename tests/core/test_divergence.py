@@ -54,7 +54,7 @@ def test_parameters_that_are_not_finite_are_out_whatever_the_loss() -> None:
 
 
 def test_broken_losses_everywhere_with_whole_parameters_can_be_averaged() -> None:
-    """A scaler may have skipped the steps; without an anchor that is all there is to do."""
+    """A scaler may have skipped the steps; without a snapshot that is all there is to do."""
     found = verdict([math.nan] * 4)
     assert found.healthy == [0, 1, 2, 3] and not found.roll_back
     assert verdict([math.nan] * 4, rollback="device").roll_back
@@ -65,7 +65,7 @@ def test_nobody_left() -> None:
     assert verdict([1.0] * 4, finite=[False] * 4, rollback="host").roll_back
 
 
-def test_a_cycle_that_rose_as_a_whole_is_taken_back_only_with_an_anchor() -> None:
+def test_a_cycle_that_rose_as_a_whole_is_taken_back_only_with_a_snapshot() -> None:
     assert verdict([2.1, 2.2, 2.3, 2.4], rollback="device").roll_back
     assert not verdict([2.1, 2.2, 2.3, 2.4]).roll_back
     assert not verdict([1.9, 1.9, 1.9, 1.9], rollback="device").roll_back

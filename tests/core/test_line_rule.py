@@ -19,7 +19,7 @@ from hdet.core.engine import Engine, KnobSpec, ask_and_tell
 from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Decision, Learned, Level, Moment, Question, Restore
 from hdet.core.rules import LineRule
-from hdet.core.rules.line_rule import BELOW, COARSE_SCAN, FROM, LATE, LIMIT, READ, RISE, steps_per_doubling
+from hdet.core.rules.line_rule import steps_per_doubling
 from hdet.core.rules.range_test import BREAK_OVER_MEAN
 
 # -- single decisions ----------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_a_doubling_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_
         return
     rule.start(run_of(total, interval))
     assert rule.plan(Moment(0, 5, 5)).steps == min(interval, steps)
-    rule.phase = READ
+    rule.load_state_dict(after_sweep().state_dict())
     assert rule.plan(Moment(0, 0, 0)).steps == interval
     assert interval == 1 or rule.plan(Moment(3, 3 * interval + 1, 0)).steps == interval - 1
 
@@ -160,11 +160,11 @@ def test_a_sweep_has_twenty_doublings_however_long_the_run_is() -> None:
 
 
 def test_the_first_doubling_ends_far_below_the_divergence_threshold_whatever_the_schedule_is() -> None:
-    """The edge is at 16 times the value in force, and `BELOW` that is where the first doubling ends."""
+    """The threshold is at 16 times the value in force."""
     for value, peak in ((1.0, 1.0), (0.01, 1.0), (3e-5, 2e-3)):
         rule = LineRule()
         (decision,) = coarse_scan(rule, corrections=(value / peak,), scheduled=[peak], peak=[peak])
-        assert decision.factor == pytest.approx(16 / BELOW) and decision.ramp == CYCLE
+        assert 1 / 16 <= decision.factor < 16 / 4 and decision.ramp == CYCLE
         assert rule.threshold == pytest.approx(16 * value / peak) and rule.sweeping
 
 
@@ -189,10 +189,10 @@ def test_what_breaks_is_taken_back_and_the_estimate_comes_gently() -> None:
     coarse_scan(rule, corrections=(60.0,))
     (decision,) = swept(rule, [*LEARNS, None], corrections=(60.0,))
     # The doublings of these made-up evidences are all at 60 / sqrt(2), so the break says less than what is sufficient.
-    assert decision.restart and decision.ramp_from == 1 / FROM and decision.ramp == RISE * TOTAL
+    assert decision.restart and 0 < decision.ramp_from < 1 / 4 and 0.02 * TOTAL < decision.ramp < 0.2 * TOTAL
     assert 60 * decision.factor == pytest.approx(60 / math.sqrt(2) / BREAK_OVER_MEAN)
     assert "training broke" in decision.note and "begun again" in decision.note
-    assert not rule.sweeping and not rule.idle and rule.next_end(TOTAL, CYCLE) == LATE[0] * TOTAL
+    assert not rule.sweeping and not rule.idle and 0.2 * TOTAL < rule.next_end(TOTAL, CYCLE) < 0.4 * TOTAL
 
 
 @pytest.mark.parametrize(("best", "stays"), [(0.65, False), (0.75, True), (1.0, True), (2.4, True), (2.6, False)])
@@ -232,18 +232,17 @@ def test_what_breaks_at_once_begins_again_lower(losses: list[float | None]) -> N
     rule = LineRule()
     coarse_scan(rule)
     (decision,) = swept(rule, losses)
-    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and decision.ramp_from == 1.0
+    assert decision.restart and 1 / 256 < decision.factor < 1 / 4 and decision.ramp_from == 1.0
     assert rule.sweeping and rule.doublings == []
     # The line is scanned again there.
-    swept(rule, [1.5], corrections=(1 / BELOW,))
-    assert rule.sweeping and rule.threshold == pytest.approx(16 / BELOW) and rule.doublings == []
+    swept(rule, [1.5], corrections=(decision.factor,))
+    assert rule.sweeping and rule.threshold == pytest.approx(16 * decision.factor) and rule.doublings == []
 
 
 def test_not_finite_at_the_first_steps_begins_again_lower() -> None:
     rule = LineRule()
     (decision,) = decide(rule, evidence(CYCLE, Made(lambda rho: 1e30 if rho > 0.3 else 2.0 - rho, level=1e30), None))
-    assert decision.restart and decision.factor == pytest.approx(1 / BELOW) and rule.sweeping
-    assert rule.threshold == 0.0 and rule.phase == COARSE_SCAN
+    assert decision.restart and 1 / 256 < decision.factor < 1 / 4 and rule.sweeping and rule.threshold == 0.0
 
 
 def test_what_is_never_finite_gives_the_user_s_value_back_after_15_percent() -> None:
@@ -251,26 +250,26 @@ def test_what_is_never_finite_gives_the_user_s_value_back_after_15_percent() -> 
     while rule.sweeping:
         steps.append(int(rule.next_end(TOTAL, CYCLE)))
         (decision,) = decide(rule, evidence(steps[-1], LOST, None, corrections=(0.01,)))
-    assert steps[-1] == LIMIT * TOTAL and 0.01 * decision.factor == pytest.approx(1.0) and "nothing finite" in decision.note
+    assert steps[-1] == 0.15 * TOTAL and 0.01 * decision.factor == pytest.approx(1.0) and "nothing finite" in decision.note
 
 
-def test_weights_that_do_not_move_are_given_a_higher_rate_and_the_line_is_felt_again() -> None:
+def test_weights_that_do_not_move_are_given_a_higher_rate_and_scanned_again() -> None:
     """A scaler has skipped the first steps, or a rate is below the parameters' last bit."""
     rule = LineRule()
     (decision,) = decide(rule, evidence(CYCLE, Made(lambda rho: 0.0)))
-    assert decision.factor == 16 and not decision.restart and rule.phase == COARSE_SCAN
+    assert decision.factor == 16 and not decision.restart and rule.threshold == 0.0
     decide(rule, evidence(2 * CYCLE, SHOWN))
-    assert rule.threshold == 16 and rule.phase != COARSE_SCAN
+    assert rule.threshold == 16
     still = LineRule()
     while still.sweeping:
         (decision,) = decide(still, evidence(int(still.next_end(TOTAL, CYCLE)), Made(lambda rho: 0.0), corrections=(3.0,)))
-    assert 3 * decision.factor == pytest.approx(1.0) and "do not move" in decision.note and still.ended == LIMIT * TOTAL
+    assert 3 * decision.factor == pytest.approx(1.0) and "do not move" in decision.note and still.ended == 0.15 * TOTAL
 
 
 def test_a_bad_mini_batch_at_a_doublings_end_is_not_read() -> None:
     """The next cycle is, and its training losses count like the others'; not for ever."""
     rule, plain = LineRule(), LineRule()
-    assert decide(rule, evidence(CYCLE, BAD, None)) == [Decision()] and rule.phase == COARSE_SCAN
+    assert decide(rule, evidence(CYCLE, BAD, None)) == [Decision()] and rule.threshold == 0.0
     decide(rule, evidence(2 * CYCLE, SHOWN))
     decide(plain, evidence(CYCLE, SHOWN))
     assert rule.threshold == plain.threshold and rule.untrained[1] == plain.untrained[1]
@@ -278,7 +277,7 @@ def test_a_bad_mini_batch_at_a_doublings_end_is_not_read() -> None:
     decide(rule, evidence(4 * CYCLE, SHOWN, 2.0))
     assert [row[1] for row in rule.doublings] == [1.5]
     said = {step: decide(rule, evidence(step, BAD, None, corrections=(3.0,)))[0] for step in range(50, 160, CYCLE)}
-    assert [step for step, decision in said.items() if decision != Decision()] == [LIMIT * TOTAL]
+    assert [step for step, decision in said.items() if decision != Decision()] == [0.15 * TOTAL]
     assert said[150].restart and 3 * said[150].factor == pytest.approx(1.0) and not rule.sweeping
 
 
@@ -298,17 +297,6 @@ def test_a_mini_batch_without_a_loss_breaks_nothing(losses: list[float | None]) 
     coarse_scan(rule)
     (decision,) = decide(rule, evidence(2 * CYCLE, Made(SHOWN.losses[0], level=1.75), None))
     assert not decision.restart and rule.doublings[0][1] == 1.75
-
-
-def test_nothing_learned_and_nothing_broken_gives_the_user_s_value_back_after_15_percent() -> None:
-    rule = LineRule()
-    coarse_scan(rule, corrections=(7.0,))
-    steps = []
-    while rule.sweeping:
-        steps.append(int(rule.next_end(TOTAL, CYCLE)))
-        (decision,) = decide(rule, evidence(steps[-1], SHOWN, 2.0, corrections=(7.0,)))
-    assert steps[-1] == LIMIT * TOTAL == 150 and 7 * decision.factor == pytest.approx(1.0)
-    assert decision.restart and "nothing was found" in decision.note
 
 
 @pytest.mark.parametrize(
@@ -346,25 +334,8 @@ def test_several_cycles_a_doubling_count_alike_and_one_that_is_not_finite_breaks
     assert said[2][0][0].restart and "broken at once" in said[2][0][0].note
 
 
-def test_knobs_move_together_in_the_sweep_and_apart_in_late_readings() -> None:
-    """The second knob's peak is a hundred times the first's: values enter as parts of it."""
-    rule = LineRule()
-    peaks = {"scheduled": [0.3, 30.0], "peak": [1.0, 100.0], "corrections": (40.0, 40.0)}
-    for decisions in (
-        coarse_scan(rule, **peaks),
-        swept(rule, [2.0], **peaks),
-        swept(rule, [1.2, 0.9], **peaks),
-        swept(rule, [None], **peaks),
-    ):
-        assert decisions[0] == decisions[1] and decisions[0].factor != 1
-    assert not rule.sweeping
-    far, right = decide(rule, evidence(260, Made(bowl(60.0), bowl(1.0)), **peaks))
-    assert far.factor == pytest.approx(30.0, rel=0.05) and far.ramp > 0 and right.factor == 1.0
-    assert far.slope is not None and far.slope < 0 and right.slope is not None and abs(right.slope) < 1e-9
-
-
 @pytest.mark.parametrize(("best", "moves"), [(8.0, True), (1.5, False), (1.0, False), (0.5, False), (0.02, False)])
-def test_a_late_reading_counts_where_the_rate_is_far_too_low(best: float, moves: bool) -> None:
+def test_a_late_line_search_counts_where_the_rate_is_far_too_low(best: float, moves: bool) -> None:
     rule = after_sweep()
     (decision,) = decide(rule, evidence(260, Made(bowl(best))))
     assert decision.factor == (pytest.approx(best / 2, rel=0.05) if moves else 1.0)
@@ -379,7 +350,7 @@ def after_sweep(**settings: Any) -> LineRule:
     return rule
 
 
-def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_reading() -> None:
+def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_line_search() -> None:
     rule = after_sweep()
     ends = [rule.next_end(TOTAL, CYCLE)]
     for step in (260, 400):
@@ -390,20 +361,6 @@ def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_reading() -> None
     once = after_sweep()
     decide(once, evidence(410, Made(bowl(1.0))))
     assert once.idle
-
-
-def test_freeze_after_in_the_middle_of_the_sweep_gives_the_user_s_value_back() -> None:
-    rule = LineRule(freeze_after=30)
-    coarse_scan(rule, corrections=(7.0,))
-    (moved,) = swept(rule, [1.8, 1.2], corrections=(7.0,))
-    assert moved.factor == 2.0 and not rule.idle  # what is under way is still to be taken back
-    (between,) = decide(rule, evidence(35, None, 1.0, corrections=(7.0,)))
-    assert between == Decision() and not rule.idle
-    (decision,) = decide(rule, evidence(40, SHOWN, 0.1, corrections=(7.0,)))
-    assert decision.restart and 7 * decision.factor == pytest.approx(1.0) and "frozen" in decision.note
-    assert rule.idle and rule.next_end(TOTAL, CYCLE) == math.inf
-    (held,) = decide(rule, evidence(260, Made(bowl(60.0))))
-    assert held.factor == 1.0
 
 
 def test_freeze_after_the_sweep_keeps_what_was_found() -> None:
@@ -421,7 +378,7 @@ def test_what_is_under_way_begins_anew_and_what_was_found_stays() -> None:
     rule.restart(Moment(3, 33, 33))
     assert rule.sweeping and rule.doublings == [] and rule.next_end(TOTAL, CYCLE) == 43
     (decision,) = decide(rule, evidence(43, SHOWN, 1.1))
-    assert decision.factor == pytest.approx(16 / BELOW) and rule.sweeping
+    assert 1 / 16 <= decision.factor < 16 / 4 and rule.sweeping
     found = after_sweep()
     before = found.state_dict()
     found.restart(Moment(33, 333, 333))
@@ -486,7 +443,7 @@ class Descent:
         if rule is not None:
             rule.start(run_of(STEPS, interval, len(starts)))
         self.x: Vector = [1.0] * 12
-        self.anchor, self.begun, self.samples, self.mean = list(self.x), 0, 0, list(self.x)
+        self.origin, self.begun, self.samples, self.mean = list(self.x), 0, 0, list(self.x)
         self.losses, self.rates, self.notes = list[float](), list[Vector](), list[tuple[int, str]]()
 
     def phase(self) -> float:
@@ -498,8 +455,9 @@ class Descent:
             phase = self.phase()
             rates = [self.engine.value(k, start * phase) for k, start in enumerate(self.starts)]
             batch = [[self.random.gauss(0, NOISE * EXAMPLES**0.5) for _ in self.x] for _ in range(EXAMPLES)]
-            loss = fmean(self.example(self.x, s) for s in batch)
-            self.losses.append(loss if loss < 1e29 else math.inf)
+            if self.rule is not None and not self.rule.idle:  # else nobody looks at it
+                loss = fmean(self.example(self.x, s) for s in batch)
+                self.losses.append(loss if loss < 1e29 else math.inf)
             center = [fmean(column) for column in zip(*batch, strict=True)]
             self.x = [
                 max(-1e30, min(1e30, v - rates[k] * h * (v - c)))
@@ -527,7 +485,7 @@ class Descent:
     def close(self, batch: list[Vector]) -> None:
         due = self.rule is not None and self.engine.step >= self.rule.next_end(STEPS, self.interval) and self.samples > 0
         outcome = self.engine.close(
-            [fmean(self.losses)], answer=answers(_Way(self, batch)) if due else None,
+            [fmean(self.losses) if self.losses else 1.0], answer=answers(_Way(self, batch)) if due else None,
             scheduled=[s * self.phase() for s in self.starts], peak=list(self.starts),
         )  # fmt: skip
         self.losses = []
@@ -535,9 +493,9 @@ class Descent:
         if not due or self.rule is None:
             return
         if isinstance(outcome.end, Restore):
-            self.x = list(self.anchor)
+            self.x = list(self.origin)
         if not self.rule.sweeping:
-            self.anchor, self.begun = list(self.x), self.engine.step
+            self.origin, self.begun = list(self.x), self.engine.step
         self.samples = 0
 
     def example(self, x: Sequence[float], s: Sequence[float]) -> float:
@@ -566,7 +524,7 @@ class _Way:
     def losses(self, rho: float, knob: int | None) -> Vector:
         run = self.run
         point = [
-            a + (rho if knob in (None, owner) else 1.0) * (m - a) for a, m, owner in zip(run.anchor, run.mean, run.owner, strict=True)
+            a + (rho if knob in (None, owner) else 1.0) * (m - a) for a, m, owner in zip(run.origin, run.mean, run.owner, strict=True)
         ]  # fmt: skip
         return [run.example(point, s) for s in self.batch]
 
@@ -602,26 +560,19 @@ def ends(exponent: int) -> list[Descent]:
     return [Descent([best() * 2.0**exponent], LineRule(), seed=seed).run() for seed in SEEDS]
 
 
-EXPONENTS = (-8, -5, -2, 0, 3, 6)
+EXPONENTS = (-8, -5, -2, 0, 6, 12)
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
-def test_from_256_times_too_low_to_64_times_too_high_the_end_is_as_good_as_the_best_rates(exponent: int) -> None:
-    """Within a factor of 3 of the best fixed rate's loss (the start alone: 1 000 times at 2^-8, 10^10 at 2^6); at the best it does no harm."""
+def test_from_256_times_too_low_to_4096_times_too_high_the_end_is_that_of_the_best_rate(exponent: int) -> None:
+    """The loss of the best fixed rate, up to a fifth (the start alone ends at 1 000 times as much at 2^-8), at nearly its rate, and without harm
+    where the start is the best rate already."""
     runs = ends(exponent)
-    assert fmean(run.loss() for run in runs) < 3 * fixed(best())
+    assert fmean(run.loss() for run in runs) < 1.2 * fixed(best())
     for run in runs:
         (step,) = run.taken_back()
         assert step <= 0.08 * STEPS and run.rule is not None and run.rule.idle
-        # Beyond 2 training diverges, at 1/32 it has not arrived at the end.
-        assert 1 / 16 < run.values()[0] < 1.5
-
-
-def test_all_starts_end_at_nearly_the_same_rate() -> None:
-    """They are up to 2^14 apart. A doubling is a factor of 2, and a start that is within a factor of 2.5 stays."""
-    for seed in SEEDS:
-        values = [ends(exponent)[seed].values()[0] for exponent in EXPONENTS]
-        assert max(values) < 5 * min(values), values
+        assert 0.75 < run.values()[0] / best() < 2.6 and (exponent != 0 or run.engine.corrections == [1.0])
 
 
 def test_doublings_double_the_rate_under_a_real_schedule_and_nothing_else_moves_before_the_end() -> None:
@@ -633,7 +584,7 @@ def test_doublings_double_the_rate_under_a_real_schedule_and_nothing_else_moves_
     (back,) = run.taken_back()
     assert max(rate for (rate,) in run.rates[:back]) > 1.4 * run.values()[0]
     after = [rate for (rate,) in run.rates[back:]]
-    assert after[0] < 1.1 / FROM * run.values()[0] and max(after) < 1.01 * run.values()[0]
+    assert after[0] < run.values()[0] / 4 and max(after) < 1.01 * run.values()[0]
     assert all(high < 1.2 * low for low, high in pairwise(after))  # no jump
 
 
@@ -642,12 +593,6 @@ def test_a_start_that_explodes_in_the_first_steps_is_found_again() -> None:
     run = Descent([2.0**100], LineRule()).run(6)
     assert run.x == [1.0] * 12 and run.rule is not None and run.rule.sweeping
     assert any("nothing finite" in note for _, note in run.notes)
-
-
-@pytest.mark.parametrize("exponent", [12, 16])
-def test_thousands_of_times_too_high_ends_at_the_right_rate_too(exponent: int) -> None:
-    run = Descent([2.0**exponent], LineRule()).run()
-    assert 1 / 16 < run.values()[0] < 1.5 and run.loss() < 6 * fixed(best())
 
 
 def test_where_nothing_can_be_learned_the_user_s_rate_is_back_after_15_percent() -> None:
@@ -667,7 +612,7 @@ def test_frozen_in_the_middle_of_the_sweep_it_is_the_user_s_run_from_there_on(fr
     (step,) = run.taken_back()
     assert step == 24 and run.engine.corrections == [1.0] and run.rule is not None and run.rule.idle
     run.run(STEPS - 40)
-    assert run.rates[200] == [pytest.approx(0.25 * run_phase(200))] and run.loss() < 3 * fixed(best())
+    assert run.rates[200] == [pytest.approx(0.25 * run_phase(200))] and run.loss() < 2 * fixed(best())
 
 
 def test_knobs_keep_their_ratio_in_the_sweep_and_one_that_is_far_too_low_is_found_later() -> None:
@@ -679,17 +624,6 @@ def test_knobs_keep_their_ratio_in_the_sweep_and_one_that_is_far_too_low_is_foun
     run.run(STEPS - 200)
     found, far = run.engine.corrections
     assert found == high and far > 4 * low
-
-
-def test_a_state_that_is_loaded_in_the_middle_of_the_sweep_goes_on_alike() -> None:
-    straight, resumed = Descent([2.0**-6], LineRule()).run(28), Descent([2.0**-6], LineRule()).run(28)
-    assert straight.rule is not None and straight.rule.sweeping and straight.rule.doublings
-    state = json.loads(json.dumps(resumed.engine.state_dict()))
-    resumed.rule = LineRule()
-    resumed.engine = Engine([KnobSpec("k0", 0.0)], 1, Clock(2, total_steps=STEPS), resumed.rule)
-    resumed.engine.load_state_dict(state)
-    assert straight.run(STEPS - 28).x == resumed.run(STEPS - 28).x
-    assert straight.rates == resumed.rates
 
 
 # -- ramps in the engine -----------------------------------------------------------------------------------

@@ -21,10 +21,6 @@ def test_multipliers_are_symmetric_around_one_and_bounded(count: int, spread: fl
     assert all(a + b == pytest.approx(2, rel=1e-12) for a, b in zip(rho, reversed(rho), strict=True))
     if count > 1:
         assert max(rho) == pytest.approx(1 + spread, rel=1e-12)
-
-
-@given(counts)
-def test_spread_zero_is_exactly_one(count: int) -> None:
     assert multipliers(count, 0.0) == [1.0] * count
 
 

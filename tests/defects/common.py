@@ -52,7 +52,7 @@ class Watch(TorchDispatchMode):
         self.collectives: list[str] = []
         self.host_reads = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.collectives.append(func.name())
         if func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.equal.default:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import policies
+from tests.harness import batch, loss_of, model, policies
 
 from ..distributed import run_ranks
-from .helpers import batch, loss_of, model
 
 Make = Callable[[int], tuple[torch.optim.Optimizer, Any, dict[str, Any]]]
 

@@ -11,69 +11,61 @@ import pytest
 import torch
 
 import hdet
-
-from .helpers import CoresidentRun
-from .test_coresident_ensemble import ORDERS, restored, saved
+from tests.harness import Run
 
 
-def hooks_on(optimizer: torch.optim.Optimizer) -> list[int]:
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_load_state_dict_pre_hooks,
-        optimizer._optimizer_load_state_dict_post_hooks,
-    )
-    return [len(registered) for registered in hooks]
-
-
-def test_a_second_ensemble_after_close_leaves_no_hooks_of_the_first() -> None:
-    run = CoresidentRun(2).steps(3)
-    assert hooks_on(run.optimizer) == [1, 1, 1]
+def test_a_second_ensemble_after_close_explores_alone() -> None:
+    run = Run(together=2).steps(3)
     run.ensemble.close()
-    assert hooks_on(run.optimizer) == [0, 0, 0]
+    assert run.optimizer.multipliers == [[1.0], [1.0]]
     run.replicas.attach(run.optimizer)
-    hdet.Ensemble(run.optimizer, replicas=run.replicas)
-    assert hooks_on(run.optimizer) == [1, 1, 1]
+    second = hdet.Ensemble(run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.5)])
+    assert sorted(row[0] for row in run.optimizer.multipliers) == [0.5, 1.5]
+    run.backward()
+    run.optimizer.step()
+    second.step()
+    assert second.engine.step == 1 and run.ensemble.engine.step == 3
 
 
 def test_a_run_goes_on_with_new_replicas_after_close() -> None:
-    run = CoresidentRun(2).steps(5)
-    converged = run.weights()[0]
+    run = Run(together=2).steps(5)
+    converged = run.all_weights()[0]
     run.ensemble.close()
     run.replicas = hdet.CoresidentReplicas(run.net, 3)
     run.ensemble = hdet.Ensemble(run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(5))
-    assert all(torch.equal(w, converged) for w in run.weights())
+    assert all(torch.equal(w, converged) for w in run.all_weights())
     run.steps(4)
-    assert len({w.numpy().tobytes() for w in run.weights()}) == 3
+    assert len({w.numpy().tobytes() for w in run.all_weights()}) == 3
     run.steps(1)
-    assert run.ensemble.cycle == 1 and len({w.numpy().tobytes() for w in run.weights()}) == 1
+    assert run.ensemble.cycle == 1 and len({w.numpy().tobytes() for w in run.all_weights()}) == 1
 
 
 def test_a_refused_second_ensemble_leaves_the_first_as_it_was() -> None:
-    run = CoresidentRun(2).steps(3)
+    run = Run(together=2).steps(3)
     before = [list(row) for row in run.optimizer.multipliers]
     with pytest.raises(ValueError, match="already driven"):
         hdet.Ensemble(run.optimizer, replicas=hdet.CoresidentReplicas(run.net, 2))
-    assert run.optimizer.multipliers == before and before != [[1.0], [1.0]] and hooks_on(run.optimizer) == [1, 1, 1]
+    assert run.optimizer.multipliers == before and before != [[1.0], [1.0]]
     run.steps(2)
 
 
 def test_a_converged_run_continues_with_another_number_of_replicas() -> None:
-    first = CoresidentRun(4).steps(20)
-    run = restored(CoresidentRun(2).steps(3), saved(first), ORDERS[0], 20)
-    assert all(torch.equal(w, first.weights()[0]) for w in run.weights())
+    first = Run(together=4).steps(20)
+    run = Run(together=2).steps(3).loaded(first.saved())
+    assert all(torch.equal(w, first.all_weights()[0]) for w in run.all_weights())
     run.steps(2)
     with pytest.raises(ValueError, match="4 replicas that are not equal, this optimizer 2"):
-        restored(CoresidentRun(2), saved(first.steps(2)), ORDERS[0], 22)
+        Run(together=2).loaded(first.steps(2).saved())
 
 
 def test_a_state_from_before_the_first_step_is_of_the_model_as_it_is() -> None:
-    first, other = CoresidentRun(2), CoresidentRun(2)
+    first, other = Run(together=2), Run(together=2)
     for run in (first, other):
         with torch.no_grad():
             next(run.net.parameters()).fill_(0.25)
-    resumed = restored(CoresidentRun(2), saved(first), ORDERS[0], 0).steps(3)
+    resumed = Run(together=2).loaded(first.saved()).steps(3)
     other.steps(3)
-    assert all(torch.equal(a, b) for a, b in zip(resumed.weights(), other.weights(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.all_weights(), other.all_weights(), strict=True))
 
 
 def test_a_state_with_a_parameter_that_never_had_a_gradient_loads_into_torchs_optimizer() -> None:
@@ -108,25 +100,25 @@ def test_a_group_is_refused_while_an_ensemble_drives_the_optimizer(fused: bool) 
 
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_step_inside_of_use_is_refused_and_changes_nothing(k: int) -> None:
-    run = CoresidentRun(2).steps(1)
+    run = Run(together=2).steps(1)
     run.backward()
-    before = run.weights()
+    before = run.all_weights()
     with run.replicas.use(k), pytest.raises(ValueError, match="optimizer.step.. was called inside"):
         run.optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run.all_weights(), before, strict=True))
     run.optimizer.step()
-    assert not torch.equal(run.weights()[k], before[k])
+    assert not torch.equal(run.all_weights()[k], before[k])
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_replicas_are_not_copied(copied: Callable[[Any], Any]) -> None:
-    run = CoresidentRun(2)
+    run = Run(together=2)
     with pytest.raises(TypeError, match="Make new ones of the copied model"):
         copied((run.net, run.replicas) if copied is not copy.copy else run.replicas)
 
 
 def test_a_model_that_was_cast_afterwards_is_refused_by_name() -> None:
-    run = CoresidentRun(2).steps(1)
+    run = Run(together=2).steps(1)
     run.net.bfloat16()
     own = list(run.net.parameters())
     with pytest.raises(ValueError, match=r"bfloat16 on cpu now, its copy for replica 1 torch.float32 on cpu"), run.replicas.use(1):

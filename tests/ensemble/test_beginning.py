@@ -17,10 +17,10 @@ from torch import nn
 import hdet
 from hdet.run.snapshot import Snapshot
 from hdet.tensors.buffers import Averaged
+from tests.harness import Run, losses_of, model, taught
 
 from ..distributed import run_ranks
-from .helpers import model
-from .test_line import Fixed, Run, batch_norm, data, losses_of
+from .test_line import Fixed, batch_norm, line_run
 
 STOCK = ["AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "RMSprop", "ASGD", "SGD"]
 
@@ -31,13 +31,13 @@ def fixed(net: nn.Module) -> hdet.LineController:
 
 
 def short(net: nn.Module, **settings: Any) -> Run:
-    return Run(1e-2, net=net, line=fixed(net), **{"total": 400, "every": 1} | settings)
+    return line_run(1e-2, net=net, line=fixed(net), **{"total": 400, "every": 1} | settings)
 
 
 def plain_steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
     for key in range(count):
         optimizer.zero_grad()
-        losses_of(net, data(1000 + key)).mean().backward()
+        losses_of(net, taught(1000 + key)).mean().backward()
         optimizer.step()
 
 
@@ -71,20 +71,20 @@ def test_a_model_that_is_loaded_before_the_first_step_is_gone_back_to() -> None:
         net = batch_norm()
         run = short(net)
         if forward_first:
-            net(data(0)[0])
+            net(taught(0)[0])
         net.load_state_dict(trained.state_dict())
         begin = state_of(net)
         run.steps(4)
         assert not run.ensemble.sweeping and same(state_of(net), begin)
         run.steps(1)
-        assert int(net[1].num_batches_tracked) == 21  # type: ignore[index,arg-type]
+        assert int(net[1].num_batches_tracked) == 21
 
 
 def test_a_part_of_the_model_that_is_loaded_counts_too() -> None:
     net = batch_norm()
     run = short(net)
-    net(data(0)[0])
-    net[1].load_state_dict({**net[1].state_dict(), "running_mean": torch.full((8,), 5.0)})  # type: ignore[index]
+    net(taught(0)[0])
+    net[1].load_state_dict({**net[1].state_dict(), "running_mean": torch.full((8,), 5.0)})
     begin = state_of(net)
     run.steps(4)
     assert same(state_of(net), begin)
@@ -121,14 +121,14 @@ def test_a_model_that_is_cast_after_construction_is_taken_back_as_it_is_then(whe
     net = batch_norm()
     run = short(net)
     if when == "after a pass":
-        net(data(0)[0])
+        net(taught(0)[0])
     begin_of_buffers = {name: b.double() for name, b in batch_norm().named_buffers()}
     net.double()
     begin = {name: p.clone() for name, p in net.named_parameters()}
     run.steps(4)
     assert same(dict(net.named_parameters()), begin)
     assert all(torch.equal(b.double(), begin_of_buffers[name]) for name, b in net.named_buffers())
-    assert net[1].running_mean.dtype == torch.float64  # type: ignore[index,union-attr]
+    assert net[1].running_mean.dtype == torch.float64
 
 
 def test_of_a_model_whose_parts_are_called_by_themselves_the_first_call_counts() -> None:
@@ -138,7 +138,7 @@ def test_of_a_model_whose_parts_are_called_by_themselves_the_first_call_counts()
 
     def losses(batch: Any) -> torch.Tensor:
         x = batch[0]
-        for part in net:  # type: ignore[attr-defined]
+        for part in net:
             x = part(x)
         return ((x - batch[1]) ** 2).mean(1)
 
@@ -163,7 +163,7 @@ def test_a_look_at_the_model_before_the_run_is_not_its_beginning() -> None:
     net = Counting()
     run = short(net)
     net.eval()
-    net(data(0)[0])
+    net(taught(0)[0])
     net.train()
     run.steps(4)
     assert float(net.calls) == 1
@@ -180,7 +180,7 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("way", ["torch.compile(model)", "model.compile()"])
 def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     net: nn.Module = Whole()
     graphs: list[Any] = []
 
@@ -198,7 +198,7 @@ def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: s
     assert same(state_of(net), begin)
     run.steps(4)
     assert len(graphs) == 2, "in training mode, and in eval mode without gradients"
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_copy_or_a_pickle_of_the_model_has_nothing_of_the_run() -> None:
@@ -208,7 +208,7 @@ def test_a_copy_or_a_pickle_of_the_model_has_nothing_of_the_run() -> None:
     torch.save(net, file)
     file.seek(0)
     for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
-        other(data(0)[0])
+        other(taught(0)[0])
         other.load_state_dict(net.state_dict())
     begin = state_of(net)
     run.steps(4)
@@ -237,7 +237,7 @@ def test_a_restart_begins_as_a_new_run_would(name: str) -> None:
     other = model()
     optimizer = make(other.parameters(), run.optimizer.param_groups[0]["lr"])
     run.steps(1)
-    losses_of(other, data(4)).mean().backward()
+    losses_of(other, taught(4)).mean().backward()
     optimizer.step()
     assert torch.equal(run.weights(), torch.cat([p.detach().flatten() for p in other.parameters()]))
 
@@ -282,7 +282,7 @@ def test_a_whole_sweep_goes_back_to_what_was_loaded() -> None:
     net = batch_norm()
     trained = torch.optim.AdamW(net.parameters(), lr=1e-3)
     plain_steps(net, trained, 9)
-    run = Run(0.3, net=net, total=400)
+    run = line_run(0.3, net=net, total=400)
     run.optimizer.load_state_dict({**trained.state_dict(), "param_groups": run.optimizer.state_dict()["param_groups"]})
     begin, moments = state_of(net), contents(run.optimizer)
     while run.ensemble.sweeping:
@@ -293,8 +293,8 @@ def test_a_whole_sweep_goes_back_to_what_was_loaded() -> None:
 class Listed(torch.optim.SGD):
     """Keeps tensors in lists and dicts, and something that is nobody's parameter's."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.state.setdefault("all", {"steps": 0})["steps"] += 1  # type: ignore[arg-type,call-overload]
+    def step(self, closure: Any = None) -> None:
+        self.state.setdefault("all", {"steps": 0})["steps"] += 1
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             state.setdefault("past", []).append(p.grad.clone())
@@ -308,16 +308,16 @@ def test_state_of_any_form_comes_back() -> None:
     plain_steps(net, optimizer, 2)
     anchor = Snapshot(list(net.parameters()), optimizer, "host")
     anchor.take()
-    before, everyone = contents(optimizer), dict(optimizer.state["all"])  # type: ignore[index]
+    before, everyone = contents(optimizer), dict(optimizer.state["all"])
     plain_steps(net, optimizer, 3)
     anchor.restore()
-    assert same(contents(optimizer), before) and optimizer.state["all"] == everyone == {"steps": 2}  # type: ignore[index]
+    assert same(contents(optimizer), before) and optimizer.state["all"] == everyone == {"steps": 2}
 
 
 def test_what_does_not_exist_at_the_beginning_costs_nothing() -> None:
     weight = nn.Parameter(torch.zeros(1000, 1000))
     net = nn.ParameterList([weight])
-    run = Run(1e-3, net=net, total=400)
+    run = line_run(1e-3, net=net, total=400)
     weight.grad = torch.ones_like(weight)
     gc.collect()
     gc.freeze()
@@ -332,15 +332,15 @@ def test_what_does_not_exist_at_the_beginning_costs_nothing() -> None:
 
 def two_optimizers(net: nn.Module, make: Callable[..., Any] = torch.optim.AdamW, **settings: Any) -> tuple[Run, torch.optim.Optimizer]:
     """One has the first layer, the other one all that follows."""
-    own = nn.ModuleList([net[0]])  # type: ignore[index]
-    run = Run(1e-2, net=own, line=hdet.LineController(net), total=400, optimizer=make, **settings)
+    own = nn.ModuleList([net[0]])
+    run = line_run(1e-2, net=own, line=hdet.LineController(net), total=400, optimizer=make, **settings)
     rest = [p for p in net.parameters() if not any(p is q for q in own.parameters())]
     return run, torch.optim.AdamW(rest, lr=1e-3)
 
 
 def train(net: nn.Module, run: Run, other: torch.optim.Optimizer | None, count: int) -> None:
     for _ in range(count):
-        batch = data(run.index)
+        batch = taught(run.index)
         net.zero_grad()
         loss = losses_of(net, batch).mean()
         loss.backward()
@@ -369,10 +369,10 @@ def test_a_write_that_no_version_counts_is_seen_too() -> None:
 
     class Old:
         def step(self) -> None:
-            net[2].weight.data.add_(1e-3)  # type: ignore[index,union-attr,operator]
+            net[2].weight.data.add_(1e-3)
 
     with pytest.raises(ValueError, match=r"'2.weight'"):
-        train(net, run, Old(), 20)  # type: ignore[arg-type]
+        train(net, run, Old(), 20)
     assert same(state_of(net), begin)
 
 
@@ -384,7 +384,7 @@ def test_a_second_optimizer_that_waits_for_the_end_of_the_sweep_is_welcome() -> 
         train(net, run, None, 1)
     assert same(state_of(net), begin)
     train(net, run, other, 5)
-    assert not torch.equal(net[2].weight, begin["2.weight"])  # type: ignore[index]
+    assert not torch.equal(net[2].weight, begin["2.weight"])
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -392,12 +392,12 @@ def test_parameters_that_nobody_trains_are_not_refused(frozen: bool) -> None:
     """Neither frozen ones nor others, whatever they hold."""
     net = model()
     with torch.no_grad():
-        net[2].bias.fill_(math.nan if frozen else 1.0)  # type: ignore[index,union-attr,operator]
+        net[2].bias.fill_(math.nan if frozen else 1.0)
     net.register_parameter("unused", nn.Parameter(torch.full((3,), math.nan)))
-    net[2].requires_grad_(not frozen)  # type: ignore[index]
+    net[2].requires_grad_(not frozen)
     run, _ = two_optimizers(net)
     with torch.no_grad():
-        net[2].bias.fill_(1.0)  # type: ignore[index,union-attr,operator]
+        net[2].bias.fill_(1.0)
     while run.ensemble.sweeping:
         train(net, run, None, 1)
     assert run.ensemble.corrections["lr"] != 1 / 16
@@ -408,11 +408,11 @@ def test_a_large_frozen_part_that_moves_is_told_of_or_refused(thawed: bool) -> N
     """It is no copy that is kept, but what is written to it is counted: a teacher's average is told of, a second optimizer refused."""
     net = nn.ModuleDict({"trained": model(), "frozen": nn.Linear(100, 100).requires_grad_(False)})
     own = net["trained"]
-    run = Run(1e-2, net=own, line=hdet.LineController(net), total=400)
+    run = line_run(1e-2, net=own, line=hdet.LineController(net), total=400)
 
     def steps(count: int) -> None:
         for _ in range(count):
-            batch = data(run.index)
+            batch = taught(run.index)
             loss = losses_of(own, batch).mean()
             loss.backward()
             run.optimizer.step()
@@ -422,7 +422,7 @@ def test_a_large_frozen_part_that_moves_is_told_of_or_refused(thawed: bool) -> N
 
     steps(1)
     with torch.no_grad():
-        net["frozen"].weight.mul_(0.9)  # type: ignore[union-attr,operator]
+        net["frozen"].weight.mul_(0.9)
     if thawed:
         net["frozen"].requires_grad_(True)
         with pytest.raises(ValueError, match=r"'frozen.weight'.*is not this Ensemble's optimizer's"):
@@ -446,7 +446,7 @@ def test_a_teacher_inside_of_the_model_goes_back_with_it() -> None:
 
     net = Pair()
     begin = state_of(net)
-    run = Run(1e-2, net=net.student, line=fixed(net), total=400, every=1)
+    run = line_run(1e-2, net=net.student, line=fixed(net), total=400, every=1)
 
     class Follow:
         @torch.no_grad()
@@ -454,9 +454,9 @@ def test_a_teacher_inside_of_the_model_goes_back_with_it() -> None:
             for p, q in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
                 p.lerp_(q, 0.5)
 
-    train(net, run, Follow(), 3)  # type: ignore[arg-type]
+    train(net, run, Follow(), 3)
     assert not torch.equal(net.teacher[0].weight, begin["teacher.0.weight"])
-    train(net, run, Follow(), 1)  # type: ignore[arg-type]
+    train(net, run, Follow(), 1)
     assert same(state_of(net), begin)
 
 
@@ -474,14 +474,14 @@ def test_an_optimizer_with_copies_of_the_parameters_is_no_second_one() -> None:
     ensemble = hdet.Ensemble(optimizer, controller=line, total_steps=400, sync=hdet.Sync(1, refresh=refresh))
     begin = state_of(net)
     for step in range(60):
-        loss = losses_of(net, data(step)).mean()
+        loss = losses_of(net, taught(step)).mean()
         net.zero_grad()
         loss.backward()
         for p, q in zip(net.parameters(), copies, strict=True):
             q.grad = p.grad
         optimizer.step()
         refresh()
-        ensemble.step(loss.detach(), closure=lambda step=step: losses_of(net, data(step)))
+        ensemble.step(loss.detach(), closure=lambda step=step: losses_of(net, taught(step)))
         if not ensemble.sweeping:
             break
     assert not ensemble.sweeping and same(state_of(net), begin)
@@ -492,7 +492,7 @@ def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimize
     optimizer = hdet.FusedAdamW(net[0].parameters(), lr=1e-2)
     other = torch.optim.AdamW(net[2].parameters(), lr=1e-2)
     replicas = hdet.CoresidentReplicas(net, 2)
-    probe = hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [data(i) for i in range(8)], model=net)
+    probe = hdet.ProbeController(lambda m, b: losses_of(m, b).mean(), [taught(i) for i in range(8)], model=net)
     line = hdet.SequentialController(hdet.LineController(net, late=False), probe)
     ensemble = hdet.Ensemble(optimizer, total_steps=400, sync=hdet.Sync(2), controller=line, replicas=replicas)
     begin = state_of(net)
@@ -501,13 +501,13 @@ def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimize
         net.zero_grad()
         for k in range(2):
             with replicas.use(k):
-                loss = losses_of(net, data(2 * index + k)).mean()
+                loss = losses_of(net, taught(2 * index + k)).mean()
                 ensemble.observe(loss.detach())
                 (loss / 2).backward()
         optimizer.step()
         if trained:
             other.step()
-        ensemble.step(closure=lambda: losses_of(net, data(2 * index)))
+        ensemble.step(closure=lambda: losses_of(net, taught(2 * index)))
 
     with pytest.raises(ValueError, match="'2.weight'"):
         for index in range(20):
@@ -528,11 +528,11 @@ def second_on_one_rank(rank: int, world: int) -> Any:
     class Second:
         def step(self) -> None:
             if rank == 1:
-                net[2].weight.data.add_(1.0)  # type: ignore[index,union-attr,operator]
+                net[2].weight.data.add_(1.0)
 
     try:
         for _ in range(20):
-            batch = data(run.index)
+            batch = taught(run.index)
             net.zero_grad()
             loss = losses_of(net, batch).mean()
             loss.backward()
@@ -559,30 +559,30 @@ def sharded(rank: int, world: int) -> Any:
     found = []
     for moves in (None, "2.bias", "2.weight"):
         net = model()
-        for part in (net[0], net[2]):  # type: ignore[index]
+        for part in (net[0], net[2]):
             fully_shard(part, mesh=mesh)
         fully_shard(net, mesh=mesh)
-        optimizer = torch.optim.AdamW(net[0].parameters(), lr=1e-2)  # type: ignore[index]
+        optimizer = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
         line = hdet.LineController(net)
         replicas = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate")
         ensemble = hdet.Ensemble(optimizer, total_steps=200, sync=hdet.Sync(1), controller=line, replicas=replicas)
-        begin = [p.to_local().clone() for p in net.parameters()]  # type: ignore[attr-defined]
+        begin = [p.to_local().clone() for p in net.parameters()]
         message = ""
         try:
             for step in range(40):
                 optimizer.zero_grad()
-                loss = losses_of(net, data(step)).mean()
+                loss = losses_of(net, taught(step)).mean()
                 loss.backward()
                 optimizer.step()
                 for name, p in net.named_parameters():
                     if name == moves:
-                        p.to_local().detach().add_(1.0)  # type: ignore[attr-defined]
-                ensemble.step(loss.detach(), closure=lambda step=step, net=net: losses_of(net, data(step)))
+                        p.to_local().detach().add_(1.0)
+                ensemble.step(loss.detach(), closure=lambda step=step, net=net: losses_of(net, taught(step)))
                 if not ensemble.sweeping:
                     break
         except ValueError as error:
             message = str(error)
-        found.append((message, all(torch.equal(p.to_local(), b) for p, b in zip(net.parameters(), begin, strict=True))))  # type: ignore[attr-defined]
+        found.append((message, all(torch.equal(p.to_local(), b) for p, b in zip(net.parameters(), begin, strict=True))))
     return found
 
 
@@ -607,13 +607,13 @@ def replaced(rank: int, world: int) -> Any:
     seen = []
     for step in range(4):
         net.zero_grad()
-        loss = losses_of(net, data(10 * step + rank)).mean()
+        loss = losses_of(net, taught(10 * step + rank)).mean()
         loss.backward()
         passed = ensemble.in_sync
         optimizer.step()
         ensemble.step(loss)
         seen.append((net.mean.clone(), float(net.late[0]), ensemble.in_sync, passed))
-    net(data(rank)[0])
+    net(taught(rank)[0])
     after_a_pass = ensemble.in_sync
     ensemble.converge()
     return seen, net.mean.clone(), after_a_pass, ensemble.in_sync
@@ -640,7 +640,7 @@ def replaced_under(rank: int, world: int, converge: Any) -> bool:
     ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, buffers=net, gradients="local", moments="keep", converge=converge))
     for step in range(2):
         net.zero_grad()
-        loss = losses_of(net, data(10 * step + rank)).mean()
+        loss = losses_of(net, taught(10 * step + rank)).mean()
         loss.backward()
         optimizer.step()
         ensemble.step(loss)
@@ -659,7 +659,7 @@ def unequal(rank: int, world: int) -> str:
         for step in range(2):
             net.train(rank == 0 and step == 1)
             net.zero_grad()
-            loss = losses_of(net, data(10 * step + rank)).mean()
+            loss = losses_of(net, taught(10 * step + rank)).mean()
             loss.backward()
             optimizer.step()
             ensemble.step(loss)
@@ -674,8 +674,8 @@ def test_buffers_that_not_all_replicas_have_are_refused() -> None:
 
 def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     net = batch_norm()
-    run = Run(1e-3, net=net, line=None, total=100, every=2, buffers=net, divergence=hdet.Divergence(rollback="device")).steps(4)
-    first = data(run.index)
+    run = line_run(1e-3, net=net, line=None, total=100, every=2, buffers=net, divergence=hdet.Divergence(rollback="device")).steps(4)
+    first = taught(run.index)
     net(first[0])  # the next step's forward pass comes before its anchor
     begin = state_of(net)
     run.optimizer.zero_grad()
@@ -695,7 +695,7 @@ def test_the_tensors_that_are_averaged_are_those_of_the_moment() -> None:
     assert len(tensors) == 4 and tensors[2] is net.count and tensors[:1] == [net.layer.weight]
     marks = tensors.marks()
     assert tensors.unwritten(marks)
-    net(data(0)[0])
+    net(taught(0)[0])
     assert len(tensors) == 5 and tensors[3] is net.mean and not tensors.unwritten(marks)
     marks = tensors.marks()
     net.mean.add_(1)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hdet
-
-from .helpers import batch, loss_of, model
+from tests.harness import batch, loss_of, model
 
 
 def apart(net: nn.Module, count: int = 3) -> hdet.CoresidentReplicas:
@@ -101,7 +100,7 @@ def test_a_tied_weight_is_exchanged_wherever_it_occurs_and_is_one_leaf() -> None
         for p in plain.parameters():
             p.add_(1)
     loss_of(plain, batch(0)).backward()
-    assert torch.equal(gradient, plain.inside.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(gradient, plain.inside.weight.grad)
 
 
 def test_modules_that_keep_lists_of_their_own_weights_are_exchanged_too() -> None:
@@ -131,7 +130,7 @@ def expected_gradients(net: nn.Module, count: int) -> list[torch.Tensor]:
             for p in plain.parameters():
                 p.add_(k)
         (loss_of(plain, batch(k)) / count).backward()
-        own = [p.grad.clone() for p in plain.parameters()]  # type: ignore[union-attr]
+        own = [p.grad.clone() for p in plain.parameters()]
         totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]
     return totals
 
@@ -158,7 +157,7 @@ def test_gradients_of_all_replicas_add_up_in_the_models_own(where: str, zeros: b
         for loss in losses:
             loss.backward()
     for p, total in zip(net.parameters(), expected_gradients(net, 3), strict=True):
-        assert torch.equal(p.grad, total)  # type: ignore[arg-type]
+        assert torch.equal(p.grad, total)
     if zeros:
         assert all(p.grad is h for p, h in zip(net.parameters(), held, strict=True)), "added up in place"
     for tensors in replicas.sets(list(net.parameters()))[1:]:
@@ -173,7 +172,7 @@ def test_activation_checkpointing_runs_the_right_replica_again() -> None:
             x, y = batch(k)
             (nn.functional.mse_loss(checkpoint(net, x, use_reentrant=False), y) / 2).backward()
     for p, total in zip(net.parameters(), expected_gradients(net, 2), strict=True):
-        assert torch.equal(p.grad, total)  # type: ignore[arg-type]
+        assert torch.equal(p.grad, total)
 
 
 class WithNorm(nn.Module):
@@ -245,7 +244,7 @@ def test_warm_noise_is_each_replicas_own() -> None:
 
 @pytest.mark.parametrize("way", ["model.compile()", "torch.compile(model)", "CoresidentReplicas(torch.compile(model))"])
 def test_a_compiled_model_is_compiled_once_for_all_replicas(way: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     graphs = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -270,7 +269,7 @@ def test_a_compiled_model_is_compiled_once_for_all_replicas(way: str) -> None:
         plain.load_state_dict({name: value + k for name, value in net.state_dict().items()})
         assert torch.allclose(outputs[k], loss_of(plain, batch(0)).detach())
     assert len({float(x) for x in outputs}) == 4
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hdet
+from tests.harness import batch
 
-from .helpers import batch
 from .test_coresident import apart
 
 BOTH = pytest.mark.parametrize("reentrant", [False, True])
@@ -52,7 +52,7 @@ def by_hand(count: int) -> list[torch.Tensor]:
                 p.add_(k)
         (loss_at(net, k) / count).backward()
         own = [p.grad for p in net.parameters()]
-        totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]  # type: ignore[assignment,operator]
+        totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]
     return totals
 
 
@@ -64,7 +64,7 @@ def test_inside_of_use_gradients_are_those_of_training_by_hand(reentrant: bool, 
     for k in range(3):
         with replicas.use(k):
             (loss_at(net, k) / 3).backward()
-    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))
 
 
 @BOTH
@@ -115,7 +115,7 @@ def test_the_model_by_itself_is_replica_zero_with_or_without_use(reentrant: bool
             ensemble.close()
         loss_at(net, 0).backward()
         expected = by_hand(1)
-        assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))
 
 
 def test_without_checkpointing_backward_may_be_anywhere() -> None:
@@ -128,28 +128,28 @@ def test_without_checkpointing_backward_may_be_anywhere() -> None:
     with replicas.use(1):
         for loss in losses:
             loss.backward()
-    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))
 
 
 @pytest.mark.parametrize("way", ["whole", "blocks"])
 def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     net = Blocks(False)
     if way == "blocks":
         for i in (1, 2):
-            net.layers[i] = torch.compile(net.layers[i], backend="aot_eager")  # type: ignore[assignment]
+            net.layers[i] = torch.compile(net.layers[i], backend="aot_eager")
     replicas = apart(net)
     run = torch.compile(net, backend="aot_eager") if way == "whole" else net
     for k in range(3):
         with replicas.use(k):
             (loss_at(run, k) / 3).backward()
-    assert all(torch.allclose(p.grad, total, rtol=1e-4) for p, total in zip(net.parameters(), by_hand(3), strict=True))  # type: ignore[arg-type]
+    assert all(torch.allclose(p.grad, total, rtol=1e-4) for p, total in zip(net.parameters(), by_hand(3), strict=True))
     if way == "blocks":
         with replicas.use(1):
             loss = loss_at(run, 1)
         with pytest.raises(ValueError, match=REMEDY):
             loss.backward()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import warnings
 from functools import partial
 from typing import Any
 
@@ -12,10 +10,9 @@ import pytest
 import torch
 
 import hdet
-from tests.harness import policies
+from tests.harness import Run, batch, loss_of, model, policies, probe
 
 from ..distributed import run_ranks
-from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
 
 TIMES = ("converge_ms", "probe_ms")
 
@@ -39,12 +36,12 @@ def process(rank: int, world: int, steps: int, settings: dict[str, Any]) -> Any:
 
 def coresident(count: int, steps: int, settings: dict[str, Any]) -> Any:
     records: list[Any] = []
-    run = CoresidentRun(count, **{**settings, "controller": controller_of(settings.get("controller"))})
+    run = Run(together=count, **{**settings, "controller": controller_of(settings.get("controller"))})
     run.ensemble.log = lambda record, step: records.append({key: value for key, value in record.items() if key not in TIMES})
     weights = []
     for _ in range(steps):
         run.step()
-        weights.append(run.weights())
+        weights.append(run.all_weights())
     return weights, records, run.ensemble.values(), run.ensemble.state_dict()
 
 
@@ -103,7 +100,7 @@ def test_four_replicas_are_four_processes_up_to_the_order_of_a_sum() -> None:
 
 
 def test_no_spread_is_plain_gradient_accumulation_to_the_bit() -> None:
-    run = CoresidentRun(3, spread=0.0).steps(12)
+    run = Run(together=3, spread=0.0).steps(12)
     net = model()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
@@ -114,14 +111,14 @@ def test_no_spread_is_plain_gradient_accumulation_to_the_bit() -> None:
         optimizer.zero_grad()
         scheduler.step()
     plain = torch.cat([p.detach().flatten() for p in net.parameters()])
-    assert all(torch.equal(weights, plain) for weights in run.weights())
+    assert all(torch.equal(weights, plain) for weights in run.all_weights())
 
 
 # -- a cycle -----------------------------------------------------------------------------------------------------------------
 
 
 def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
-    run = CoresidentRun(4)
+    run = Run(together=4)
     for step in range(10):
         rhos = []
         for k in range(4):
@@ -130,7 +127,7 @@ def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
         assert sorted(rhos) == pytest.approx([0.7, 0.9, 1.1, 1.3])
         assert [row[0] for row in run.optimizer.multipliers] == rhos
         run.step()
-        weights = run.weights()
+        weights = run.all_weights()
         assert run.ensemble.in_sync == (step % 5 == 4) == all(torch.equal(w, weights[0]) for w in weights)
         if step % 5 != 4:
             mean = torch.stack(weights).mean(0)
@@ -141,7 +138,7 @@ def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
 
 
 def test_a_loss_belongs_to_the_replica_in_use_or_named() -> None:
-    run = CoresidentRun(2, interval=1)
+    run = Run(together=2, every=1)
     with pytest.raises(ValueError, match=r"with replicas\.use\(k\)"):
         run.ensemble.observe(1.0)
     with pytest.raises(ValueError, match="which replica"):
@@ -170,27 +167,16 @@ def test_a_frozen_parameter_may_be_in_the_optimizer_and_stays() -> None:
     net = model()
     net[0].weight.requires_grad_(False)
     frozen = net[0].weight.detach().clone()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
-    replicas = hdet.CoresidentReplicas(net, 2)
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, sync=hdet.Sync(2), controller=probe(net))
-    for step in range(4):
-        for k in range(2):
-            with replicas.use(k):
-                loss = loss_of(net, batch(2 * step + k))
-                ensemble.observe(loss)
-            (loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step()
-    assert torch.equal(net[0].weight, frozen) and ensemble.in_sync and net[0].weight not in optimizer.state
+    run = Run(net=net, together=2, lr=1e-3, every=2, scheduler=None, controller="probe").steps(4)
+    assert torch.equal(net[0].weight, frozen) and run.ensemble.in_sync and net[0].weight not in run.optimizer.state
     for k in range(2):
-        with replicas.use(k):
-            assert net[0].weight.data_ptr() == replicas.sets([net[0].weight])[0][0].data_ptr()
+        with run.replica(k):
+            assert torch.equal(net[0].weight, frozen)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: float) -> None:
-    run = CoresidentRun(4, controller="probe")
+    run = Run(together=4, controller="probe")
     for i in range(5):
         run.step({1: bad} if i == 2 else None)
     assert run.ensemble.history is not None
@@ -198,26 +184,26 @@ def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: float) ->
     assert run.ensemble.history["slopes"]["lr"] is not None
 
 
-def spoil(run: CoresidentRun, k: int) -> None:
+def spoil(run: Run, k: int) -> None:
     with run.replicas.use(k), torch.no_grad():
         next(run.net.parameters())[0, 0] = math.nan
 
 
 def test_a_replica_that_is_not_finite_is_left_out_of_the_average_and_healed() -> None:
-    run = CoresidentRun(4).steps(4)
+    run = Run(together=4).steps(4)
     run.backward()
     run.optimizer.step()
-    expected = torch.stack([w for k, w in enumerate(run.weights()) if k != 2]).mean(0)
+    expected = torch.stack([w for k, w in enumerate(run.all_weights()) if k != 2]).mean(0)
     spoil(run, 2)
     run.ensemble.step()
     assert run.ensemble.history is not None
     assert any("replica 2 left out of the average" in note for note in run.ensemble.history["notes"])
-    assert all(torch.allclose(w, expected, rtol=1e-5, atol=1e-6) for w in run.weights())
-    assert len({w.numpy().tobytes() for w in run.weights()}) == 1
+    assert all(torch.allclose(w, expected, rtol=1e-5, atol=1e-6) for w in run.all_weights())
+    assert len({w.numpy().tobytes() for w in run.all_weights()}) == 1
 
 
 def test_if_no_replica_is_finite_it_stops_naming_the_cycle() -> None:
-    run = CoresidentRun(2).steps(4)
+    run = Run(together=2).steps(4)
     run.backward()
     run.optimizer.step()
     spoil(run, 0), spoil(run, 1)
@@ -226,50 +212,27 @@ def test_if_no_replica_is_finite_it_stops_naming_the_cycle() -> None:
 
 
 def test_converge_on_demand_gives_the_mean() -> None:
-    run = CoresidentRun(2).steps(3)
-    before = run.weights()
+    run = Run(together=2).steps(3)
+    before = run.all_weights()
     with pytest.warns(UserWarning, match="middle of a cycle"):
         run.ensemble.state_dict()
     with run.replicas.use(1), pytest.raises(ValueError, match=r"ensemble.converge\(\) was called inside"):
         run.ensemble.converge()
     run.ensemble.converge()
-    assert run.ensemble.in_sync and torch.equal(run.weights()[0], run.weights()[1])
-    assert torch.allclose(run.weights()[0], (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
+    assert run.ensemble.in_sync and torch.equal(run.all_weights()[0], run.all_weights()[1])
+    assert torch.allclose(run.all_weights()[0], (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
 
 
 def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
-    run = CoresidentRun(2)
+    run = Run(together=2)
     with torch.no_grad():
         next(run.net.parameters()).fill_(1.0)
     before = torch.cat([p.detach().flatten() for p in run.net.parameters()]).clone()
     run.ensemble.converge()
-    assert all(torch.equal(w, before) for w in run.weights())
-
-
-def test_the_probe_needs_no_gradient_and_leaves_every_replica_as_it_was() -> None:
-    run = CoresidentRun(3, controller="probe").steps(4)
-    before = run.weights()
-    rows, losses = [], run.ensemble.engine.controller.measurements["probe"]  # type: ignore[union-attr]
-    for place in range(3):
-        with run.ensemble._as_replica(place):
-            rows.append(losses.measure(0, place))
-    assert all(torch.equal(a, b) for a, b in zip(run.weights(), before, strict=True))
-    assert not torch.equal(rows[0], rows[1]) and run.replicas.index == 0
+    assert all(torch.equal(w, before) for w in run.all_weights())
 
 
 TINY = {"dtype": torch.bfloat16, "optimizer": partial(hdet.FusedAdamW, master_weights="fp32"), "lr": 1e-7}
-
-
-def test_the_probe_averages_masters() -> None:
-    """At a tiny rate the parameters stand still."""
-    run = CoresidentRun(2, **TINY, controller="probe").steps(3)
-    losses = run.ensemble.engine.controller.measurements["probe"]  # type: ignore[union-attr]
-    losses.reset()
-    for k, average in enumerate(losses._points.averages):
-        average.add()
-        state = run.optimizer.state[run.net[0].weight]
-        master = [state["master_param"], *state["replica_masters"]][k]
-        assert torch.equal(average.means[0], master) and not torch.equal(master, master.bfloat16().float())
 
 
 def masters_after_converge(rank: int, world: int) -> Any:
@@ -284,7 +247,7 @@ def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
     ranks = run_ranks(masters_after_converge, 2)
     assert torch.equal(ranks[0][0], ranks[1][0]) and not torch.equal(ranks[0][1], ranks[1][1])
     assert all(torch.equal(rank[2], 0.5 * ranks[0][1] + 0.5 * ranks[1][1]) for rank in ranks)
-    run = CoresidentRun(2, **TINY).steps(3)
+    run = Run(together=2, **TINY).steps(3)
     run.ensemble.converge()
     state = run.optimizer.state[run.net[0].weight]
     assert torch.equal(state["master_param"], ranks[0][2]) and torch.equal(state["replica_masters"][0], ranks[0][2])
@@ -293,47 +256,29 @@ def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------------------------------
 
 
-def saved(run: CoresidentRun) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"net": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "ensemble": run.ensemble.state_dict()}
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def restored(run: CoresidentRun, state: Any, order: tuple[str, ...], index: int) -> CoresidentRun:
-    for name in order:
-        getattr(run, name).load_state_dict(state[name])
-    run.index = index
-    return run
-
-
 ORDERS = [("net", "optimizer", "ensemble"), ("ensemble", "optimizer", "net")]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)], ids=["at the end of a cycle", "in the middle"])
 def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, order: tuple[str, ...]) -> None:
-    straight = CoresidentRun(3, controller=controller).steps(at)
-    state = saved(straight)
+    straight = Run(together=3, controller=controller).steps(at)
+    state = straight.saved()
     straight.steps(12)
-    resumed = restored(CoresidentRun(3, controller=controller), state, order, at).steps(12)
-    assert all(torch.equal(a, b) for a, b in zip(straight.weights(), resumed.weights(), strict=True))
-    assert saved(straight)["ensemble"] == saved(resumed)["ensemble"]
+    resumed = Run(together=3, controller=controller).loaded(state, order).steps(12)
+    assert all(torch.equal(a, b) for a, b in zip(straight.all_weights(), resumed.all_weights(), strict=True))
+    assert straight.saved()["ensemble"] == resumed.saved()["ensemble"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_state_without_other_replicas_makes_all_equal_to_the_model(order: tuple[str, ...]) -> None:
     """A checkpoint of a process run, loaded into replicas that had already parted."""
     first = Run(0, optimizer=hdet.FusedAdamW).steps(20)
-    state = {"net": first.net.state_dict(), "optimizer": first.optimizer.state_dict(), "ensemble": first.ensemble.state_dict()}
-    run = restored(CoresidentRun(3).steps(3), state, order, 20)
-    assert all(torch.equal(w, first.weights()) for w in run.weights())
+    run = Run(together=3).steps(3).loaded(first.saved(), order)
+    assert all(torch.equal(w, first.weights()) for w in run.all_weights())
     assert sorted(row[0] for row in run.optimizer.multipliers) == pytest.approx([0.7, 1.0, 1.3])
     run.steps(2)
-    assert len({w.numpy().tobytes() for w in run.weights()}) == 3
+    assert len({w.numpy().tobytes() for w in run.all_weights()}) == 3
 
 
 # -- the drop-in -----------------------------------------------------------------------------------------------------------------

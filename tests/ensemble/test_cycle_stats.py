@@ -6,8 +6,7 @@ import torch
 
 import hdet
 from hdet.run.cycle_stats import gather_stats, local_replicas
-
-from .helpers import batch, loss_of, model
+from tests.harness import batch, loss_of, model
 
 
 def test_a_digest_knows_what_was_written_to_parameters_with_masters() -> None:

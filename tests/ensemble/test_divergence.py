@@ -14,43 +14,9 @@ import torch.distributed as dist
 import hdet
 from hdet.run.moments import Moments
 from hdet.run.snapshot import Snapshot, keeps_weights
-from tests.harness import policies
+from tests.harness import Run, batch, loss_of, model, policies
 
 from ..distributed import RankError, run_ranks
-from .helpers import CoresidentRun, Run, batch, loss_of, model
-
-# -- left out ----------------------------------------------------------------------------------------------------------------
-
-
-def left_out(rank: int, world: int, fault: str) -> Any:
-    run = Run(rank, interval=4, total=16)
-    run.steps(4)
-    for _ in range(3):
-        run.step()
-    if rank == 1 and fault == "parameters":
-        with torch.no_grad():
-            next(run.net.parameters()).view(-1)[0] = math.inf
-    reports = {"loss NaN": math.nan, "loss high": 1e6, "none": None, "parameters": None}
-    mine = run.weights()
-    # The last step of the cycle without an optimizer that would move what was just read: gradients are zero.
-    run.step(report=reports[fault] if rank == 1 else None)
-    history = run.ensemble.history
-    assert history is not None
-    run.steps(4)
-    after = run.ensemble.history
-    assert after is not None
-    return mine, run.weights(), history["notes"], history["diverged_total"], after["diverged_total"], after["losses"]
-
-
-@pytest.mark.parametrize("fault", ["loss NaN", "loss high", "parameters", "none"])
-def test_a_replica_that_diverged_takes_the_mean_and_is_counted(fault: str) -> None:
-    ranks = run_ranks(left_out, 3, fault)
-    for _, weights, notes, total, later, losses in ranks:
-        assert torch.equal(weights, ranks[0][1]) and weights.isfinite().all()
-        assert total == later == (0 if fault == "none" else 1)
-        assert bool(notes) == (fault != "none") and all("replica 1 left out of the average" in note for note in notes[:1])
-        assert all(loss is not None and math.isfinite(loss) for loss in losses)
-
 
 # -- taken back ----------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +25,7 @@ def explosion(rank: int, world: int, place: str, fused: bool, local: bool) -> An
     """From the third cycle on the rate is absurd: the loss explodes for everybody, until the base value has come down."""
     settings = {"gradients": "local", "moments": "keep"} if local else {}
     run = Run(
-        rank, interval=4, total=400, lr=1e-3, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW,
+        rank, every=4, total=400, lr=1e-3, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW,
         divergence=hdet.Divergence(rollback=place, lower=0.1), **settings,
     )  # fmt: skip
     if local:
@@ -94,7 +60,7 @@ def test_a_cycle_that_diverged_as_a_whole_is_taken_back_with_a_lower_base_value(
 
 
 def test_attempts_are_bounded() -> None:
-    run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device", attempts=3))
+    run = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device", attempts=3))
     run.steps(2)
     with pytest.raises(hdet.ReplicasDiverged, match="3 cycles in a row"):
         for _ in range(20):
@@ -104,7 +70,7 @@ def test_attempts_are_bounded() -> None:
 
 def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
     """The first cycle explodes in its last step only, too late for its mean loss: its end is no place to go back to."""
-    run = Run(0, interval=4, total=400, lr=1e-3, divergence=hdet.Divergence(rollback="device", lower=0.1))
+    run = Run(0, every=4, total=400, lr=1e-3, divergence=hdet.Divergence(rollback="device", lower=0.1))
     run.steps(4)
     before = run.weights()
     run.steps(3)
@@ -122,7 +88,7 @@ def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
 
 
 def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
-    run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    run = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device"))
     run.steps(6)
     state = run.ensemble.state_dict()
     with torch.no_grad():
@@ -135,12 +101,12 @@ def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
 
 
 def test_counts_and_level_are_part_of_the_state() -> None:
-    run = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    run = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device"))
     run.steps(2)
     run.step(report=math.nan)
     run.step(report=math.nan)
     state = run.ensemble.state_dict()
-    other = Run(0, interval=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    other = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device"))
     other.ensemble.load_state_dict(state)
     engine = other.ensemble.engine
     assert (engine.rollbacks, engine.rollbacks_in_row, engine.level) == (1, 1, run.ensemble.engine.level)
@@ -149,15 +115,15 @@ def test_counts_and_level_are_part_of_the_state() -> None:
 
 def test_coresident_replicas_are_taken_back_too() -> None:
     """In the very first cycle: the other replicas' parameters did not exist before the first step and become the model's again."""
-    run = CoresidentRun(3, interval=4, total=100, divergence=hdet.Divergence(rollback="device"))
-    before = run.weights()
+    run = Run(together=3, every=4, total=100, divergence=hdet.Divergence(rollback="device"))
+    before = run.all_weights()
     for _ in range(4):
         run.step(report={k: math.nan for k in range(3)})
     assert run.ensemble.history is not None and run.ensemble.history["rolled_back"]
     # Restored and averaged: three equal numbers' mean may differ in the last bit.
-    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(run.weights(), before, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(run.all_weights(), before, strict=True))
     run.steps(4)
-    assert not run.ensemble.history["rolled_back"] and not torch.equal(run.weights()[0], before[0])
+    assert not run.ensemble.history["rolled_back"] and not torch.equal(run.all_weights()[0], before[0])
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
@@ -205,7 +171,7 @@ STOCK = ["AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Rprop", "RMSprop", "
 class Counting(torch.optim.SGD):
     """Keeps its counter as a number, as many optimizers from elsewhere do."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             self.state[p]["step"] = self.state[p].get("step", 0) + 1
             p.data.add_(p.grad, alpha=-0.01 / self.state[p]["step"])
@@ -332,7 +298,7 @@ def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
 
 
 def undeclared(rank: int, world: int, gradients: str) -> list[str]:
-    run = Run(rank, interval=2, gradients=gradients, moments="keep" if gradients == "local" else None)
+    run = Run(rank, every=2, gradients=gradients, moments="keep" if gradients == "local" else None)
     if gradients == "shared":
         run.wrapped = run.net  # no DDP: nobody averages gradients
     with warnings.catch_warnings(record=True) as caught:
@@ -364,7 +330,7 @@ def test_gradients_that_a_closure_makes_are_looked_at_too() -> None:
 def test_a_tied_group_must_be_one() -> None:
     net = model()
     with pytest.raises(ValueError, match=r"tied\[0\] must be a process group that this rank is in, got -100"):
-        hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1), sync=hdet.Sync(tied=[(net[0].weight, -100)]))  # type: ignore[list-item]
+        hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1), sync=hdet.Sync(tied=[(net[0].weight, -100)]))
 
 
 def test_gradients_that_differ_are_not_shared() -> None:
@@ -382,7 +348,7 @@ def test_gradients_that_are_the_same_are_not_local() -> None:
 
 
 def phantom(rank: int, world: int) -> Any:
-    run = Run(rank, interval=3)
+    run = Run(rank, every=3)
     run.steps(3)
     calls, real = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]

@@ -10,13 +10,10 @@ import torch
 
 import hdet
 from hdet.run.snapshot import keeps_weights, reset_moments
-from tests.harness import policies
+from tests.harness import Run, TwoReplicas, losses_of, model, policies, taught
 
 from ..distributed import run_ranks
-from .helpers import Run, model
-from .test_line import Run as LineRun
-from .test_line import data, losses_of
-from .test_single import TwoReplicas
+from .test_line import line_run
 
 schedulefree = pytest.importorskip("schedulefree", reason="the peer is not installed")
 NET = model()
@@ -44,10 +41,10 @@ class Prepared(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.defaults = optimizer, optimizer.defaults
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
 
-    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
 
     def train(self) -> None: ...
 
@@ -67,7 +64,7 @@ def test_a_wrapper_is_what_it_wraps() -> None:
 
 
 def evaluated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    run = Run(rank, optimizer=free, interval=4, moments="average").steps(8)
+    run = Run(rank, optimizer=free, every=4, moments="average").steps(8)
     trained = run.weights()
     run.optimizer.eval()
     at = run.weights()
@@ -84,7 +81,7 @@ def test_replicas_evaluate_the_same_weights() -> None:
 
 def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
     """Its z is the weights, and not zeros; its counters are where they were."""
-    run = LineRun(1e-3, optimizer=free, total=200)
+    run = line_run(1e-3, optimizer=free, total=200)
     before = run.weights()
     while run.ensemble.sweeping:
         run.steps(1)
@@ -94,7 +91,7 @@ def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
 
     net = model()
     optimizer = free(net.parameters(), group["lr"])
-    losses_of(net, data(run.index)).mean().backward()
+    losses_of(net, taught(run.index)).mean().backward()
     optimizer.step()
     run.steps(1)
     assert torch.equal(run.weights(), torch.cat([p.detach().flatten() for p in net.parameters()]))
@@ -102,7 +99,7 @@ def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
 
 @pytest.mark.parametrize(("kind", "warned"), [(torch.optim.SGD, 1), (torch.optim.AdamW, 0), (hdet.FusedAdamW, 0), (hdet.FusedLion, 1)])
 def test_optimizers_with_which_the_sweep_was_not_found_are_warned_of(kind: Any, warned: int) -> None:
-    run = LineRun(1e-3, optimizer=kind, total=200)
+    run = line_run(1e-3, optimizer=kind, total=200)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run.steps(30)

@@ -11,9 +11,10 @@ from torch import nn
 
 from hdet.measure.batch_losses import BatchLosses
 from hdet.tensors.eval_mode import eval_mode
+from tests.harness import batch, loss_of, model
 
-from .helpers import batch, loss_of, model, watched
-from .test_line import Run
+from .helpers import watched
+from .test_line import line_run
 
 
 class Adapted(nn.Linear):
@@ -70,14 +71,14 @@ def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
     if evaluated == "all":
         net.eval()
     for i in evaluated if evaluated != "all" else ():
-        net[i].eval()  # type: ignore[index]
-    before, state, version = facts(net), copy.deepcopy(net.state_dict()), net[4].weight._version  # type: ignore[index,union-attr]
+        net[i].eval()
+    before, state, version = facts(net), copy.deepcopy(net.state_dict()), net[4].weight._version
     for _ in range(3):
         with eval_mode(net):
             assert all(not training and merged in (None, True) for training, merged in facts(net))
         assert facts(net) == before
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
-    assert net[4].weight._version == version, "a module without a train() of its own is not written to"  # type: ignore[index,union-attr]
+    assert net[4].weight._version == version, "a module without a train() of its own is not written to"
 
 
 class Frozen(nn.Module):
@@ -142,7 +143,7 @@ def test_adapters_are_trained_under_a_line_and_scored_under_a_probe() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 1))
     weights = [net[0].weight.clone(), net[2].weight.clone()]
-    run = Run(3e-3, net=net, total=200).steps(40)
+    run = line_run(3e-3, net=net, total=200).steps(40)
     for layer, weight in zip((net[0], net[2]), weights, strict=True):
         assert isinstance(layer, Adapted)
         assert layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from typing import Any
@@ -13,42 +12,36 @@ import torch
 import hdet
 from hdet.replicas import Replicas
 from tests.distributed import run_ranks
-from tests.ensemble.helpers import batch, loss_of, model
+from tests.harness import Run, batch, loss_of, model
 
 
-def trained(
-    steps: int, *, lr: float = 1e-3, interval: int = 8, zero: str = "after", groups: bool = False, **settings: Any
-) -> hdet.Ensemble:
-    """A loop with one replica; ``zero``: is zero_grad called before or after the step?"""
-    net = model()
-    params: Any = [{"params": net[0].parameters()}, {"params": net[2].parameters()}] if groups else net.parameters()
-    optimizer = torch.optim.SGD(params, lr=lr)
-    knobs = [hdet.LearningRate(0.3, groups="each" if groups else None)]
-    controller = settings.pop("controller", None) or hdet.HypergradientController(**settings)
-    ensemble = hdet.Ensemble(optimizer, controller=controller, sync=hdet.Sync(interval), knobs=knobs, total_steps=1000)
-    for step in range(steps):
-        loss = loss_of(net, batch(step))
-        if zero == "before":
-            optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if zero == "after":
-            optimizer.zero_grad()
-        ensemble.step(loss)
-    return ensemble
+def run(controller: Any = None, *, groups: bool = False, **settings: Any) -> Run:
+    """Plain SGD at a constant rate."""
+
+    def sgd(parameters: Any, **more: Any) -> torch.optim.Optimizer:
+        own = list(parameters)
+        split: Any = [{"params": own[:2]}, {"params": own[2:]}] if groups else own
+        return (hdet.FusedSGD if "together" in settings else torch.optim.SGD)(split, **more)
+
+    defaults = {"lr": 1e-3, "every": 8, "total": 1000, "knobs": [hdet.LearningRate(0.3, groups="each" if groups else None)]}
+    controller = controller or hdet.HypergradientController()
+    return Run(optimizer=sgd, scheduler=None, controller=controller, **{**defaults, **settings})
 
 
 def test_one_replica_is_enough_and_no_warning_says_otherwise() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ensemble = trained(80)
-    assert ensemble.corrections["lr"] > 2
-    assert ensemble.history is not None and ensemble.history["t"]["lr"] < -2 and ensemble.history["probe"] is None
+        trained = run().steps(80)
+    assert trained.ensemble.corrections["lr"] > 2
+    assert trained.history["t"]["lr"] < -2 and trained.history["probe"] is None
 
 
 def test_it_does_not_matter_when_gradients_are_zeroed() -> None:
-    before, after = trained(40, zero="before"), trained(40, zero="after")
-    assert before.corrections == after.corrections != {"lr": 1.0}
+    before, after = run().steps(40), run()
+    for _ in range(40):
+        after.step()
+        after.optimizer.zero_grad()
+    assert before.ensemble.corrections == after.ensemble.corrections != {"lr": 1.0}
 
 
 def test_the_cosines_are_those_of_gradient_and_displacement() -> None:
@@ -57,13 +50,13 @@ def test_the_cosines_are_those_of_gradient_and_displacement() -> None:
     seen: list[list[list[float]]] = []
     cosines = controller.measurements["cosines"]
     split = cosines.split
-    cosines.split = lambda rows: seen.append(split(rows)) or seen[-1]  # type: ignore[func-returns-value]
-    trained(8, controller=controller, groups=True)
+    cosines.split = lambda rows: seen.append(split(rows)) or seen[-1]
+    run(controller, groups=True).steps(8)
     net, expected = model(), {}
     begin = [p.detach().clone() for p in net.parameters()]
     for step in range(1, 9):
         net.zero_grad()
-        loss_of(net, batch(step - 1)).backward()
+        loss_of(net, batch(100 * (step - 1))).backward()
         pairs = list(zip(net.parameters(), begin, strict=True))
         for k, own in enumerate((pairs[:2], pairs[2:])):
             g = torch.cat([p.grad.flatten() for p, _ in own if p.grad is not None])
@@ -71,7 +64,7 @@ def test_the_cosines_are_those_of_gradient_and_displacement() -> None:
             expected[k, step] = float(torch.nn.functional.cosine_similarity(g, d, dim=0))
         with torch.no_grad():
             for p in net.parameters():
-                p -= 1e-3 * p.grad  # type: ignore[operator]
+                p -= 1e-3 * p.grad
     assert seen[0][0] == pytest.approx([expected[0, 6], expected[0, 8], expected[1, 6], expected[1, 8]], rel=1e-4)
 
 
@@ -88,9 +81,9 @@ def test_without_finite_gradients_there_is_no_vote(what: str) -> None:
         elif what == "infinite":
             loss.backward()
             for p in net.parameters():
-                p.grad[...] = math.inf if step % 8 == 5 else 0.0  # type: ignore[index]
+                p.grad[...] = math.inf if step % 8 == 5 else 0.0
             before = [p.detach().clone() for p in net.parameters()]
-        optimizer.step(closure) if closure else optimizer.step()  # type: ignore[arg-type]
+        optimizer.step(closure) if closure else optimizer.step()
         if what == "infinite":
             with torch.no_grad():
                 for p, b in zip(net.parameters(), before, strict=True):
@@ -108,96 +101,29 @@ def test_knobs_that_are_no_rates_are_refused_by_name() -> None:
         hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(), hdet.Eps()], controller=hdet.HypergradientController(), total_steps=100)
 
 
-def test_memory_and_looks_rest_when_it_is_idle() -> None:
-    ensemble = trained(33, freeze_after=16)
-    controller: Any = ensemble.engine.controller
-    cosines = controller.measurements["cosines"]
-    assert controller.idle and cosines._origin == [] and cosines._found == {}
-    assert ensemble.history is not None and ensemble.history["slopes"]["lr"] is None
-    assert ensemble.corrections["lr"] > 1
-
-
-def test_closed_it_lets_go_of_the_optimizer_and_of_the_memory() -> None:
-    ensemble = trained(10)
-    cosines = ensemble.engine.controller.measurements["cosines"]  # type: ignore[union-attr]
-    assert len(ensemble.optimizer._optimizer_step_pre_hooks) > 0 and cosines._origin != []
-    ensemble.close()
-    assert len(ensemble.optimizer._optimizer_step_pre_hooks) == 0 and cosines._origin == []
+def test_looks_rest_when_it_is_idle() -> None:
+    trained = run(hdet.HypergradientController(freeze_after=16)).steps(33)
+    assert trained.controller.idle and trained.history["slopes"]["lr"] is None
+    assert trained.ensemble.corrections["lr"] > 1
 
 
 def test_an_average_in_the_middle_of_a_cycle_begins_a_window_and_there_is_a_vote() -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync=hdet.Sync(10), total_steps=1000)
-    for step in range(40):
-        loss = loss_of(net, batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach())
-        if step % 10 == 3:
-            ensemble.converge()
-        if step % 10 == 9:
-            assert ensemble.history is not None and ensemble.history["t"]["lr"] is not None and ensemble.history["left_out"] == []
-
-
-def test_what_cannot_be_of_use_is_not_copied() -> None:
-    """Before a line's sweep is over nobody listens."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    then = hdet.HypergradientController()
-    controller = hdet.SequentialController(hdet.LineController(net, late=False), then)
-    ensemble = hdet.Ensemble(optimizer, controller=controller, sync=hdet.Sync(4), total_steps=1000)
-    x, y = batch(0)
-    for _ in range(12):
-        loss = loss_of(net, (x, y))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss.detach(), closure=lambda: (net(x) - y).pow(2).mean(1))
-        assert then.measurements["cosines"]._origin == []
+    trained = run(every=10)
+    for _ in range(4):
+        trained.steps(4).ensemble.converge()
+        trained.steps(6)
+        assert trained.history["t"]["lr"] is not None and trained.history["left_out"] == []
 
 
 def test_a_run_resumes_exactly() -> None:
-    def build() -> tuple[Any, Any, hdet.Ensemble]:
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        return net, optimizer, hdet.Ensemble(optimizer, controller=hdet.HypergradientController(), sync=hdet.Sync(8), total_steps=64)
-
-    def steps(net: Any, optimizer: Any, ensemble: hdet.Ensemble, numbers: range) -> None:
-        for step in numbers:
-            optimizer.zero_grad()
-            loss = loss_of(net, batch(step))
-            loss.backward()
-            optimizer.step()
-            ensemble.step(loss)
-
-    straight, first, second = build(), build(), build()
-    steps(*straight, range(48))
-    steps(*first, range(24))
-    second[0].load_state_dict(first[0].state_dict())
-    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-    second[2].load_state_dict(first[2].state_dict())
-    steps(*second, range(24, 48))
-    assert second[2].corrections == straight[2].corrections != {"lr": 1.0}
-    assert all(torch.equal(a, b) for a, b in zip(second[0].parameters(), straight[0].parameters(), strict=True))
+    straight, first = run(total=64), run(total=64).steps(24)
+    second = run(total=64).loaded(first.saved()).steps(24)
+    assert second.ensemble.corrections == straight.steps(48).ensemble.corrections != {"lr": 1.0}
+    assert torch.equal(second.weights(), straight.weights())
 
 
 def test_co_resident_replicas_share_one_vote() -> None:
-    net = model()
-    optimizer = hdet.FusedSGD(net.parameters(), lr=1e-3)
-    replicas = hdet.CoresidentReplicas(net, 2)
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, controller=hdet.HypergradientController(), sync=hdet.Sync(8), total_steps=200)
-    for step in range(80):
-        for k in range(2):
-            with replicas.use(k):
-                loss = loss_of(net, batch(2 * step + k))
-                ensemble.observe(loss)
-            (loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step()
-    assert ensemble.corrections["lr"] > 2
+    assert run(together=2, total=200).steps(80).ensemble.corrections["lr"] > 2
 
 
 def _correction(own: slice, replicas: Replicas) -> float:
@@ -233,4 +159,4 @@ def test_settings_are_validated(samples: Any) -> None:
     with pytest.raises(ValueError, match="freeze_after"):
         hdet.HypergradientController(rule=hdet.HypergradientRule(), freeze_after=0.5)
     with pytest.raises(TypeError, match="rule"):
-        hdet.HypergradientController(rule=object())  # type: ignore[arg-type]
+        hdet.HypergradientController(rule=object())

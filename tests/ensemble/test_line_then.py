@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from hdet import checkpoint
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from tests.distributed import run_ranks
-from tests.ensemble.helpers import model
-from tests.ensemble.test_line import Run, data, losses_of
+from tests.harness import Run, losses_of, model, taught
+
+from .test_line import line_run, plain_validation
 
 TOTAL, FOUND = 400, 0.03
 """The best peaks are 0.01 to 0.1 (test_line)."""
@@ -48,8 +48,8 @@ def followed(net: nn.Module, then: Any) -> hdet.SequentialController:
 
 
 def chained(then: Any, lr: float = 1e-3, **settings: Any) -> Run:
-    net = model()
-    return Run(lr, total=TOTAL, net=net, line=followed(net, then), **settings)
+    net = settings.pop("net", None) or model()
+    return line_run(lr, total=TOTAL, net=net, line=followed(net, then), **settings)
 
 
 def sweep(run: Run) -> int:
@@ -66,105 +66,74 @@ def test_the_other_decides_when_the_rate_has_risen_and_the_line_is_read_no_more(
     run = chained(then)
     back = sweep(run)
     found = run.ensemble.corrections["lr"]
-    assert then.steps == [] and not run.line.handed_over
+    assert then.steps == [] and not run.controller.handed_over
     run.closure = None  # nobody asks for it any more
-    assert not run.ensemble._snapshots._kept and run.line.first.losses._line is None, "its memory is free"
     run.steps(TOTAL - back)
-    risen = run.line.first.rule.risen
+    risen = run.controller.first.rule.risen
     assert back < risen <= back + 0.08 * TOTAL + 1
     assert then.steps == [float(step) for step in range(4, TOTAL + 1, 4) if step > risen]
     assert run.ensemble.corrections["lr"] == pytest.approx(2 * found)
-    assert run.validation() < 2 * Run(FOUND, total=TOTAL, line=None).steps(TOTAL).validation()
+    assert run.validation() < 2 * plain_validation(FOUND)
 
 
 def test_a_line_alone_and_one_before_another_sweep_alike() -> None:
-    alone, before = Run(1e-3, total=TOTAL), chained(Listener())
+    alone, before = line_run(1e-3, total=TOTAL), chained(Listener())
     back = sweep(alone)
     assert sweep(before) == back and torch.equal(alone.weights(), before.weights())
     assert alone.ensemble.corrections == before.ensemble.corrections
 
 
-class Together:
-    """Four co-resident replicas, and a probe after the sweep."""
+def together(lr: float, **probe: Any) -> tuple[Run, list[int]]:
+    """Four co-resident replicas, and a probe after the sweep; the steps at which that has scored."""
+    asked: list[int] = []
 
-    def __init__(self, lr: float, **probe: Any) -> None:
-        self.net = model()
-        self.optimizer = hdet.FusedAdamW(self.net.parameters(), lr=lr, weight_decay=0.0)
-        self.replicas = hdet.CoresidentReplicas(self.net, 4)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, TOTAL, cycle_momentum=False)
-        self.asked = 0
-        batches = [data(20_000 + i) for i in range(8)]
-        self.probe = hdet.ProbeController(self._loss, batches, chunks=4, model=self.net, interval=5, **probe)
-        self.line = followed(self.net, self.probe)
-        self.ensemble = hdet.Ensemble(
-            self.optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], replicas=self.replicas, sync=hdet.Sync(4), controller=self.line
-        )
-        self.index = 0
-
-    def _loss(self, net: torch.nn.Module, batch: Any) -> torch.Tensor:
-        self.asked += 1
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        asked.append(run.index)
         return losses_of(net, batch).mean()
 
-    def steps(self, count: int) -> Together:
-        for _ in range(count):
-            batch = data(self.index)
-            for r, part in enumerate(zip(*(x.chunk(4) for x in batch), strict=True)):
-                with self.replicas.use(r):
-                    loss = losses_of(self.net, part).mean()
-                    self.ensemble.observe(loss.detach())
-                    (loss / 4).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.ensemble.step(closure=lambda batch=batch: losses_of(self.net, batch))
-            self.index += 1
-        return self
+    def controller(net: nn.Module) -> hdet.Controller:
+        batches = [taught(20_000 + i) for i in range(8)]
+        return followed(net, hdet.ProbeController(loss, batches, chunks=4, model=net, interval=5, **probe))
 
-    def sets(self) -> Sequence[Sequence[torch.Tensor]]:
-        return self.replicas.sets(list(self.net.parameters()))
-
-    def equal(self) -> bool:
-        first, *others = self.sets()
-        return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    run = Run(together=4, lr=lr, total=TOTAL, every=4, controller=controller, data=lambda key: taught(key, 8), closure=True)
+    return run, asked
 
 
 def test_co_resident_replicas_train_alike_until_the_probe_acts_and_all_are_taken_back() -> None:
-    run = Together(30 * FOUND)  # breaks training at once
-    begin = [p.detach().clone() for p in run.net.parameters()]
+    run, asked = together(30 * FOUND)  # breaks training at once
+    begin = run.weights()
     while run.ensemble.sweeping:
-        run.steps(1)
-        assert run.equal()
-    assert all(torch.equal(p, b) for p, b in zip(run.net.parameters(), begin, strict=True))
-    while not run.line.handed_over:
-        assert run.asked == 0 and not run.ensemble.engine.explores
-        run.steps(1)
-        assert run.equal()
+        assert run.steps(1).equal()
+    assert torch.equal(run.weights(), begin)
+    while not run.controller.handed_over:
+        assert not asked and not run.ensemble.engine.explores
+        assert run.steps(1).equal()
     run.steps(3)
     assert not run.equal() and run.ensemble.engine.explores
-    run.steps(TOTAL - run.index)
-    assert run.asked > 0 and run.line.idle and run.equal()
-    with torch.no_grad():
-        end = losses_of(run.net, data(10_000, 512)).mean().item()
-    assert end < 2 * Run(FOUND, total=TOTAL, line=None).steps(TOTAL).validation()
+    run.steps()
+    assert asked and run.controller.idle and run.equal()
+    assert run.validation() < 2 * plain_validation(FOUND)
 
 
 def test_a_replica_that_is_nan_in_the_sweep_is_taken_back_too() -> None:
-    run = Together(FOUND).steps(6)
-    with torch.no_grad():
-        run.sets()[2][0].fill_(math.nan)
+    run, _ = together(FOUND)
+    run.steps(6)
+    with run.replica(2), torch.no_grad():
+        next(run.net.parameters()).fill_(math.nan)
     while run.ensemble.sweeping:
         run.steps(1)
-    assert run.equal() and all(bool(p.isfinite().all()) for p in run.net.parameters())
+    assert run.equal() and run.weights().isfinite().all()
 
 
 def test_a_probe_after_the_sweep_votes_and_freezes() -> None:
     """It votes: at a 256th of what was found, for more."""
-    run = Together(FOUND, freeze_after=0.5)
-    while not run.line.handed_over:
+    run, _ = together(FOUND, freeze_after=0.5)
+    while not run.controller.handed_over:
         run.steps(1)
     run.ensemble.engine.corrections = [run.ensemble.engine.corrections[0] / 256]
     low = run.ensemble.corrections["lr"]
-    run.steps(TOTAL - run.index)
-    assert run.ensemble.corrections["lr"] > low and run.probe.rule.frozen
+    run.steps()
+    assert run.ensemble.corrections["lr"] > low and run.controller.then.rule.frozen
 
 
 @pytest.mark.filterwarnings("ignore:.*in the middle of a sweep")
@@ -181,27 +150,31 @@ def test_resumed_it_goes_on_where_it_was(when: str) -> None:
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     second.ensemble.load_state_dict(state)
     second.index = first.index
-    assert second.line.handed_over is first.line.handed_over is (when == "after")
-    assert second.line.then.steps == first.line.then.steps
+    assert second.controller.handed_over is first.controller.handed_over is (when == "after")
+    assert second.controller.then.steps == first.controller.then.steps
     if when != "in the sweep":  # which begins anew
         assert second.ensemble.values() == first.ensemble.values()
     for run in (first, second):
         run.steps(TOTAL - run.index)
     if when != "in the sweep":
-        assert torch.equal(first.weights(), second.weights()) and first.line.then.steps == second.line.then.steps
+        assert torch.equal(first.weights(), second.weights()) and first.controller.then.steps == second.controller.then.steps
     with pytest.raises(ValueError, match="controller"):
-        Run(1e-3, total=TOTAL).ensemble.load_state_dict(state)
+        line_run(1e-3, total=TOTAL).ensemble.load_state_dict(state)
 
 
 def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
     """By the time of the hand-over a cosine is at 0.9: a probe that had not seen its peak would wait for it, and probe, to the end."""
     net = model()
-    probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(20_000 + i) for i in range(4)], chunks=4, model=net)
+    probe = hdet.ProbeController(
+        lambda net, batch: losses_of(net, batch).mean(), [taught(20_000 + i) for i in range(4)], chunks=4, model=net
+    )
     cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TOTAL)
     with pytest.warns(UserWarning, match="one replica"):
-        run = Run(FOUND, total=TOTAL, net=net, line=followed(net, probe), optimizer=hdet.FusedAdamW, scheduler=cosine, total_steps=TOTAL)
+        run = line_run(
+            FOUND, total=TOTAL, net=net, line=followed(net, probe), optimizer=hdet.FusedAdamW, scheduler=cosine, total_steps=TOTAL
+        )
     run.steps(TOTAL // 2)
-    assert run.line.handed_over and probe.rule.warm == [True] and run.line.idle  # type: ignore[attr-defined]
+    assert run.controller.handed_over and probe.rule.warm == [True] and run.controller.idle
 
 
 def test_a_damaged_state_changes_nothing() -> None:
@@ -212,16 +185,16 @@ def test_a_damaged_state_changes_nothing() -> None:
         run.ensemble.load_state_dict({**state, "controller_state": broken})
     with pytest.raises(ValueError, match="SequentialController's state lacks"):
         run.ensemble.load_state_dict({**state, "controller_state": {"first": {}}})
-    assert run.line.then.steps == [] and not run.line.then.frozen and not run.line.handed_over
+    assert run.controller.then.steps == [] and not run.controller.then.frozen and not run.controller.handed_over
 
 
 def test_what_is_no_other_controller_is_refused() -> None:
     line = hdet.LineController(late=False)
     for other in (Listener, 3, None):
         with pytest.raises(TypeError, match="then must be a controller"):
-            hdet.SequentialController(line, other)  # type: ignore[arg-type]
+            hdet.SequentialController(line, other)
         with pytest.raises(TypeError, match="first must be a controller"):
-            hdet.SequentialController(other, line)  # type: ignore[arg-type]
+            hdet.SequentialController(other, line)
     with pytest.raises(ValueError, match="both controllers have a measurement 'line'"):
         hdet.SequentialController(line, hdet.LineController())
     with pytest.raises(ValueError, match="pass decay=None"):
@@ -249,37 +222,43 @@ def test_a_rule_without_what_it_measures_is_refused_before_anything_is_touched()
     for controller in (hdet.ProbeRule(), hdet.HypergradientRule()):
         with pytest.raises(ValueError, match=r"measures '(probe|cosines)', and has no measurement of that name.*ProbeController\(rule="):
             hdet.Ensemble(optimizer, controller=controller, total_steps=100)
-        assert getattr(optimizer, "_hdet_fan_out", None) is None
+    hdet.Ensemble(optimizer)  # nobody drives it
 
 
 # -- replicas in processes of their own ------------------------------------------------------------------------------------
 
 
 def two_processes(rank: int, world: int) -> Any:
-    """[(step, handed over, weights differ between ranks)], and the corrections in the end. Each rank has its half of every batch."""
+    """[(step, handed over, weights differ between ranks)], and the corrections in the end."""
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=30 * FOUND, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 30 * FOUND, TOTAL, cycle_momentum=False)
-    line = followed(net, hdet.SoftmaxController(decay=None))
-    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(4), controller=line)
-    seen = []
-    for step in range(100):
-        half = tuple(x.chunk(world)[rank] for x in data(step))
-        losses_of(net, half).mean().backward()
-        for p in net.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= world
-        optimizer.step()
-        with torch.no_grad():
-            loss = losses_of(net, half).mean()
-            weights = torch.cat([p.flatten() for p in net.parameters()])
-        largest, least = weights.clone(), weights.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        seen.append((step, line.handed_over, not torch.equal(largest, least)))
-        optimizer.zero_grad()
-        ensemble.step(loss, closure=lambda half=half: losses_of(net, half))
-    return seen, ensemble.corrections
+    run = Run(
+        rank,
+        net=net,
+        lr=30 * FOUND,
+        total=TOTAL,
+        every=4,
+        controller=followed(net, hdet.SoftmaxController(decay=None)),
+        data=lambda key: taught(key, 16),
+        closure=True,
+    )
+    run.closure = lambda data: losses_of(net, data)
+    seen: list[tuple[int, bool, bool]] = []
+    step = run.ensemble.step
+
+    def looked_at(loss: torch.Tensor, closure: Any) -> None:
+        seen.append((run.index, run.controller.handed_over, not equal(run.weights())))
+        step(loss, closure=closure)
+
+    run.ensemble.step = looked_at
+    run.steps(100)
+    return seen, run.ensemble.corrections
+
+
+def equal(weights: torch.Tensor) -> bool:
+    """On all ranks?"""
+    everyones = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, weights)
+    return all(torch.equal(weights, other) for other in everyones)
 
 
 def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
@@ -296,7 +275,7 @@ def local_gradients(rank: int, world: int) -> Any:
     """Whether each rank is back at the beginning when it begins again, who decided on what, and the corrections in the end."""
     then, knobs = Listener(), [hdet.Eps(), hdet.LearningRate(0.3)]
     run = chained(then, 1e-4, knobs=knobs, every=4, gradients="local", moments="keep")
-    run.batch_of = lambda index: data(2 * index + rank)
+    run.data = lambda key: taught(key // 50 + rank)
     begin = run.weights()
     swept = []
     while run.ensemble.sweeping:
@@ -321,7 +300,7 @@ def test_knobs_that_are_no_rates_need_another_controller_and_a_rate_beside_them(
     def build(knobs: Any, **settings: Any) -> hdet.Ensemble:
         net = nn.Sequential(nn.Dropout(0.1), model())
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        batches = [data(20_000 + i) for i in range(8)]
+        batches = [taught(20_000 + i) for i in range(8)]
         probe = hdet.ProbeController(
             lambda net, batch: losses_of(net, batch).mean(), batches, model=net, held_out=settings.pop("held_out", True)
         )
@@ -348,34 +327,30 @@ def test_a_cycle_taken_back_lowers_rates_alone() -> None:
 
 
 def one_breaks(rank: int, world: int) -> Any:
-    """Rank 1's gradient is NaN once, in the coarse scan; ranks begin with different weights. [weights after each take-back], the rate in the end."""
+    """Rank 1's gradient is NaN once, in the coarse scan; ranks begin with different weights. [equal after each take-back?], the rate in the end."""
     net = model()
     with torch.no_grad():
         for p in net.parameters():
             p.add_(0.01 * (rank + 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, TOTAL, cycle_momentum=False)
-    line = followed(net, Listener())
-    ensemble = hdet.Ensemble(optimizer, scheduler, sync=hdet.Sync(4, gradients="local", moments="keep"), controller=line)
-    equal = []
-    for step in range(80):
-        batch = data(2 * step + rank)
-        loss = losses_of(net, batch).mean()
-        loss.backward()
-        if rank == 1 and step == 3:
+    run = chained(
+        Listener(), 3e-3, rank=rank, net=net, every=4, gradients="local", moments="keep", data=lambda key: taught(key // 50 + rank)
+    )
+    step = run.optimizer.step
+
+    def broken() -> None:
+        if rank == 1 and run.index == 3:
             net[0].weight.grad.fill_(math.nan)
-        if not (rank == 1 and step == 0):  # as a scaler leaves it out
-            optimizer.step()
-        optimizer.zero_grad()
-        rule: Any = line.first.rule  # type: ignore[attr-defined]
+        if not (rank == 1 and run.index == 0):  # as a scaler leaves it out
+            step()
+
+    run.optimizer.step = broken
+    taken_back, rule = [], run.controller.first.rule
+    for _ in range(80):
         phase, doublings = rule.phase, len(rule.doublings)
-        ensemble.step(loss.detach(), closure=lambda batch=batch: losses_of(net, batch))
+        run.step()
         if (rule.phase, len(rule.doublings)) != (phase, doublings) and not rule.doublings:
-            weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-            everyones = [torch.empty_like(weights) for _ in range(world)]
-            dist.all_gather(everyones, weights)
-            equal.append(bool(weights.isfinite().all()) and torch.equal(*everyones))
-    return equal, 3e-3 * ensemble.corrections["lr"], ensemble.sweeping
+            taken_back.append(equal(run.weights()) and bool(run.weights().isfinite().all()))
+    return taken_back, 3e-3 * run.ensemble.corrections["lr"], run.ensemble.sweeping
 
 
 def test_one_replica_that_breaks_breaks_the_sweep_and_all_begin_again_from_the_same_weights() -> None:
@@ -391,7 +366,7 @@ def test_a_product_of_rate_and_decay_and_a_bound_beside_other_rates_are_refused(
         net = model()
         first, *others = net.parameters()
         optimizer = torch.optim.AdamW([{"params": [first], "name": "a"}, {"params": others, "name": "b"}], lr=1e-3)
-        probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [data(9)] * 8, model=net, held_out=True)
+        probe = hdet.ProbeController(lambda net, batch: losses_of(net, batch).mean(), [taught(9)] * 8, model=net, held_out=True)
         return hdet.Ensemble(optimizer, knobs=knobs, controller=followed(net, probe), total_steps=100, sync=hdet.Sync(1))
 
     with pytest.warns(UserWarning, match="one replica"):
@@ -408,7 +383,7 @@ def test_a_product_of_rate_and_decay_and_a_bound_beside_other_rates_are_refused(
 def test_buffers_that_are_loaded_after_the_state_are_what_a_sweep_goes_back_to(tmp_path: Path) -> None:
     def build() -> Run:
         net = nn.Sequential(nn.BatchNorm1d(6), model())
-        return Run(1e-3, total=TOTAL, net=net, line=followed(net, Listener()))
+        return line_run(1e-3, total=TOTAL, net=net, line=followed(net, Listener()))
 
     first, second = build(), build()
     first.steps(8)

@@ -12,78 +12,55 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from tests.harness import policies
+from tests.harness import Batch, Run, batch, losses_of
 
 from ..distributed import run_ranks
-from .helpers import Run as Replicated
-from .helpers import batch, model
 
 TOTAL = 200
 
 
-class Run:
-    """A line over batches of ``size(step)`` examples."""
+def sized(size: Callable[[int], int], *, rank: int = 0, sees: Callable[[int], bool] = lambda step: True) -> Run:
+    """A line over batches of ``size(step)`` examples, steps counted from 1; ``sees``: does this rank's closure see losses in that step?"""
 
-    def __init__(
-        self, size: Callable[[int], int], *, rank: int = 0, sees: Callable[[int], bool] = lambda step: True, **settings: Any
-    ) -> None:
-        self.net, self.size, self.rank, self.sees, self.index = model(), size, rank, sees, 0
-        self.wrapped = DistributedDataParallel(self.net) if dist.is_initialized() else self.net
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
-        self.records: list[dict[str, Any]] = []
-        self.ensemble = hdet.Ensemble(
-            self.optimizer, controller=hdet.LineController(self.net), total_steps=TOTAL, log=lambda r, _: self.records.append(r), **policies(every=10, **settings)
-        )  # fmt: skip
-        self.called: Callable[[torch.Tensor], torch.Tensor | None] = lambda losses: losses
+    def data(key: int) -> Batch:
+        return batch(key // 10 + 10 + rank, size(key // 100 + 1))
 
-    def steps(self, count: int) -> Run:
-        for _ in range(count):
-            self.index += 1
-            x, y = batch(10 * self.index + self.rank)
-            x, y = x[: self.size(self.index)], y[: self.size(self.index)]
-            losses = (self.wrapped(x) - y).square().mean(-1)
-            losses.mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.ensemble.step(losses.mean().detach(), closure=lambda x=x, y=y: self.closure(x, y))
-        return self
+    run = Run(lr=1e-3, total=TOTAL, every=10, scheduler=None, controller=hdet.LineController, data=data, closure=True)
+    run.closure = lambda data: losses_of(run.net, data) if sees(run.index + 1) else None
+    return run
 
-    def closure(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-        return self.called((self.net(x) - y).square().mean(-1)) if self.sees(self.index) else None
 
-    @property
-    def skipped(self) -> int:
-        return sum("the line was not read" in note for record in self.records for note in record["notes"])
+def skipped(run: Run) -> int:
+    return sum("the line was not read" in note for note in run.notes())
 
 
 def test_a_batch_of_one_example_at_a_doubling_s_end_is_left_out() -> None:
-    ends = [record["step"] for record in Run(lambda _: 8).steps(TOTAL).records]
-    run = Run(lambda step: 1 if step in ends else 8).steps(TOTAL)
-    assert run.skipped and not run.ensemble.sweeping and run.ensemble.corrections["lr"] > 1
+    ends = [record["step"] for record in sized(lambda _: 8).steps().records]
+    run = sized(lambda step: 1 if step in ends else 8).steps()
+    assert skipped(run) and not run.ensemble.sweeping and run.ensemble.corrections["lr"] > 1
     after = [record["step"] for record in run.records if record["step"] % 10 == 0 and record["step"] > 50]
     assert after[-1] == TOTAL and len(after) >= 14, "cycles end at multiples of T again"
 
 
 def test_the_same_batch_at_every_doubling_s_end_does_not_keep_the_sweep_for_ever() -> None:
     """An epoch as long as a doubling: the next step's batch is read."""
-    run = Run(lambda step: 1 if step % 2 == 0 else 8).steps(TOTAL)
-    assert run.skipped and not run.ensemble.sweeping
+    run = sized(lambda step: 1 if step % 2 == 0 else 8).steps()
+    assert skipped(run) and not run.ensemble.sweeping
 
 
 def test_batches_of_one_example_from_then_on_are_an_error_in_the_end() -> None:
-    run = Run(lambda step: 8 if step < 20 else 1)
+    run = sized(lambda step: 8 if step < 20 else 1)
     with pytest.raises(ValueError, match="the closure gave 1 losses over all ranks"):
-        run.steps(TOTAL)
+        run.steps()
 
 
 def few(rank: int, world: int) -> Any:
     """Of two ranks one sees one example, and the other nothing, in every second step."""
-    run = Run(lambda step: 8 if step % 2 else 1, rank=rank, sees=lambda step: rank == 0 or step % 2 == 1)
+    run = sized(lambda step: 8 if step % 2 else 1, rank=rank, sees=lambda step: rank == 0 or step % 2 == 1)
     run.steps(60)
-    return run.skipped, run.ensemble.values(), [record["step"] for record in run.records], run.ensemble.sweeping
+    return skipped(run), run.ensemble.values(), [record["step"] for record in run.records], run.ensemble.sweeping
 
 
 def test_ranks_leave_out_the_same_readings() -> None:
@@ -92,16 +69,17 @@ def test_ranks_leave_out_the_same_readings() -> None:
 
 
 def changing(rank: int, world: int) -> str:
-    run = Run(lambda _: 8, rank=rank)
+    run = sized(lambda _: 8, rank=rank)
     calls = [0]
 
-    def called(losses: torch.Tensor) -> torch.Tensor | None:
+    def closure(data: Batch) -> torch.Tensor:
         calls[0] += 1
+        losses = losses_of(run.net, data)
         return losses if rank == 0 or calls[0] < 6 else losses[: calls[0] % 3 + 1]
 
-    run.called = called
+    run.closure = closure
     try:
-        run.steps(TOTAL)
+        run.steps()
     except ValueError as error:
         return str(error)
     return "no error"
@@ -114,11 +92,11 @@ def test_a_closure_that_returns_another_number_of_losses_is_named_on_all_ranks(w
 
 
 def alone() -> str:
-    run = Run(lambda _: 8)
+    run = sized(lambda _: 8)
     sizes = iter([8, 8, 1] + [7, 5] * 100)
-    run.called = lambda losses: losses[: next(sizes)]
+    run.closure = lambda data: losses_of(run.net, data)[: next(sizes)]
     with pytest.raises(ValueError) as caught:
-        run.steps(TOTAL)
+        run.steps()
     return str(caught.value)
 
 
@@ -167,7 +145,7 @@ def test_and_stays_as_it_is_in_the_model() -> None:
 
 
 def destroyed(rank: int, world: int, again: bool, folder: str) -> list[str]:
-    run = Replicated(rank).steps(3)
+    run = Run(rank).steps(3)
     dist.barrier()
     dist.destroy_process_group()
     if again:  # another one, of which the Ensemble knows nothing

@@ -12,10 +12,9 @@ import torch
 import hdet
 from hdet.core.clock import Clock
 from hdet.core.engine import KnobSpec
-from tests.harness import policies
+from tests.harness import Run, batch, loss_of, model, policies, probe
 
 from ..distributed import run_ranks
-from .helpers import CoresidentRun, Run, batch, loss_of, model, probe
 
 EVERY, AFTER = 2, 0.5
 
@@ -61,9 +60,10 @@ class Grouped:
         self.rhos: list[list[torch.Tensor]] = []
 
     def step(self, report: float | None = None) -> None:
-        self.rhos.append([self._rho(multipliers) for multipliers in self.ensemble._fan_out.multipliers])
+        self.rhos.append([])
         for k in range(self.replicas.count):
             with self.replicas.use(k):
+                self.rhos[-1].append(self.rho(list(self.ensemble.multipliers.values())))
                 loss = loss_of(self.net, batch(100 * self.index + k))
                 self.ensemble.observe(loss if report is None else report)
             (loss / self.replicas.count).backward()
@@ -88,7 +88,7 @@ class Grouped:
     def mean(self) -> torch.Tensor:
         return torch.stack(self.weights()).mean(0)
 
-    def _rho(self, multipliers: Sequence[float]) -> torch.Tensor:
+    def rho(self, multipliers: Sequence[float]) -> torch.Tensor:
         """For each weight that of its group."""
         one, two = multipliers if len(multipliers) == 2 else 2 * list(multipliers)
         return torch.cat(
@@ -140,7 +140,7 @@ class Waits(hdet.ProbeRule):
 
 
 def processes(rank: int, world: int) -> Any:
-    run = Run(rank, controller=lambda net: Scored(net, interval=2), interval=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
+    run = Run(rank, controller=lambda net: Scored(net, every=2), interval=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
     trajectory, rhos = [run.weights()], []
     for _ in range(12):
         rhos.append(run.ensemble.multipliers["lr"])
@@ -217,10 +217,9 @@ def test_a_rise_takes_two_intervals() -> None:
     assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
 
 
-def test_it_rests_before_an_interval_would_end_too_late_and_its_memory_is_free() -> None:
+def test_it_rests_before_an_interval_would_end_too_late() -> None:
     run = Grouped(4, lambda net: Scored(net, interval=3, freeze_after=26), knobs=[hdet.LearningRate(0.3)]).steps(26)
     assert run.controller.idle and len(run.controller.seen) == 16 and run.ensemble.multipliers == {"lr": 1.0}
-    assert run.controller.losses._points is None
     run.steps(14)
 
 
@@ -280,8 +279,8 @@ def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> 
     ("total", "interval", "expected"), [(400, 20, 1), (400, 10, 1), (419, 10, 3), (1000, 10, 5), (1000, 1, 50), (3, 5, 1)]
 )
 def test_by_default_averages_are_over_a_fortieth_of_the_run(total: int, interval: int, expected: int) -> None:
-    run = CoresidentRun(2, controller="probe", total=total, interval=interval)
-    assert run.ensemble.engine.controller.cycles == expected  # type: ignore[union-attr]
+    run = Run(together=2, controller="probe", total=total, every=interval)
+    assert run.ensemble.engine.controller.cycles == expected
 
 
 def of(interval: int | None, **settings: Any) -> hdet.ProbeController:

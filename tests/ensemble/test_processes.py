@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import RankError, run_ranks
-from .helpers import Run, batch, loss_of, model
 
 # -- spread 0 is DDP ---------------------------------------------------------------------------------------------------------
 
@@ -39,8 +39,7 @@ def spread_zero_and_ddp(rank: int, world: int, fused: bool) -> tuple[bool, bool]
     return rates, all(torch.equal(a, b) for a, b in zip(run.net.parameters(), net.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("world", "fused"), [(2, True), (3, False), (3, True)])
 def test_spread_zero_is_ddp_to_the_bit(world: int, fused: bool) -> None:
     """Three replicas matter: 1/3 is not a binary fraction, so an average of equal parameters would already differ."""
     assert run_ranks(spread_zero_and_ddp, world, fused) == [(True, True)] * world
@@ -59,8 +58,7 @@ def spread_and_converge(rank: int, world: int, fused: bool) -> Any:
     return out
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("world", "fused"), [(2, True), (4, False)])
 def test_replicas_differ_as_rho_before_and_are_equal_after_a_converge(world: int, fused: bool) -> None:
     ranks = run_ranks(spread_and_converge, world, fused)
     for step in range(10):
@@ -82,7 +80,7 @@ def test_replicas_differ_as_rho_before_and_are_equal_after_a_converge(world: int
 
 
 def probe_run(rank: int, world: int) -> Any:
-    run = Run(rank, controller="probe", lr=1e-5, total=60, interval=5)
+    run = Run(rank, controller="probe", lr=1e-5, total=60, every=5)
     records = []
     run.ensemble.log = lambda record, step: records.append((step, record))
     run.steps(60)
@@ -143,63 +141,6 @@ def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: Any) -> N
     assert second["left_out"] == [], "the next cycle counts it again"
     assert all(rank[0]["corrections"] == first["corrections"] for rank in ranks)
     assert all(torch.equal(rank[2], ranks[0][2]) for rank in ranks)
-
-
-def one_bad_replica(rank: int, world: int) -> Any:
-    run = Run(rank)
-    run.steps(4)
-    loss = loss_of(run.wrapped, batch(4))
-    loss.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    mine = run.weights()
-    if rank == 2:
-        with torch.no_grad():
-            next(run.net.parameters())[0, 0] = math.nan
-    run.ensemble.step(loss)
-    return mine, run.weights(), run.ensemble.history
-
-
-def test_a_replica_that_is_not_finite_is_left_out_of_the_average_and_healed() -> None:
-    ranks = run_ranks(one_bad_replica, 4)
-    expected = torch.stack([mine for rank, (mine, _, _) in enumerate(ranks) if rank != 2]).mean(0)
-    for _, after, record in ranks:
-        assert torch.allclose(after, expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(after, ranks[0][1])
-        assert any("replica 2 left out of the average" in note for note in record["notes"])
-
-
-def all_bad(rank: int, world: int) -> str:
-    run = Run(rank).steps(9)
-    with torch.no_grad():
-        next(run.net.parameters()).fill_(math.nan)
-    try:
-        run.step()
-    except hdet.ReplicasDiverged as error:
-        return str(error)
-    return "no error"
-
-
-def test_if_no_replica_is_finite_every_rank_stops_naming_the_cycle() -> None:
-    messages = run_ranks(all_bad, 2)
-    assert len(set(messages)) == 1 and "cycle 1 (step 10)" in messages[0]
-
-
-def disagree(rank: int, world: int, setting: str) -> str:
-    values: dict[str, Any] = {"seed": {"seed": rank}, "sync_interval": {"interval": 5 + rank}, "knobs": {"spread": 0.1 + 0.1 * rank}}[
-        setting
-    ]
-    try:
-        Run(rank, **values).step()
-    except hdet.ReplicaDisagreement as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("setting", ["seed", "sync_interval", "knobs"])
-def test_ranks_started_differently_stop_at_the_first_step(setting: str) -> None:
-    messages = run_ranks(disagree, 2, setting)
-    assert len(set(messages)) == 1 and setting in messages[0] and "differs between replicas" in messages[0]
 
 
 # -- converge on demand, checkpoints -----------------------------------------------------------------------------------------

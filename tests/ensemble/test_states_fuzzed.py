@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import policies
-
-from .helpers import batch, model, probe
+from tests.harness import batch, model, policies, probe
 
 TOTAL, INTERVAL, STEPS = 60, 5, 7
 
@@ -87,7 +85,7 @@ class Run:
         engine = sorted((k, v) for k, v in vars(self.ensemble.engine).items() if _is_plain(v))
         nested = [sorted((k, v) for k, v in vars(s).items() if k != "optimizer") for s in getattr(self.scheduler, "_schedulers", [])]
         scheduler.pop("_schedulers", None)
-        knobs = [(knob.scheduled, knob._correction, knob.base, knob.left) for knob in self.ensemble.knobs]
+        knobs = [(knob.scheduled, knob.base, knob.left) for knob in self.ensemble.knobs], self.ensemble.values(), self.ensemble.corrections
         return repr((self.whole.state_dict(), scheduler, nested, groups, plain, engine, knobs))
 
 
@@ -257,7 +255,7 @@ class TornController(Torn, hdet.Controller):
 @pytest.mark.filterwarnings("ignore:saving in the middle")
 @pytest.mark.parametrize("part", ["scheduler", "controller_state"])
 def test_what_complains_when_it_has_changed_already_gets_its_state_back(part: str) -> None:
-    run = Run(lambda net: TornController(None), Torn).steps(7)  # type: ignore[arg-type]
+    run = Run(lambda net: TornController(None), Torn).steps(7)
     state = copy.deepcopy(run.ensemble.state_dict())
     state[part]["first"] = 99
     run.steps(1)

@@ -67,7 +67,7 @@ def run_faulty(
     left = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     while left and time.monotonic() < deadline:
         for sentinel in connection.wait(list(left), max(0.0, deadline - time.monotonic())):
-            left.pop(sentinel)  # type: ignore[arg-type]
+            left.pop(sentinel)
     for worker in workers:
         if worker.is_alive():
             worker.kill()

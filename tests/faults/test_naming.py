@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,33 +156,43 @@ def test_survivors_find_each_other_whatever_they_were_doing(store: Any, monkeypa
     assert lost(who).lost == (2,)
 
 
+def here(store: Any) -> list[Any]:
+    """This process, as it announces itself: [host, pid, when it began]."""
+    with during("average", replicas([0], [1]), lambda: (0, 0)):
+        pass
+    return json.loads(store.get("hdet/here/0"))
+
+
 def test_a_process_of_this_host_is_looked_at(store: Any) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        for rank, pid, began in ((1, ended.pid, 5), (2, running.pid, faults._started(running.pid)), (3, running.pid, 5)):
-            store.set(f"hdet/here/{rank}", json.dumps([faults._host(), pid, began]))
-        store.set("hdet/here/4", json.dumps([["another host", "another space"], ended.pid, 5]))
-        error = lost(replicas([0], [1], [2], [3], [4]))
-        assert error.lost == (1, 3, 4) and error.late == (2,)  # the number of 3 belongs to a younger process by now
-        assert f"replica 1 (rank 1) and replica 3 (rank 3) are gone (ended: pid {ended.pid}, {running.pid})" in str(error)
-        assert f"replica 2 (rank 2) is late, or still waiting in the collective (still running: pid {running.pid})" in str(error)
-        assert "replica 4 (rank 4) is gone or late" in str(error)
-        error = lost(replicas([0], [2]))
-        assert error.lost == () and error.late == (2,) and "replica 1 (rank 2) is late (still running" in str(error)
-    finally:
-        running.communicate(b"\n")
+    host, running, began = here(store)
+    assert running == os.getpid()
+    for rank, pid, start in ((1, ended.pid, 5), (2, running, began), (3, running, 5)):
+        store.set(f"hdet/here/{rank}", json.dumps([host, pid, start]))
+    store.set("hdet/here/4", json.dumps([["another host", "another space"], ended.pid, 5]))
+    error = lost(replicas([0], [1], [2], [3], [4]))
+    assert error.lost == (1, 3, 4) and error.late == (2,)  # the number of 3 belongs to a younger process by now
+    assert f"replica 1 (rank 1) and replica 3 (rank 3) are gone (ended: pid {ended.pid}, {running})" in str(error)
+    assert f"replica 2 (rank 2) is late, or still waiting in the collective (still running: pid {running})" in str(error)
+    assert "replica 4 (rank 4) is gone or late" in str(error)
+    error = lost(replicas([0], [2]))
+    assert error.lost == () and error.late == (2,) and "replica 1 (rank 2) is late (still running" in str(error)
 
 
-def test_an_exit_status_nobody_has_fetched_is_no_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.read()  # until it closes its end; then it is a zombie, soon
+def test_an_exit_status_nobody_has_fetched_is_no_process(store: Any) -> None:
+    host, _, _ = here(store)
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
         deadline = time.monotonic() + HANG_S
-        while faults._started(child.pid) is not None and time.monotonic() < deadline:
+        while (state := status_of(child.pid))[0] != "Z" and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert faults._started(child.pid) is None
+        store.set("hdet/here/1", json.dumps([host, child.pid, int(state[19])]))
+        error = lost(replicas([0], [1]))
+    assert error.lost == (1,) and f"(ended: pid {child.pid})" in str(error)
+
+
+def status_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def test_a_late_rank_is_told_apart(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,36 +219,44 @@ def test_the_late_one_knows_it(store: Any) -> None:
 
 
 class Frozen:
-    """A store whose host neither answers nor closes the connection."""
+    """A store whose host neither answers nor closes the connection, once it is ``away``."""
 
-    host, port = "node3", 29500
+    host, port, away = "node3", 29500, False
 
-    def check(self, keys: list[str]) -> bool:
-        time.sleep(HANG_S)
+    def check(self, *_: Any) -> bool:
+        if self.away:
+            self.fail()
         return False
 
     set = check
 
+    def fail(self) -> None:
+        time.sleep(HANG_S)
+
 
 class Gone(Frozen):
-    def check(self, keys: list[str]) -> bool:
+    def fail(self) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
-
-    set = check
 
 
 @pytest.mark.parametrize(("kind", "says"), [(Frozen, "does not answer within"), (Gone, "is gone")])
-def test_a_store_that_is_gone_takes_bounded_time(kind: Any, says: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", kind)
-    monkeypatch.setattr(faults, "_announce", lambda replicas: None)  # that was while it still answered
+@pytest.mark.parametrize("agent", [False, True], ids=["a rank's", "torchrun's"])
+def test_a_store_that_is_gone_takes_bounded_time(kind: Any, says: str, agent: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, began = kind(), time.monotonic()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: gone)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    began = time.monotonic()
-    error = lost(replicas([0], [1], [2]))
+    if agent:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ReplicaLost) as raised, during("average", replicas([0], [1], [2]), lambda: (3, 17)):
+        gone.away = True
+        raise RuntimeError(CLOSED)
+    error = raised.value
     assert time.monotonic() - began < HANG_S / 10
-    assert error.lost == (0,) and f"replica 0 (rank 0) is gone: the rendezvous store at node3:29500, which it holds, {says}" in str(error)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    error = lost(replicas([0], [1], [2]))
-    assert error.lost == () and "who is lost is not known" in str(error)
+    if agent:
+        assert error.lost == () and "who is lost is not known" in str(error)
+    else:
+        says = f"replica 0 (rank 0) is gone: the rendezvous store at node3:29500, which it holds, {says}"
+        assert error.lost == (0,) and says in str(error)
 
 
 def test_nothing_of_the_roll_call_hides_the_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,53 +294,47 @@ def test_without_a_process_group_nothing_is_caught() -> None:
 
 
 def test_ranks_announce_themselves_once(store: Any) -> None:
-    for _ in range(2):
-        with during("average", replicas([0], [1]), lambda: (0, 0)):
-            pass
-    host, pid, began = json.loads(store.get("hdet/here/0"))
-    assert host == faults._host() and began == faults._started(pid)
+    here(store)
     store.delete_key("hdet/here/0")
     with during("average", replicas([0], [1]), lambda: (0, 0)):
         pass
     assert not store.check(["hdet/here/0"])
 
 
-def test_many_ranks_cost_few_messages(store: Any) -> None:
+class Counting:
+    """A store that counts questions, and takes its time."""
+
+    def __init__(self, store: Any, takes_s: float = 0.0) -> None:
+        self.store, self.takes_s, self.asked = store, takes_s, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        time.sleep(self.takes_s)
+        return bool(self.store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_many_ranks_cost_few_messages(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is one process that all ranks ask: with m of n missing, some multiple of m log n questions each."""
-    asked = []
-
-    class Counting:
-        def check(self, keys: list[str]) -> bool:
-            asked.append(len(keys))
-            return bool(store.check(keys))
-
-        set, get = store.set, store.get
-
+    counting = Counting(store)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: counting)
     answer(store, *(rank for rank in range(4096) if rank not in (77, 3000)))
-    call = faults._RollCall(Counting(), 0, range(4096), 0.2)
-    call.run()
-    assert call.error is None and [one.rank for one in call.absent] == [77, 3000]
-    assert len(asked) < 100
+    assert lost(replicas(*([rank] for rank in range(4096)))).lost == (77, 3000)
+    assert counting.asked < 100
 
 
-def test_many_missing_are_counted_not_listed(store: Any) -> None:
+def test_many_missing_are_counted_not_listed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And who is slow to ask after gives up in time."""
     error = lost(replicas(*([2 * r, 2 * r + 1] for r in range(1000))))
     assert len(error.lost) == 1999 and len(str(error)) < 800
     assert "replica 7 (ranks 14-15) and 992 more replicas are gone or late" in str(error)
 
-    class Slow:
-        def check(self, keys: list[str]) -> bool:
-            time.sleep(0.02)
-            return False
-
-        def set(self, key: str, value: str) -> None:
-            pass
-
-    call = faults._RollCall(Slow(), 0, range(512), 0.2)
-    began = time.monotonic()
-    call.run()
-    assert call.error is None and len(call.absent) == 511 and time.monotonic() - began < 10, "without giving up it would ask for 40 s"
+    slow, began = Counting(store, 0.02), time.monotonic()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: slow)
+    error = lost(replicas(*([rank] for rank in range(5000, 5512))))
+    assert len(error.lost) == 512 and time.monotonic() - began < 10, "without giving up it would ask for 40 s"
 
 
 def test_it_pickles() -> None:

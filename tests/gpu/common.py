@@ -42,7 +42,4 @@ def _bytes(x: Tensor) -> Tensor:
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [
-        *params,
-        *(value for param in params for _, value in sorted(optimizer.state[param].items()) if isinstance(value, Tensor)),
-    ]
+    return [*params, *(value for param in params for _, value in sorted(optimizer.state[param].items()) if isinstance(value, Tensor))]

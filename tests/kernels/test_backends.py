@@ -24,12 +24,12 @@ def test_triton_is_usable_with_a_gpu_or_in_its_interpreter_or_says_what_is_missi
     for interpret, gpu in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        state = kernels._triton_state(None)
+        state = kernels.available()["triton"]
         assert state == "usable" if interpret or gpu else "no usable CUDA device" in state and "TRITON_INTERPRET=1" in state
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    assert kernels._triton_state(None) == "Triton 3.5.1 is too old: install 3.6 or later"
+    assert kernels.available()["triton"] == "Triton 3.5.1 is too old: install 3.6 or later"
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Install it with pip install hdet[triton]" in kernels._triton_state(None)
+    assert "Install it with pip install hdet[triton]" in kernels.available()["triton"]
 
 
 def test_auto_is_the_native_backend_of_the_device() -> None:
@@ -73,7 +73,7 @@ class _WithoutCuda:
 def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_C", _WithoutCuda())
     monkeypatch.setattr(kernels, "_warned", False)
-    monkeypatch.setitem(kernels._STATES, "triton", lambda device: "Triton is missing")
+    monkeypatch.setitem(sys.modules, "triton", None)  # is missing
     with pytest.warns(RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "torch"
     with warnings.catch_warnings():
@@ -84,10 +84,10 @@ def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatc
 
 
 def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
+    triton = pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
     monkeypatch.setattr(native, "_C", _WithoutCuda())
     monkeypatch.setattr(kernels, "_warned", False)
-    monkeypatch.setitem(kernels._STATES, "triton", lambda device: kernels.USABLE)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     with pytest.warns(RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"):
         assert kernels.select("auto", torch.device("cuda", 0)).name == "triton"
 
@@ -95,14 +95,16 @@ def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(monkeypatc
 def test_only_the_backend_that_is_asked_for_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look at the others would import Triton and start CUDA."""
 
-    def asked(device: torch.device | None) -> str:
+    def asked() -> bool:
         raise AssertionError("another backend was asked")
 
-    for others, name in ((("cuda", "triton", "torch"), "cpu"), (("cuda", "triton", "cpu"), "torch")):
-        with monkeypatch.context() as patch:
-            for other in others:
-                patch.setitem(kernels._STATES, other, asked)
-            assert kernels.select(name, torch.device("cpu")).name == name
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", asked)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("cpu", "torch"):
+        assert kernels.select(name, torch.device("cpu")).name == name
+    with pytest.raises(AssertionError, match="another backend"):
+        kernels.available()
 
 
 def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,17 @@ in test_cpu.py."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
-from hdet.kernels.native.cpu import CpuStepPlan
+from hdet.kernels import RankOneTensors, StepSettings, StepTensors
 from hdet.kernels.spec import rounding
 
 from .cases import CHUNK, Guarded
+from .test_gradients import with_exchange
 
 BF16 = torch.bfloat16
 FAR = 2**36 + CHUNK
@@ -34,20 +35,21 @@ def move_addresses(table: Tensor, tensors: Sequence[Tensor | None]) -> None:
             table[i] -= FAR * tensor.element_size()
 
 
-class FarStepPlan(CpuStepPlan):
-    def move(self) -> None:
-        t = self.tensors
-        parts = [*t.params, t.exp_avgs or [], t.exp_avg_sqs or []]
-        move_addresses(self.addresses, [tensor for part in parts for tensor in part])
+def move(plan: Any, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> None:
+    """A CPU plan after a step on these gradients: its next steps on them take place far out."""
+    move_chunks(plan.chunks)
+    move_addresses(plan.addresses, tensors)
+    move_addresses(plan.gradient_table, gradients)
 
-    def step(
-        self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = kernels.spec.interface.PLAIN
-    ) -> None:
-        self._take_settings(settings, options)
-        self._take_gradients(gradients)
-        move_chunks(self.chunks)
-        move_addresses(self.gradient_table, gradients)
-        self._run()
+
+def streams(t: StepTensors) -> list[Tensor]:
+    """All that a plan has addresses of, in its order."""
+    return [tensor for part in (*t.params, t.exp_avgs or [], t.exp_avg_sqs or []) for tensor in part if tensor is not None]
+
+
+def put_back(written: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(written, values, strict=True):
+        tensor.copy_(value)
 
 
 def step_tensors(dtype: torch.dtype, **more: object) -> StepTensors:
@@ -57,13 +59,17 @@ def step_tensors(dtype: torch.dtype, **more: object) -> StepTensors:
     return StepTensors("adamw", [params], [0] * len(SIZES), [torch.zeros(()) for _ in SIZES], *moments, **more)  # type: ignore[arg-type]
 
 
+@with_exchange
 def test_random_numbers_know_where_they_are() -> None:
     """A stochastically rounded step far out uses the numbers of its elements there, all 50 bits of them."""
     exact, tensors = step_tensors(torch.float32), step_tensors(BF16, stochastic=77, first_replica=3, ids=[5, 9])
     gradients, settings = Guarded(SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0])]
     kernels.step_plan(exact, "cpu").step(gradients, settings)
-    plan = FarStepPlan(tensors, kernels.native.Memory())
-    plan.move()
+    plan = kernels.step_plan(tensors, "cpu")
+    before = [t.clone() for t in (*streams(tensors), *tensors.steps)]
+    plan.step(gradients, settings)  # the tables are written
+    put_back([*streams(tensors), *tensors.steps], before)
+    move(plan, streams(tensors), gradients)
     plan.step(gradients, settings)
     for identity, value, found in zip([5, 9], exact.params[0], tensors.params[0], strict=True):
         element = FAR + torch.arange(value.numel())
@@ -112,6 +118,7 @@ def test_swap_far_out() -> None:
     assert all(torch.equal(a, b) for old, new in zip(before, (one, other), strict=True) for a, b in zip(old, new, strict=True))
 
 
+@with_exchange
 def test_a_line_far_out() -> None:
     def tensors() -> RankOneTensors:
         columns = [Guarded(SIZES, 0, place).tensors for place in range(4)]
@@ -120,19 +127,15 @@ def test_a_line_far_out() -> None:
         return RankOneTensors("adamw", *columns[:2], outputs, [0, 0], [torch.zeros(()) for _ in SIZES], *moments)
 
     near, far = tensors(), tensors()
-    plans = [kernels.rank_one_plan(t, "cpu") for t in (near, far)]
-    moved: list[Tensor] = [*far.outputs[0], *far.outputs[1], *far.exp_avgs, *far.exp_avg_sqs]  # type: ignore[misc,list-item]
-    move_addresses(plans[1].addresses, moved)  # type: ignore[attr-defined]
-    move_addresses(plans[1].line_addresses, [*far.bases, *far.displacements])  # type: ignore[attr-defined]
-    move_chunks(plans[1].chunks)  # type: ignore[attr-defined]
+    plans: list[Any] = [kernels.rank_one_plan(t, "cpu") for t in (near, far)]
     settings, gradients = [SETTINGS._replace(multipliers=[0.5, 1.5])], Guarded(SIZES, 0, 99).tensors
-    plans[0].step(gradients, settings)
-    far_plan = plans[1]
-    far_plan._take_settings(settings, kernels.spec.interface.PLAIN)  # type: ignore[attr-defined]
-    far_plan._take_gradients(gradients)  # type: ignore[attr-defined]
-    move_addresses(far_plan.gradient_table, gradients)  # type: ignore[attr-defined]
-    far_plan._run()  # type: ignore[attr-defined]
     for plan in plans:
+        plan.step(gradients, settings)
+    moved: list[Tensor] = [*far.outputs[0], *far.outputs[1], *far.exp_avgs, *far.exp_avg_sqs]  # type: ignore[misc,list-item]
+    move(plans[1], moved, gradients)
+    move_addresses(plans[1].line_addresses, [*far.bases, *far.displacements])
+    for plan in plans:
+        plan.step(gradients, settings)
         plan.converge([0.5, 0.5])
     for ours, theirs in [(near.bases, far.bases), (near.displacements, far.displacements), *zip(near.outputs, far.outputs, strict=True)]:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -15,11 +15,15 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pybind11", reason="building needs pybind11")
+from ..limits import HANG_S
 from .shim import build
 
 HERE = Path(__file__).resolve().parent
 TABLES = ["test_step.py", "test_average.py", "test_pair.py", "test_norm.py"]
-pytestmark = pytest.mark.skipif(build.COMPILER is None or not build.SOURCES.exists(), reason="needs a C++ compiler and hdet's sources")
+pytestmark = [
+    pytest.mark.skipif(build.COMPILER is None or not build.SOURCES.exists(), reason="needs a C++ compiler and hdet's sources"),
+    pytest.mark.timeout(6 * HANG_S),  # the build, and a thousand tests under sanitizers
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,6 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, *command], cwd=build.ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.timeout(600)  # against a hang: the build, and a thousand tests under sanitizers
 def test_the_cuda_sources_on_the_host(environment: dict[str, str]) -> None:
     files = [str(HERE / name) for name in ("shim/checks.py", *TABLES)]
     result = run(environment, "-m", "pytest", "-p", "tests.kernels.shim.plugin", "-q", "-x", "-p", "no:cacheprovider", *files)

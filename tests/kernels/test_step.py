@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -112,39 +111,6 @@ def test_a_replica_that_holds_nan_does_not_reach_the_others(backend: str, rule: 
 
 
 # as torch.optim
-
-
-@pytest.mark.parametrize(
-    ("rule", "torchs", "changes"),
-    [
-        ("adamw", torch.optim.AdamW, {}),
-        ("adamw", torch.optim.AdamW, {"maximize": True}),
-        ("adam", torch.optim.Adam, {}),
-        ("sgd", torch.optim.SGD, {"beta1": 0.0}),
-        ("sgd", torch.optim.SGD, {"dampening": 0.4}),
-        ("sgd", torch.optim.SGD, {"nesterov": True, "maximize": True}),
-    ],
-)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_as_torch_optim(backend: str, rule: str, torchs: Any, changes: dict[str, Any]) -> None:
-    """From the first step on: torch starts SGD's momentum with the gradient as it is."""
-    device = device_of(backend)
-    s = SETTINGS._replace(multipliers=[1.0], **changes)
-    theirs = torch.nn.Parameter(torch.randn(100, device=device))
-    ours = theirs.detach().clone()
-    common = {"lr": s.lr, "weight_decay": s.weight_decay, "maximize": s.maximize}
-    if rule == "sgd":
-        optimizer = torchs([theirs], momentum=s.beta1, dampening=s.dampening, nesterov=s.nesterov, **common)
-    else:
-        optimizer = torchs([theirs], betas=(s.beta1, s.beta2), eps=s.eps, **common)
-    first, second = torch.zeros_like(ours), torch.zeros_like(ours)
-    tensors = StepTensors(rule, [[ours]], [0], [torch.zeros((), device=device)], [first], [second] if rule != "sgd" else None)
-    plan = kernels.step_plan(tensors, backend)
-    for _ in range(4):
-        theirs.grad = torch.randn_like(ours)
-        optimizer.step()
-        plan.step([theirs.grad], [s])
-        torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6, atol=2e-6)
 
 
 # skipped steps

@@ -32,6 +32,21 @@ class Scripted(hdet.Controller):
         return hdet.Learned([hdet.Decision(factor=factor) for factor in self.factors])
 
 
+class Given(Scripted):
+    """All replicas have these multipliers, one for each knob (rates come first), from the first step on."""
+
+    def __init__(self, *multipliers: float) -> None:
+        super().__init__(*[1.0] * len(multipliers))
+        self.multipliers, self.count = multipliers, 0
+
+    def start(self, run: hdet.Run) -> None:
+        super().start(run)
+        self.count = run.replicas
+
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        return hdet.Plan(multipliers=[[rho] * self.count for rho in self.multipliers])
+
+
 class Net(nn.Module):
     """A regression with everything a knob may move."""
 

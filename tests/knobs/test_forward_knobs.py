@@ -15,7 +15,7 @@ from torch import nn
 import hdet
 from tests.harness import policies
 
-from .helpers import LOCAL, Net, Scripted, adamw, backward, ensemble
+from .helpers import LOCAL, Given, Net, Scripted, adamw, backward, ensemble
 
 
 class Held:
@@ -74,12 +74,11 @@ def test_a_linear_scale_adds_and_may_pass_zero() -> None:
 
 
 def test_bounds_are_hard_for_the_base_and_for_replicas() -> None:
-    held = Held(0.8)
-    run = ensemble(Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], **LOCAL)
     for correction, rho, base, used in ((1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)):
+        held = Held(0.8)
+        run = ensemble(Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], controller=Given(rho), **LOCAL)
         run.engine.corrections = [correction]
         run.schedule.write(run.engine)
-        run._fan_out.assign([rho])
         assert held.value == base
         with run.explore():
             assert held.value == pytest.approx(used)
@@ -185,8 +184,8 @@ def test_dropout_moves_what_it_is_told_to() -> None:
     read = lambda: [net.a.p, net.b.p, net.off.p, net.attention.dropout]
 
     def at(rho: float, **settings: Any) -> list[float]:
-        run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, **settings)], **policies(**LOCAL))
-        run._fan_out.assign([rho])
+        knobs = [hdet.Dropout(net, **settings)]
+        run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=knobs, controller=Given(rho), **policies(**LOCAL))
         with run.explore():
             return read()
 
@@ -203,8 +202,8 @@ def test_dropout_moves_what_it_is_told_to() -> None:
 
 def test_dropout_inside_explore_is_what_the_forward_pass_uses() -> None:
     net = nn.Sequential(nn.Dropout(0.25), nn.Linear(1, 1))
-    run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=[hdet.Dropout(net, modules=["0"])], **policies(**LOCAL))
-    run._fan_out.assign([2.0 - 1e-9])
+    knobs = [hdet.Dropout(net, modules=["0"])]
+    run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=knobs, controller=Given(2.0 - 1e-9), **policies(**LOCAL))
     x = torch.ones(20_000, 1)
     with run.explore():
         inside = (net[0](x) == 0).float().mean().item()
@@ -276,8 +275,7 @@ def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
 
 def test_the_loop_clips_to_the_replicas_norm() -> None:
     net = Net()
-    run = ensemble(net, [hdet.ClipNorm(0.1, spread=0.5)], moments="average")
-    run._fan_out.assign([1.5])
+    run = ensemble(net, [hdet.ClipNorm(0.1, spread=0.5)], controller=Given(1.5), moments="average")
     with run.explore():
         backward(net)
         nn.utils.clip_grad_norm_(net.parameters(), run.value("clip_norm"))

@@ -17,14 +17,14 @@ def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
     return hdet.ProbeController(lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings)
 
 
-DISHONEST = {
+NEED_HELD_OUT_LOSSES = {
     "dropout": lambda net: hdet.Dropout(net),
     "weight_decay": lambda net: hdet.WeightDecay(),
     "label_smoothing": lambda net: hdet.LabelSmoothing(0.1),
     "loss_weight/a": lambda net: hdet.LossWeights({"a": 1.0}),
     "augmentation": lambda net: hdet.Scalar("augmentation", value=0.5),
 }
-HONEST = {
+VALID_ON_TRAIN_LOSS = {
     "lr": lambda net: hdet.LearningRate(),
     "beta1": lambda net: hdet.Betas(),
     "eps": lambda net: hdet.Eps(),
@@ -34,22 +34,22 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize("name", DISHONEST)
+@pytest.mark.parametrize("name", NEED_HELD_OUT_LOSSES)
 def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
     net = Net()
     for controller in (hdet.SoftmaxController(decay=None), probe_of(net)):
         optimizer = adamw(net)
         with pytest.raises(ValueError, match=f"no honest judge of the knob '{name}'.*'{controller.name}'.*held_out=True"):
-            ensemble(net, [DISHONEST[name](net)], optimizer=optimizer, controller=controller, **LOCAL)
+            ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], optimizer=optimizer, controller=controller, **LOCAL)
         assert "step" not in optimizer.__dict__
-    ensemble(net, [DISHONEST[name](net)], controller=probe_of(net, held_out=True), **LOCAL)
-    ensemble(net, [DISHONEST[name](net)], controller=None, **LOCAL)
+    ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], controller=probe_of(net, held_out=True), **LOCAL)
+    ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], controller=None, **LOCAL)
 
 
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", VALID_ON_TRAIN_LOSS)
 def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
     net = Net()
-    run = ensemble(net, [HONEST[name](net)], controller=hdet.SoftmaxController(decay=None), **LOCAL)
+    run = ensemble(net, [VALID_ON_TRAIN_LOSS[name](net)], controller=hdet.SoftmaxController(decay=None), **LOCAL)
     assert name in run.multipliers
 
 
@@ -66,7 +66,7 @@ FORWARD = ["dropout", "label_smoothing", "loss_weight/a", "augmentation"]
 def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference(name: str) -> None:
     net = Net()
     with pytest.raises(ValueError, match=f"'{name}' acts in the forward pass, but with gradients='shared'.*gradients='local'"):
-        ensemble(net, [DISHONEST[name](net)], controller=probe_of(net, held_out=True))
+        ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], controller=probe_of(net, held_out=True))
 
 
 def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
@@ -75,19 +75,16 @@ def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
     assert list(run.multipliers) == ["temperature", "weight_decay"]
 
 
-PARTING = {
-    "beta2": lambda: hdet.Betas(which=[1]),
-    "clip_norm": lambda: hdet.ClipNorm(1.0),
-}
+MOMENTS_DIVERGE = {"beta2": lambda: hdet.Betas(which=[1]), "clip_norm": lambda: hdet.ClipNorm(1.0)}
 
 
-@pytest.mark.parametrize("name", PARTING)
-def test_what_parts_moments_needs_a_choice_of_moments(name: str) -> None:
+@pytest.mark.parametrize("name", MOMENTS_DIVERGE)
+def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None:
     for moments in (None, "keep", "forget"):
         with pytest.raises(ValueError, match=f"moments is {moments!r}, but replicas that differ in '{name}' differ in their moments"):
-            ensemble(Net(), [PARTING[name]()], moments=moments)
+            ensemble(Net(), [MOMENTS_DIVERGE[name]()], moments=moments)
     for moments in ("average", "reset"):
-        assert name in ensemble(Net(), [PARTING[name]()], moments=moments).multipliers
+        assert name in ensemble(Net(), [MOMENTS_DIVERGE[name]()], moments=moments).multipliers
 
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
@@ -104,7 +101,7 @@ def test_moments_are_a_choice_only_where_they_differ() -> None:
         (lambda p: hdet.FusedSGD(p, lr=0.1), False),
     ],
 )  # fmt: skip
-def test_decay_that_is_part_of_the_gradient_parts_moments(make: Any, coupled: bool) -> None:
+def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, coupled: bool) -> None:
     net = Net()
     if coupled:
         with pytest.raises(ValueError, match="'weight_decay' differ in their moments"):

@@ -9,7 +9,7 @@ import torch
 
 import hdet
 
-from .helpers import Net, Pretend, Scripted, adamw, backward, ensemble, seen_in_step
+from .helpers import Given, Net, Pretend, Scripted, adamw, backward, ensemble, seen_in_step
 
 OPTIMIZERS = {"stock": torch.optim.AdamW, "fused": hdet.FusedAdamW}
 both = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -107,26 +107,28 @@ def test_decay_is_a_knob_of_each_group_that_has_one() -> None:
 
 @both
 def test_the_product_of_rate_and_decay_moves_by_the_decays_multiplier_alone(kind: Any) -> None:
-    net = Net()
-    optimizer = adamw(net, kind)
-    run = ensemble(net, [hdet.WeightDecay(0.5, product=True), hdet.LearningRate(0.3)], optimizer=optimizer)
-    run._fan_out.assign([1.3, 0.5])  # rates come first
-    seen = seen_in_step(optimizer, settings_of)
-    backward(net)
-    optimizer.step()
-    rate = 0.01 * (1.3 if kind is torch.optim.AdamW else 1.0)  # a fused step multiplies the rate itself
-    assert seen[0][0]["lr"] == pytest.approx(rate)
-    assert seen[0][0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 1.3)
-    # as if a cycle had ended with these decisions
-    run.engine.corrections = [3.0, 0.5]
-    run.schedule.write(run.engine)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.03)
-    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 3.0)
-    assert run.values() == pytest.approx({"lr": 0.03, "weight_decay": 0.1 * 0.5 / 3.0})
-    run._fan_out.assign([0.7, 1.5])
-    optimizer.step()
-    assert seen[1][0]["weight_decay"] * optimizer.param_groups[0]["lr"] * 0.7 == pytest.approx(0.1 * 0.01 * 0.5 * 1.5)
-    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 3.0)
+    for rate, decay in ((1.3, 0.5), (0.7, 1.5)):
+        net = Net()
+        optimizer = adamw(net, kind)
+        run = ensemble(
+            net, [hdet.WeightDecay(0.5, product=True), hdet.LearningRate(0.3)], optimizer=optimizer, controller=Given(rate, decay)
+        )
+        seen = seen_in_step(optimizer, settings_of)
+        backward(net)
+        optimizer.step()
+        assert seen[0][0]["lr"] == pytest.approx(
+            0.01 * (rate if kind is torch.optim.AdamW else 1.0)
+        )  # a fused step multiplies the rate itself
+        assert seen[0][0]["weight_decay"] == pytest.approx(0.1 * decay / rate)
+        # as if a cycle had ended with these decisions
+        run.engine.corrections = [3.0, 0.5]
+        run.schedule.write(run.engine)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.03)
+        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 3.0)
+        assert run.values() == pytest.approx({"lr": 0.03, "weight_decay": 0.1 * 0.5 / 3.0})
+        optimizer.step()
+        assert seen[1][0]["weight_decay"] * optimizer.param_groups[0]["lr"] * rate == pytest.approx(0.1 * 0.01 * 0.5 * decay)
+        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1 * 0.5 / 3.0)
 
 
 def test_a_replica_shrinks_weights_by_the_product_alone() -> None:
@@ -136,8 +138,8 @@ def test_a_replica_shrinks_weights_by_the_product_alone() -> None:
         for rho in (0.7, 1.3):
             net = Net()
             optimizer = adamw(net, kind)
-            run = ensemble(net, [hdet.WeightDecay(0.5, product=True), hdet.LearningRate(0.3)], optimizer=optimizer)
-            run._fan_out.assign([rho, 1.5])
+            knobs = [hdet.WeightDecay(0.5, product=True), hdet.LearningRate(0.3)]
+            ensemble(net, knobs, optimizer=optimizer, controller=Given(rho, 1.5))
             for p in net.parameters():
                 p.grad = torch.zeros_like(p)
             before = net.first.weight.detach().clone()
@@ -149,8 +151,8 @@ def test_a_replica_shrinks_weights_by_the_product_alone() -> None:
 def test_decay_at_the_base_rate_is_not_divided_by_the_replicas_rate() -> None:
     net = Net()
     optimizer = adamw(net, hdet.FusedAdamW, decay_at="base")
-    run = ensemble(net, [hdet.WeightDecay(0.5, product=True), hdet.LearningRate(0.3)], optimizer=optimizer)
-    run._fan_out.assign([0.7, 1.5])
+    knobs = [hdet.WeightDecay(0.5, product=True), hdet.LearningRate(0.3)]
+    ensemble(net, knobs, optimizer=optimizer, controller=Given(0.7, 1.5))
     seen = seen_in_step(optimizer, settings_of)
     backward(net)
     optimizer.step()
@@ -171,13 +173,13 @@ def test_each_groups_decay_follows_its_own_rate() -> None:
 
 @both
 def test_bounds_hold_base_values_and_replicas_values_of_rates(kind: Any) -> None:
-    net = Net()
-    optimizer = adamw(net, kind, lr=0.01)
-    run = ensemble(net, [hdet.LearningRate(0.5, groups=["first"], bounds=(0.004, 0.012))], optimizer=optimizer)
     for rho, factor, base, used in ((1.5, 1.0, 0.01, 0.012), (0.5, 1.0, 0.01, 0.005), (0.5, 0.1, 0.004, 0.004), (1.5, 9.0, 0.012, 0.012)):
+        net = Net()
+        optimizer = adamw(net, kind, lr=0.01)
+        knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.004, 0.012))
+        run = ensemble(net, [knob], optimizer=optimizer, controller=Given(rho))
         run.engine.corrections = [factor]
         run.schedule.write(run.engine)
-        run._fan_out.assign([rho])
         seen = seen_in_step(
             optimizer, lambda opt: opt.param_groups[0]["lr"] * (opt.multipliers[0][0] if hasattr(opt, "multipliers") else 1)
         )
@@ -193,10 +195,8 @@ def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> N
     net = Net()
     optimizer = adamw(net, kind, lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    run = hdet.Ensemble(
-        optimizer, schedule, knobs=[hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))], replicas=Pretend(), sync=hdet.Sync(1000)
-    )
-    run._fan_out.assign([1.5])
+    knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))
+    run = hdet.Ensemble(optimizer, schedule, knobs=[knob], controller=Given(1.5), replicas=Pretend(), sync=hdet.Sync(1000))
     used = seen_in_step(optimizer, lambda opt: opt.param_groups[0]["lr"] * (opt.multipliers[0][0] if hasattr(opt, "multipliers") else 1))
     for _ in range(3):
         backward(net)
@@ -296,11 +296,11 @@ def test_any_number_of_the_groups_is_a_knob() -> None:
     run = hdet.Ensemble(
         optimizer,
         knobs=[hdet.GroupValue("momentum", 0.25, valid_on_train_loss=True)],
+        controller=Given(1.25),
         replicas=Pretend(0, 2),
         sync=hdet.Sync(moments="average"),
     )
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["momentum"]))
-    run._fan_out.assign([1.25])
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert seen[-1] == pytest.approx(0.6) and optimizer.param_groups[0]["momentum"] == 0.5

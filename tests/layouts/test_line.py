@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
 from tests.distributed import run_ranks
-from tests.ensemble.test_line import Fixed, data
+from tests.ensemble.test_line import Fixed
+from tests.harness import taught
 from tests.layouts.common import model
 
 STEPS = 96
@@ -34,7 +35,7 @@ def _train(
     )
     values = []
     for step in range(STEPS):
-        batch = [torch.cat(pair).double() for pair in zip(*(data(2 * step + b) for b in batches), strict=True)]
+        batch = [torch.cat(pair).double() for pair in zip(*(taught(2 * step + b) for b in batches), strict=True)]
         losses = squares(wrapped, batch)
         optimizer.zero_grad()
         losses.mean().backward()

@@ -198,13 +198,7 @@ def subgroup(replicas: hdet.Replicas) -> Any:
     return dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas.ranks])[0]
 
 
-CASES = {
-    "tensor": tensor_parallel,
-    "context": context_parallel,
-    "expert": expert_parallel,
-    "pipeline": pipeline,
-    "groups": groups,
-}
+CASES = {"tensor": tensor_parallel, "context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups}
 
 
 def train(rank: int, world: int, case: str) -> dict[str, Any]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from hdet import kernels
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+
+
+@contextmanager
+def plans_made() -> Iterator[mock.Mock]:
+    """Counts the plans that steps need anew."""
+    with mock.patch.object(kernels, "step_plan", wraps=kernels.step_plan) as made:
+        yield made
+
 
 SHAPES = [(33, 17), (17,), (0,), (5, 3, 2), (), (64,)]
 BACKENDS = ["cpu", "torch"]

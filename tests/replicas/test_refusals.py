@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -178,17 +177,3 @@ def test_megatron_fsdp(strategy: str, refused: bool) -> None:
     parameter._megatron_fsdp_model = SimpleNamespace(ddp_config=config)  # type: ignore[attr-defined]
     said = refusal(torch.optim.SGD([parameter], lr=0.1), hdet.Replicas(0, 2))
     assert ("outer_dp_sharding_strategy='no_shard'" in said) is refused
-
-
-def ensemble_refuses(rank: int, world: int) -> bool:
-    optimizer = sharded(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    step = optimizer.step
-    for replicas in (None, hdet.Replicas.from_group()):
-        with pytest.raises(ValueError, match="HSDP|from_mesh"):
-            hdet.Ensemble(optimizer, replicas=replicas)
-    dist.barrier()
-    return optimizer.step == step and not optimizer._optimizer_step_pre_hooks
-
-
-def test_the_ensemble_asks_before_it_touches_the_optimizer() -> None:
-    assert all(run_ranks(ensemble_refuses, 2))

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import policies
+from tests.harness import Scripted, TwoReplicas, policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, sgd, sgd_shared_tensor_lr, sgd_tensor_lr
 
 STEPS = 24
@@ -38,32 +38,16 @@ SCHEDULERS = {
 }
 
 
-class Forced(hdet.Controller):
-    """A controller that asks for one factor at the end of one cycle, per knob, and for nothing else."""
-
-    name, knob_per_group = "forced", True
-
-    def __init__(self, factors, cycle=1):
-        super().__init__()
-        self.factors, self.cycle = factors, cycle
-
-    def learn(self, evidence):
-        return hdet.Learned([hdet.Decision(factor=factor if evidence.cycle == self.cycle else 1.0) for factor in self.factors])
+def played(rho, factors=(), cycle=1):
+    """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs at the end of one cycle."""
+    return Scripted([1.0] * cycle + [factors or 1.0], [hdet.Plan(multipliers=[[rho]] * (len(factors) or 2))])
 
 
-def ensemble_on(toy, build, factors=None, **arguments):
+def ensemble_on(toy, build, factors=None, rho=1.0, **arguments):
     knobs = [hdet.LearningRate(0.3, groups="each")] if factors is None or len(factors) > 1 else [hdet.LearningRate(0.3)]
-    with pytest.warns(UserWarning, match="one replica"):
-        return hdet.Ensemble(
-            toy.optimizer, build(toy.optimizer), knobs=knobs, controller=Forced(factors or [1.0, 1.0]), **policies(every=3, **arguments)
-        )
-
-
-def pretend_one_of_four(ensemble, rho):
-    """This process plays a replica with the multiplier rho; no others are needed to see whether rho compounds."""
-    assign = ensemble._fan_out.assign
-    ensemble._fan_out.assign = lambda multipliers: assign([rho] * len(multipliers))
-    ensemble._fan_out.assign([rho] * len(ensemble.knobs))
+    return hdet.Ensemble(
+        toy.optimizer, build(toy.optimizer), knobs=knobs, controller=played(rho, factors or ()), **policies(every=3, **arguments)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's SequentialLR calls step(0) itself
@@ -72,9 +56,7 @@ def pretend_one_of_four(ensemble, rho):
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rho):
     plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name])
-    if rho != 1.0:
-        pretend_one_of_four(ensemble, rho)
+    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name], rho=rho)
     for step in range(STEPS):
         assert hyperparameters(ours.optimizer) == hyperparameters(plain.optimizer), step
         plain.step()
@@ -90,9 +72,7 @@ def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rh
 def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
     """Powers of two multiply without rounding, so every later value must be bitwise 2 (group 0) and 1/4 (group 1) times the scheduler's."""
     plain, ours = Toy(optimizer), Toy(optimizer)
-    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25])
-    if rho != 1.0:
-        pretend_one_of_four(ensemble, rho)
+    scheduler, ensemble = SCHEDULERS[name](plain.optimizer), ensemble_on(ours, SCHEDULERS[name], [2.0, 0.25], rho)
     for step in range(STEPS):
         factors = [1.0, 1.0] if step < 6 else [2.0, 0.25]  # decided at the end of cycle 1
         for mine, own, factor in zip(ours.optimizer.param_groups, plain.optimizer.param_groups, factors, strict=True):
@@ -105,8 +85,7 @@ def test_correction_is_exactly_a_factor_of_the_schedule(name, optimizer, rho):
 
 def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
     toy = Toy(adamw)
-    with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Forced([2.0]))
+    ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Scripted([1.0, 2.0]))
     rates = []
     for _ in range(8):
         ensemble.step(toy.step())
@@ -117,8 +96,7 @@ def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
 def test_a_rate_set_by_hand_becomes_the_base():
     """Somebody who writes group["lr"] between steps means it: the correction they see is in it, and it is not undone or applied twice."""
     toy = Toy(sgd)
-    with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Forced([2.0], cycle=0))
+    ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(2), controller=Scripted([2.0]))
     ensemble.step(toy.step())
     for group in toy.optimizer.param_groups:
         group["lr"] = 0.125
@@ -171,8 +149,7 @@ def test_multiplier_exists_only_inside_the_step(fails):
             raise RuntimeError("the step fails")
 
     toy.optimizer.register_step_pre_hook(hook)
-    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups=[1])], sync=hdet.Sync(5))
-    pretend_one_of_four(ensemble, 1.3)
+    ensemble = hdet.Ensemble(toy.optimizer, knobs=[hdet.LearningRate(0.3, groups=[1])], sync=hdet.Sync(5), controller=played(1.3, [1.0]))
     if fails:
         with pytest.raises(RuntimeError, match="the step fails"):
             toy.step()
@@ -186,21 +163,11 @@ def test_tensor_rates_keep_their_identity():
     """Compiled optimizers hold on to the tensor: it is written in place, never replaced."""
     toy = Toy(sgd_tensor_lr)
     rates = [group["lr"] for group in toy.optimizer.param_groups]
-    ensemble = ensemble_on(toy, SCHEDULERS["CosineAnnealingLR"], [2.0])
-    pretend_one_of_four(ensemble, 1.3)
+    ensemble = ensemble_on(toy, SCHEDULERS["CosineAnnealingLR"], [2.0], 1.3)
     for _ in range(8):
         ensemble.step(toy.step())
     assert all(group["lr"] is rate for group, rate in zip(toy.optimizer.param_groups, rates, strict=True))
     assert torch.is_tensor(rates[0])
-
-
-def test_close_takes_the_ensemble_off_again():
-    toy = Toy(sgd)
-    ensemble = hdet.Ensemble(toy.optimizer, sync=hdet.Sync(5))
-    with pytest.raises(ValueError, match="already"):
-        hdet.Ensemble(toy.optimizer)
-    ensemble.close()
-    hdet.Ensemble(toy.optimizer).step(toy.step())
 
 
 def test_groups_that_share_one_tensor_rate_are_refused():
@@ -215,16 +182,6 @@ def test_groups_that_share_one_tensor_rate_are_refused():
     toy.step()
     assert seen[0] == pytest.approx([0.5 * ensemble.multipliers["lr"]] * 2, rel=1e-6)
     assert [float(group["lr"]) for group in toy.optimizer.param_groups] == [0.5, 0.5]
-
-
-class PairOnPaper(hdet.Replicas):
-    """Two replicas of which this process is one; the other always agrees and has the same loss. Enough for a controller to act."""
-
-    def __init__(self):
-        super().__init__(0, 2, None)
-
-    def sum_rows(self, row):
-        return torch.stack([row, row])
 
 
 ZEROS = {
@@ -243,7 +200,7 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
     for group, rate in zip(toy.optimizer.param_groups, (5e-4, 2.5e-4), strict=True):
         group["lr"] = rate  # so low that the printed gamma, which multiplies it by 400, does not diverge
     controller = hdet.SoftmaxController(decay=decay)
-    arguments = {"every": 3, "warmup_steps": warmup, "total_steps": STEPS, "replicas": PairOnPaper()}
+    arguments = {"every": 3, "warmup_steps": warmup, "total_steps": STEPS, "replicas": TwoReplicas()}
     ensemble = hdet.Ensemble(toy.optimizer, ZEROS[name](toy.optimizer), controller=controller, **policies(**arguments))
     for step in range(STEPS):
         first, second = (group["lr"] for group in toy.optimizer.param_groups)
@@ -259,7 +216,7 @@ def test_a_decay_that_cannot_work_is_refused_at_once():
     toy = Toy(sgd)
     step_lr = torchs.StepLR(toy.optimizer, 5)
     with pytest.raises(ValueError, match="floor"):
-        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="floor"), total_steps=STEPS, replicas=PairOnPaper())
+        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="floor"), total_steps=STEPS, replicas=TwoReplicas())
     with pytest.raises(ValueError, match="total_steps"):
-        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="printed"), replicas=PairOnPaper())
-    hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay=None), replicas=PairOnPaper())
+        hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay="printed"), replicas=TwoReplicas())
+    hdet.Ensemble(toy.optimizer, step_lr, controller=hdet.SoftmaxController(decay=None), replicas=TwoReplicas())

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import policies
+from tests.harness import Scripted, TwoReplicas, policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, sgd, sgd_tensor_lr
-from tests.schedulers.test_any_scheduler import SCHEDULERS, Forced, PairOnPaper, pretend_one_of_four
+from tests.schedulers.test_any_scheduler import SCHEDULERS, played
 
 EPOCHS, STEPS = 12, 3
 
@@ -78,17 +78,12 @@ USERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def ensemble_on(toy: Toy, factors: list[float], *, knobs: list[Any] | None = None, cycle: int = 0, **settings: Any) -> hdet.Ensemble:
+def ensemble_on(
+    toy: Toy, factors: list[float], *, knobs: list[Any] | None = None, cycle: int = 0, rho: float = 1.0, **settings: Any
+) -> hdet.Ensemble:
     """No scheduler: it is the user's. The correction comes at the end of the first epoch."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="one replica")
-        return hdet.Ensemble(
-            toy.optimizer,
-            None,
-            knobs=[hdet.LearningRate(0.3, groups="each" if len(factors) > 1 else None)] if knobs is None else knobs,
-            controller=Forced(factors, cycle),
-            **policies(every=STEPS, **settings),
-        )
+    knobs = [hdet.LearningRate(0.3, groups="each" if len(factors) > 1 else None)] if knobs is None else knobs
+    return hdet.Ensemble(toy.optimizer, None, knobs=knobs, controller=played(rho, factors, cycle), **policies(every=STEPS, **settings))
 
 
 def rates(optimizer: Optimizer) -> list[float]:
@@ -118,9 +113,7 @@ def test_a_scheduler_that_the_user_steps_once_an_epoch_is_corrected_once(name: s
     """Schedule times correction: in every optimizer step, at rest after it, and for the scheduler's other values too."""
     plain, ours = Toy(optimizer), Toy(optimizer)
     schedulers = [USERS[name](toy.optimizer) for toy in (plain, ours)]
-    ensemble = ensemble_on(ours, [2.0, 0.3])
-    if rho != 1.0:
-        pretend_one_of_four(ensemble, rho)
+    ensemble = ensemble_on(ours, [2.0, 0.3], rho=rho)
     seen = seen_in_step(ours.optimizer)
     tolerance = 1e-13 if optimizer in (sgd, adamw) else 1e-5
     for epoch in range(EPOCHS):
@@ -185,7 +178,7 @@ def test_corrections_after_a_write_are_relative_to_it() -> None:
     ensemble = ensemble_on(toy, [2.0])
     for _ in range(STEPS):
         ensemble.step(toy.step())
-    ensemble.engine.controller.cycle = 1  # once more
+    ensemble.engine.controller.factors = [[2.0]] * 2  # once more
     toy.optimizer.param_groups[0]["lr"] = 0.375
     with pytest.warns(UserWarning, match="taken as the base value in force"):
         toy.step()
@@ -259,8 +252,7 @@ def test_a_scheduler_of_the_users_beside_the_ensembles_own() -> None:
     """A warm-up by hand on top of what the Ensemble steps: the next value of a recursive scheduler goes on from it."""
     toy, plain = Toy(sgd), Toy(sgd)
     steps = [torchs.ExponentialLR(t.optimizer, 0.9) for t in (toy, plain)]
-    with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, steps[0], sync=hdet.Sync(STEPS), controller=Forced([2.0], cycle=0))
+    ensemble = hdet.Ensemble(toy.optimizer, steps[0], sync=hdet.Sync(STEPS), controller=Scripted([2.0]))
     for step in range(9):
         plain.step()
         steps[1].step()
@@ -461,7 +453,7 @@ def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
     for group, rate in zip(toy.optimizer.param_groups, (0.01, 0.005), strict=True):
         group.update(lr=rate, initial_lr=rate, min_lr=1e-4)
     ensemble = hdet.Ensemble(
-        toy.optimizer, None, controller=hdet.SoftmaxController(decay="floor"), sync=hdet.Sync(3), total_steps=60, replicas=PairOnPaper()
+        toy.optimizer, None, controller=hdet.SoftmaxController(decay="floor"), sync=hdet.Sync(3), total_steps=60, replicas=TwoReplicas()
     )
     for _ in range(6):
         ensemble.step(toy.step())
@@ -556,15 +548,14 @@ def test_decisions_are_of_what_was_scheduled(monkeypatch: pytest.MonkeyPatch) ->
     """Controllers are shown the user's schedule without the correction, and the value in force with it."""
     seen = []
 
-    class Looks(Forced):
+    class Looks(Scripted):
         def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
             seen.append((evidence.scheduled[0], evidence.values[0], evidence.peak[0]))
             return super().learn(evidence)
 
     toy = Toy(sgd)
     scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
-    with pytest.warns(UserWarning, match="one replica"):
-        ensemble = hdet.Ensemble(toy.optimizer, None, sync=hdet.Sync(STEPS), controller=Looks([2.0], cycle=0))
+    ensemble = hdet.Ensemble(toy.optimizer, None, sync=hdet.Sync(STEPS), controller=Looks([2.0]))
     for _ in range(4):
         for _ in range(STEPS):
             ensemble.step(toy.step())
@@ -583,7 +574,8 @@ def test_a_write_inside_the_optimizers_step_is_refused() -> None:
     ensemble = ensemble_on(toy, [1.0])
     ensemble.step(toy.step())  # a single replica explores nothing
     assert rates(toy.optimizer) == [0.5 * 0.9] * 2
-    pretend_one_of_four(ensemble, 1.3)
+    ensemble.close()
+    ensemble_on(toy, [1.0], rho=1.3)
     with pytest.raises(ValueError, match=r"lr was changed to .* inside optimizer.step\(\)"):
         toy.step()
     assert rates(toy.optimizer) == [0.5 * 0.9] * 2
@@ -594,12 +586,11 @@ def test_a_write_that_comes_before_the_step_is_what_the_step_uses(kind: Any) -> 
     """A user's write of decay and rate together; the decay of a product follows the new rate's correction, not twice."""
     net = torch.nn.Linear(3, 1)
     optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.2)
-    run = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3), hdet.WeightDecay(0.3, product=True)], replicas=PairOnPaper())
+    run = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.0), hdet.WeightDecay(0.0, product=True)], replicas=TwoReplicas())
     run.engine.corrections = [2.0, 0.5]
     run.schedule.write(run.engine)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.2, pytest.approx(0.05))
-    run._fan_out.assign([1.0, 1.0])
     group["lr"], group["weight_decay"] = 0.4, 0.01
     with pytest.warns(UserWarning, match="lr was set to 0.4"):
         optimizer.step()
@@ -684,10 +675,7 @@ def test_the_drop_in_goes_on_with_its_schedule_after_a_write() -> None:
     """As torch's OneCycleLR does: its next step overwrites what was written. Until then it is in force."""
     toy, plain = Toy(sgd), Toy(sgd)
     other = torchs.OneCycleLR(plain.optimizer, 0.1, 20)
-    with pytest.warns(UserWarning, match="one replica"):
-        scheduler = hdet.OneCycleAutoLR(
-            toy.optimizer, 0.1, 20, auto_lr_warmup_steps=0, model_sync_interval=2, controller=Forced([2.0, 2.0], 0)
-        )
+    scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.1, 20, auto_lr_warmup_steps=0, model_sync_interval=2, controller=Scripted([2.0]))
     seen = seen_in_step(toy.optimizer)
     for step in range(10):
         if step == 5:
@@ -729,8 +717,7 @@ def test_a_rate_that_is_lowered_by_hand_after_a_resume_is_lowered(order: str, ow
     def build() -> tuple[Toy, Any, hdet.Ensemble]:
         toy = Toy(sgd)
         scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 1 / (1 + t))
-        with pytest.warns(UserWarning, match="one replica"):
-            ensemble = hdet.Ensemble(toy.optimizer, scheduler if own else None, sync=hdet.Sync(STEPS), controller=Forced([2.0], 0))
+        ensemble = hdet.Ensemble(toy.optimizer, scheduler if own else None, sync=hdet.Sync(STEPS), controller=Scripted([2.0]))
         return toy, scheduler, ensemble
 
     toy, scheduler, ensemble = build()

@@ -6,33 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-
-
-class Fourfold(hdet.Controller):
-    """One correction of 4, in the first cycle."""
-
-    name = "fourfold"
-    needs_replicas = False
-
-    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
-        return hdet.Learned([hdet.Decision(factor=4.0 if evidence.cycle == 0 else 1.0) for _ in evidence.knobs])
-
-
-def optimizer() -> torch.optim.Optimizer:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    return torch.optim.SGD([parameter], lr=0.1)
+from tests.harness import Scripted, sgd
 
 
 def ratios(build: Callable[[Any], Any]) -> list[float]:
     """The rate in force over that of the schedule alone, after each round."""
-    ours, plain = optimizer(), optimizer()
+    ours, plain = sgd(), sgd()
     scheduler, alone = build(ours), build(plain)
-    ensemble, found = hdet.Ensemble(ours, None, sync=hdet.Sync(2), controller=Fourfold()), []
+    ensemble, found = hdet.Ensemble(ours, None, sync=hdet.Sync(2), controller=Scripted([4.0])), []
     for _ in range(20):
         ours.step()
         ensemble.step(1.0)
@@ -67,8 +51,8 @@ def test_one_that_is_made_of_others_is_refused_where_its_steps_lead_elsewhere() 
 
 
 def test_a_schedule_that_is_built_after_many_writes_by_hand_is_found() -> None:
-    ours = optimizer()
-    ensemble = hdet.Ensemble(ours, None, sync=hdet.Sync(2), controller=Fourfold())
+    ours = sgd()
+    ensemble = hdet.Ensemble(ours, None, sync=hdet.Sync(2), controller=Scripted([4.0]))
 
     def by_hand() -> None:
         for _ in range(40):

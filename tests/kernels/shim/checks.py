@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors, native
+from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.native import cuda
+from hdet.kernels.spec.interface import PLAIN
 
 from ..cases import CHUNK, SIZES, Guarded
 from ..lines import line_left
 from ..problem import Problem, final_tensors
 from ..table import BF16, CASES, F16, F32, SETTINGS, STORAGE, Case, Format
 from ..test_far_offsets import SIZES as FAR_SIZES
-from ..test_far_offsets import FarStepPlan, move_addresses, move_chunks, step_tensors
+from ..test_far_offsets import move, move_addresses, move_chunks, step_tensors, streams
+from ..test_gradients import with_exchange
 from .plugin import state
 
 counted = ctypes.CDLL(os.environ["HDET_SHIM"])
@@ -177,15 +179,7 @@ def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
 # offsets past 2^31, without the memory: chunks lie that far out, and addresses as far back
 
 
-def run_far(plan: Any, gradients: list[Tensor], settings: list[StepSettings], options: StepOptions, tensors: list[Tensor | None]) -> None:
-    plan._take_settings(settings, options)
-    plan._take_gradients(gradients)
-    move_chunks(plan.placed_chunks)
-    move_addresses(plan.addresses, tensors)
-    move_addresses(plan.placed_gradients, gradients)
-    plan._run()
-
-
+@with_exchange
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stochastic_step_far_out(count: int) -> None:
     results = []
@@ -194,14 +188,17 @@ def test_a_stochastic_step_far_out(count: int) -> None:
         sets = [[t.clone() for t in tensors.params[0]] for _ in range(count)]
         tensors = StepTensors(**{**vars(tensors), "params": sets})
         gradients, settings = Guarded(FAR_SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0] * count)]
-        far = [t for part in (*sets, tensors.exp_avgs, tensors.exp_avg_sqs) for t in part]  # type: ignore[union-attr]
+        plan: Any = kernels.step_plan(tensors, backend)
+        options = StepOptions(max_norm=math.inf) if backend == "cuda" else PLAIN
+        plan.step(gradients, settings, options)  # the tables are written
         if backend == "cpu":
-            plan = FarStepPlan(tensors, native.Memory())
-            plan.move()
-            plan.step(gradients, settings)
+            move(plan, streams(tensors), gradients)
         else:
-            run_far(kernels.step_plan(tensors, "cuda"), gradients, settings, StepOptions(max_norm=math.inf), far)
-        results.append(far)
+            move_chunks(plan.placed_chunks)
+            move_addresses(plan.addresses, streams(tensors))
+            move_addresses(plan.placed_gradients, gradients)
+        plan.step(gradients, settings, options)
+        results.append(streams(tensors))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -322,7 +319,8 @@ def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
     changed = [s._replace(**how) for s in one[3]]
     one[1].step(one[2], changed)
     two[1].upload(changed)
-    two[1]._run()  # what a replay runs
+    state.capturing = True
+    two[1].step(two[2], changed)  # under capture it copies nothing: it launches what a replay does
     assert_same({k: v.buffer for k, v in one[0].memory.items()}, {k: v.buffer for k, v in two[0].memory.items()})
 
 

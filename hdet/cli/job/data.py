@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python library's own source files, split by module into train and validation."""
+"""Text that every machine has: the Python library's own source files, split by module into train and validation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,9 @@ __all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch"]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 SUFFIXES = (".py", ".txt", ".md")
-# Test suites and generated tables would be half of the bytes and teach little; `encodings` alone, character tables, would be half of
-# the validation text.
-SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "pydoc_data",
-    "turtledemo",
-    "encodings",
-}
+# Test suites and generated tables would be half of the bytes and teach little; character tables would be half of the validation text.
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+SKIPPED_FOLDERS |= {"pydoc_data", "turtledemo", "encodings"}
 SKIPPED_FILES = "_sysconfigdata"
 """A prefix: the build's own settings differ from machine to machine."""
 LEAST_BYTES = 10_000
@@ -71,9 +60,8 @@ def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10,
         try:
             text = file.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"data file {str(file)!r} cannot be read ({error.strerror}): fix its permissions or pass another --data"
-            ) from error
+            what = f"data file {str(file)!r} cannot be read ({error.strerror})"
+            raise DataError(f"{what}: fix its permissions or pass another --data") from error
         modules.setdefault(_module_of(file, root), []).append(text)
         count, total = count + 1, total + len(text)
     chosen = _validation_modules({name: sum(map(len, texts)) for name, texts in modules.items()}, validation_percent)

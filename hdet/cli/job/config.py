@@ -7,7 +7,7 @@ import inspect
 import math
 import reprlib
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -17,6 +17,10 @@ __all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig", "field_docs"]
 MODES = ("hdet", "fixed")
 CONTROLLERS = ("probe", "line", "softmax", "none")
 DEVICES = ("auto", "cpu", "cuda")
+_COUNTS = (
+    *("steps", "replicas", "batch_size", "sync_interval", "probe_batches", "average_every"),
+    *("layers", "width", "heads", "context", "log_interval", "validation_batches"),
+)
 _MARKS = {"mode", "max_lr", "steps", "pct_start", "replicas", "sync_interval", "spread", "controller"}
 
 
@@ -78,73 +82,47 @@ class TrainConfig:
     """steps between checkpoints, in whole cycles; default: about ten in a run"""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for name in (
-            "steps",
-            "replicas",
-            "batch_size",
-            "sync_interval",
-            "probe_batches",
-            "average_every",
-            "layers",
-            "width",
-            "heads",
-            "context",
-            "log_interval",
-        ):
-            _require(getattr(self, name) >= 1, name, self, "must be at least 1")
-        _require(self.validation_batches >= 1, "validation_batches", self, "must be at least 1")
-        _require(self.max_lr > 0, "max_lr", self, "must be positive, e.g. 3e-4")
-        _require(0 < self.pct_start < 1, "pct_start", self, "must lie between 0 and 1, e.g. 0.1")
+        for name, kind in _kinds().items():
+            _check_type(name, getattr(self, name), kind)
+        for name, holds, rule in self._rules():
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it {rule}")
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """(setting, whether it can work, what it must be); later ones rely on earlier ones."""
+        for name in _COUNTS:
+            yield name, getattr(self, name) >= 1, "must be at least 1"
+        yield "max_lr", self.max_lr > 0, "must be positive, e.g. 3e-4"
+        yield "pct_start", 0 < self.pct_start < 1, "must lie between 0 and 1, e.g. 0.1"
         # torch's OneCycleLR divides by the steps of the rise minus one.
-        _require(
-            self.pct_start * self.steps != 1,
-            "pct_start",
-            self,
-            f"must not be exactly one of {self.steps} steps, e.g. {1.5 / self.steps:.2g}",
-        )
-        _require(0 <= self.spread < 1, "spread", self, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread")
-        _require(self.weight_decay >= 0, "weight_decay", self, "must not be negative, e.g. 0.1")
-        _require(0 <= self.seed < 2**63, "seed", self, "must not be negative, and must be below 2^63")
-        _require(self.data != "", "data", self, "must name a folder")
-        _require(self.context <= 4096, "context", self, "must be at most 4096 bytes")
+        one_step = f"must not be exactly one of {self.steps} steps, e.g. {1.5 / self.steps:.2g}"
+        yield "pct_start", self.pct_start * self.steps != 1, one_step
+        yield "spread", 0 <= self.spread < 1, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread"
+        yield "weight_decay", self.weight_decay >= 0, "must not be negative, e.g. 0.1"
+        yield "seed", 0 <= self.seed < 2**63, "must not be negative, and must be below 2^63"
+        yield "data", self.data != "", "must name a folder"
+        yield "context", self.context <= 4096, "must be at most 4096 bytes"
         for name, choices in (("mode", MODES), ("controller", CONTROLLERS), ("device", DEVICES)):
-            _require(getattr(self, name) in choices, name, self, f"must be one of {', '.join(choices)}")
-        _require(self.steps >= 2, "steps", self, "must be at least 2: the schedule rises and falls")
-        _require(self.width % self.heads == 0, "width", self, f"must be a multiple of heads ({self.heads})")
-        _require(self.sync_interval <= self.steps, "sync_interval", self, f"must not exceed steps ({self.steps}), or no cycle ever ends")
+            yield name, getattr(self, name) in choices, f"must be one of {', '.join(choices)}"
+        yield "steps", self.steps >= 2, "must be at least 2: the schedule rises and falls"
+        yield "width", self.width % self.heads == 0, f"must be a multiple of heads ({self.heads})"
+        yield "sync_interval", self.sync_interval <= self.steps, f"must not exceed steps ({self.steps}), or no cycle ever ends"
         for name in ("validation_interval", "checkpoint_interval"):
             value = getattr(self, name)
-            whole = value is None or (value >= 1 and value % self.sync_interval == 0)
-            _require(
-                whole,
-                name,
-                self,
-                f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle",
-            )
+            whole_cycles = f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle"
+            yield name, value is None or (value >= 1 and value % self.sync_interval == 0), whole_cycles
         if self.reads_line:
             # Replicas that train alike are, in one process, gradient accumulation with copies of the parameters that are never used.
-            _require(
-                not self.coresident,
-                "coresident",
-                self,
-                "must be left out with controller line, whose replicas train alike: for one process pass replicas 1 and "
-                f"batch_size {self.replicas * self.batch_size}",
-            )
-            _require(
-                self.replicas * self.batch_size >= 2, "batch_size", self, "must be at least 2 for the losses of one replica to scatter"
-            )
+            instead = f"for one process pass replicas 1 and batch_size {self.replicas * self.batch_size}"
+            yield "coresident", not self.coresident, f"must be left out with controller line, whose replicas train alike: {instead}"
+            yield "batch_size", self.replicas * self.batch_size >= 2, "must be at least 2 for the losses of one replica to scatter"
         if self.coresident:
-            _require(self.replicas >= 2, "replicas", self, "must be at least 2 to be co-resident")
+            yield "replicas", self.replicas >= 2, "must be at least 2 to be co-resident"
         if self.mode == "hdet" and self.controller == "probe":
-            _require(self.probe_batches >= 2, "probe_batches", self, "must be at least 2: the slope's error comes from their differences")
+            yield "probe_batches", self.probe_batches >= 2, "must be at least 2: the slope's error comes from their differences"
         if self.mode == "hdet" and self.controller not in ("line", "none"):
-            _require(
-                self.replicas >= 2, "replicas", self, "must be at least 2 for a controller to compare; or pass controller none or line"
-            )
-            _require(
-                self.spread > 0, "spread", self, "must be positive for a controller to compare replicas; or pass controller none or line"
-            )
+            yield "replicas", self.replicas >= 2, "must be at least 2 for a controller to compare; or pass controller none or line"
+            yield "spread", self.spread > 0, "must be positive for a controller to compare replicas; or pass controller none or line"
 
     # -- what follows from the settings ----------------------------------------------------------------------------------
 
@@ -203,27 +181,27 @@ class TrainConfig:
         return replace(self, **changes)
 
 
-def _require(holds: bool, name: str, config: TrainConfig, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {getattr(config, name)!r}: it {rule}")
+def _kinds() -> dict[str, str]:
+    """The annotation of each setting, such as "int | None"."""
+    return {field.name: str(field.type) for field in fields(TrainConfig)}
 
 
-def _check_types(config: TrainConfig) -> None:
+def _check_type(name: str, value: Any, kind: str) -> None:
     """A config.json can hold anything; a wrong type would otherwise surface deep inside a worker."""
-    for field in fields(config):
-        value, kind = getattr(config, field.name), str(field.type)
-        if value is None and "None" in kind:
-            continue
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError(f"{field.name} is {reprlib.repr(value)}: it must be below 2^63")
-        if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{field.name} is {value!r}: it must be a whole number")
-        if kind == "float" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
-            raise ValueError(f"{field.name} is {value!r}: it must be a finite number")
-        if kind == "bool" and not isinstance(value, bool):
-            raise ValueError(f"{field.name} is {value!r}: it must be true or false")
-        if kind.startswith("str") and not isinstance(value, str):
-            raise ValueError(f"{field.name} is {value!r}: it must be text")
+    expected, _, optional = kind.partition(" | ")
+    if value is None and optional:
+        return
+    plain = value is not None and not isinstance(value, bool)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{name} is {reprlib.repr(value)}: it must be below 2^63")
+    fits, wish = {
+        "int": (plain and isinstance(value, int), "a whole number"),
+        "float": (plain and isinstance(value, (int, float)) and math.isfinite(value), "a finite number"),
+        "bool": (isinstance(value, bool), "true or false"),
+        "str": (isinstance(value, str), "text"),
+    }[expected]
+    if not fits:
+        raise ValueError(f"{name} is {value!r}: it must be {wish}")
 
 
 @cache

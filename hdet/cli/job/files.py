@@ -6,11 +6,12 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
+from hdet.core.schema import Kind, Number
+from hdet.owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
 
 __all__ = [
     "CHECKPOINT",
@@ -23,7 +24,7 @@ __all__ = [
     "RunFolderError",
     "check_kinds",
     "encode",
-    "is_number",
+    "read_config",
     "read_history",
     "truncate_history",
 ]
@@ -41,24 +42,22 @@ class RunFolderError(FolderError):
 # -- what is read --------------------------------------------------------------------------------------------------------
 
 
-Kinds = dict[str, Callable[[object], bool]]
-"""By key, whether a value is right."""
-
-
-def is_number(value: object) -> bool:
-    """One that a run can have written: fp32 ends at 3e38, and what is drawn is squared. Python's json reads NaN, 1e999 and any integer too."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e100
+Kinds = Mapping[str, Kind]
 
 
 def check_kinds(values: object, kinds: Kinds, what: str, remedy: str) -> None:
-    """Raises RunFolderError, naming ``what``, the key and its value, unless ``values`` is a dict with right values for all keys of ``kinds``."""
+    """Raises RunFolderError, naming ``what``, the key and its value, unless ``values`` is a dict with right values for all ``kinds``."""
     if not isinstance(values, dict):
         raise RunFolderError(f"{what} holds no settings: {remedy}")
-    for key, fits in kinds.items():
-        if key not in values:
-            raise RunFolderError(f"{what} lacks {key}: {remedy}")
-        if not fits(values[key]):
-            raise RunFolderError(f"{what} has a wrong {key}, {reprlib.repr(values[key])}: {remedy}")
+    missing = [key for key in kinds if key not in values]
+    if missing:
+        raise RunFolderError(f"{what} lacks {', '.join(missing)}: {remedy}")
+    for key, kind in kinds.items():
+        try:
+            kind.read(values[key], key, {})
+        except ValueError as error:
+            shown = " ".join(reprlib.repr(values[key]).split())  # a tensor's has several lines
+            raise RunFolderError(f"{what} has a wrong {key}, {shown}: {remedy}") from error
 
 
 # -- what is written -----------------------------------------------------------------------------------------------------
@@ -112,6 +111,15 @@ def read_history(path: str | Path) -> list[Record]:
     return [record for _, record in _lines(Path(path))]
 
 
+def read_config(folder: Path) -> Any:
+    """What the JSON of a run's settings holds, unchecked. Raises RunFolderError if it cannot be read."""
+    path = folder / CONFIG
+    try:
+        return decode_json(read_regular(path, follow=True))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{str(path)!r} cannot be read ({type(error).__name__}): pass the folder of a run of `hdet train`") from error
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
     try:
         text = read_regular(path, follow=True)
@@ -152,7 +160,7 @@ def truncate_history(path: str | Path, step: int) -> None:
         return
     kept = []
     for number, (line, record) in enumerate(_lines(path), 1):
-        check_kinds({"step": 0} | record, {"step": is_number}, f"line {number} of history {str(path)!r}", "remove that line")
+        check_kinds({"step": 0} | record, {"step": Number()}, f"line {number} of history {str(path)!r}", "remove that line")
         if record.get("step", 0) <= step and record.get("event") != "end":
             kept.append(line + b"\n")
     with atomic_file(path) as file:

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hdet.cli.train import RunSpec
+from hdet.cli.job.training import RunSpec
 from hdet.owned_folder import remove_leftovers
 
 __all__ = ["WorkerError", "Workers"]
 
-WORKER = (sys.executable, "-m", "hdet.cli.worker")
+WORKER = (sys.executable, "-m", "hdet.cli.job.worker")
 GRACE_SECONDS = 0.5
 """how long after a failure the other processes may still report an earlier one"""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 from pathlib import Path
 from textwrap import shorten
@@ -10,26 +9,28 @@ from typing import Any
 
 import torch
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.run_files import CHECKPOINT, RunFolderError
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import CHECKPOINT, Kinds, RunFolderError, check_kinds
+from hdet.core.schema import COUNT, Instance, Number, Optional
 from hdet.owned_folder import atomic_file
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 FORMAT, VERSION = "hdet-train", 1
-KINDS: dict[str, type | tuple[type, ...]] = {
-    "config": dict,
-    "text": str,
-    "step": int,
-    "model": dict,
-    "optimizer": dict,
-    "scheduler": dict,
-    "ensemble": (dict, type(None)),
-    "rng": torch.Tensor,
-    "seconds": (int, float),
-    "probe_ms": (int, float),
-    "converge_ms": (int, float),
-    "validation": (int, float, type(None)),
+DICT, TIME = Instance(dict), Number(low=0)
+KINDS: Kinds = {
+    "config": DICT,
+    "model": DICT,
+    "optimizer": DICT,
+    "scheduler": DICT,
+    "text": Instance(str),
+    "step": COUNT,
+    "ensemble": Optional(DICT),
+    "rng": Instance(torch.Tensor),
+    "seconds": TIME,
+    "probe_ms": TIME,
+    "converge_ms": TIME,
+    "validation": Optional(Instance(float)),
 }
 """what a checkpoint holds; whether the dicts and tensors fit a run is seen by restoring it"""
 
@@ -68,32 +69,12 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise RunFolderError(
             f"{str(path)!r} has version {state.get('version')!r}, this hdet reads {VERSION}: continue it with the hdet that wrote it"
         )
-    missing = [key for key in KINDS if key not in state]
-    if missing:
-        raise RunFolderError(f"{str(path)!r} lacks {', '.join(missing)}: it is damaged, start the run again")
+    damaged = "it is damaged, start the run again"
+    check_kinds(state, KINDS, repr(str(path)), damaged)
     try:
         config = TrainConfig.from_dict(state["config"])
     except (ValueError, TypeError, RecursionError) as error:
         raise RunFolderError(f"{str(path)!r} holds settings this hdet refuses: {shorten(str(error), 160)}") from error
-    wrong = next((key for key in KINDS if not _plausible(key, state[key], config)), None)
-    if wrong is not None:
-        raise RunFolderError(f"{str(path)!r} has a wrong {wrong} ({_short(state[wrong])}): it is damaged, start the run again")
+    fits = {"step": Number(0, config.steps, whole=True), "ensemble": Instance(type(None) if config.mode == "fixed" else dict)}
+    check_kinds(state, fits, repr(str(path)), damaged)
     return state
-
-
-def _plausible(key: str, value: Any, config: TrainConfig) -> bool:
-    """Of the right kind, and of a size it can have."""
-    fits = isinstance(value, KINDS[key]) and not isinstance(value, bool)
-    if not fits:
-        return False
-    if key == "step":
-        return bool(0 <= value <= config.steps)
-    if key == "ensemble":
-        return (value is None) == (config.mode == "fixed")
-    if key in ("seconds", "probe_ms", "converge_ms"):
-        return math.isfinite(value) and value >= 0
-    return True
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:40] if value is None or isinstance(value, (int, float, str)) else type(value).__name__

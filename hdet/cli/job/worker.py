@@ -1,7 +1,7 @@
-"""``python -m hdet.cli.worker``: the process of one replica, or of all, started by `hdet.cli.processes`.
+"""``python -m hdet.cli.job.worker``: the process of one replica, or of all, started by `hdet.cli.job.processes`.
 
-The first line of its standard input is the job. The rest is silence, and its end says that the parent is gone, however it
-went: the operating system closes the pipe even of a parent that was killed. Then this process leaves too.
+The first line of its standard input is the job. Nothing follows, and the end of the input says that the parent has ended: the
+operating system closes the pipe even of a parent that was killed. Then this process ends too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.place import Place, join
-from hdet.cli.run_files import encode
-from hdet.cli.train import RunSpec, train_all
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.files import encode
+from hdet.cli.job.place import Place, join
+from hdet.cli.job.training import RunSpec, train_all
 
 
 def main() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from hdet.cli.config import TrainConfig
-from hdet.cli.data import Corpus
-from hdet.cli.place import Place
-from hdet.cli.run_files import CONFIG, HISTORY, RunFolderError, read_history
-from hdet.cli.train import Run, RunSpec
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.data import Corpus
+from hdet.cli.job.files import CONFIG, HISTORY, RunFolderError, read_config, read_history
+from hdet.cli.job.place import Place
+from hdet.cli.job.training import Run, RunSpec
 from hdet.core.replay import replay
 
 __all__ = ["replayed"]
@@ -25,7 +24,11 @@ def replayed(folder: Path) -> tuple[int, list[str]]:
     Raises:
         RunFolderError: no run, or none that has a controller and records of what it was told.
     """
-    config = _config_of(folder)
+    settings = read_config(folder)
+    try:
+        config = TrainConfig.from_dict(settings)
+    except (ValueError, TypeError) as error:
+        raise RunFolderError(f"{str(folder / CONFIG)!r} is no run's ({error}): pass the folder of a run of `hdet train`") from error
     records = [record for record in read_history(folder / HISTORY) if record.get("event") == "cycle"]
     if config.mode == "fixed" or config.controller == "none" or not records or "record" not in records[0]:
         raise RunFolderError(
@@ -45,13 +48,3 @@ def _run_of(config: TrainConfig, folder: Path) -> Run:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
         return Run(RunSpec(config, folder), text, Place(), lambda event: None)
-
-
-def _config_of(folder: Path) -> TrainConfig:
-    path = folder / CONFIG
-    try:
-        return TrainConfig.from_dict(json.loads(path.read_text()))
-    except OSError as error:
-        raise RunFolderError(f"{str(path)!r} cannot be read ({error.strerror}): pass the folder of a run of `hdet train`") from error
-    except ValueError as error:
-        raise RunFolderError(f"{str(path)!r} is damaged ({error}): pass the folder of a run of `hdet train`") from error

@@ -1,0 +1,238 @@
+"""Knobs of the model and its loss, which act inside ``explore()``: any scalar, dropout, label smoothing, loss weights, temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from ..core.spread import check_spread
+from .bound import Bound, Bounds, scale_of
+from .cells import Cell, attribute_cell, call_cell, held_cell, item_cell
+
+__all__ = ["Dropout", "LabelSmoothing", "LossWeights", "ModuleValue", "Scalar", "Temperature"]
+
+
+def _forward_knob(
+    name: str, spread: float, cells: Sequence[Cell], scale: str = "log", unit: float | None = None, bounds: Bounds = None, **flags: Any
+) -> Bound:
+    """A knob that acts inside ``explore()``. Raises ValueError for values that are not finite, that no factor moves, or outside of the bounds."""
+    values = [float(cell.get()) for cell in cells]
+    for value in values:
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}: begin with a finite number")
+    if scale == "log" and min(values) <= 0:
+        still = next(value for value in values if value <= 0)
+        raise ValueError(f"{name} is {still:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
+    return Bound(name, spread, cells, scale_of(bounds, scale, unit or 1.0), acts="forward", **flags)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A scalar that the forward pass, the loss or the loop reads, explored inside ``with ensemble.explore():``.
+
+    Args:
+        name: in records and states; unique in an Ensemble.
+        get, set: read and write it, as a float. ``set`` is called for new values only; ``get`` a few times a step, so it should not wait
+            for a device. Neither: the knob keeps the value itself, beginning with ``value``, and the loop reads ``ensemble.value(name)``.
+        spread: alpha in [0, 1).
+        scale: "log" (value * rho, for values above 0) or "linear" (value + unit * (rho - 1); a correction c adds unit * ln c).
+        unit: of the linear scale, in the value's own unit: what a factor of e amounts to. Needed there.
+        bounds: (low, high), hard for the base value and for every replica's.
+        valid_on_train_loss: may training losses judge it? False, the safe answer, asks for a `ProbeController` with ``held_out=True``: training losses
+            always vote for less of a regulariser, of augmentation, or of a task's weight.
+        affects_eval_loss: the loss at given weights depends on it also in eval mode (a temperature), so a probe scores each replica at
+            its own value.
+        on_gradients: it acts on the gradients between backward and step (clipping), not in the forward pass.
+
+    With ``gradients="shared"`` a scalar with neither ``affects_eval_loss`` nor ``on_gradients`` is refused: all replicas step with the same
+    gradient, whatever their own forward passes were.
+
+    >>> model.temperature = 1.0
+    >>> knob = hdet.Scalar("temperature", lambda: model.temperature, lambda x: setattr(model, "temperature", x), bounds=(0.1, 10.0), valid_on_train_loss=True, affects_eval_loss=True)
+    """
+
+    name: str
+    get: Callable[[], float] | None = None
+    set: Callable[[float], object] | None = None
+    spread: float = 0.3
+    scale: str = "log"
+    unit: float | None = None
+    bounds: Bounds = None
+    valid_on_train_loss: bool = False
+    affects_eval_loss: bool = False
+    on_gradients: bool = False
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a text that is not empty, got {self.name!r}")
+        check_spread(self.spread)
+        if self.scale not in ("log", "linear"):
+            raise ValueError(f"scale of {self.name!r} must be 'log' or 'linear', got {self.scale!r}")
+        if (self.unit is None) == (self.scale == "linear"):
+            raise ValueError(
+                f"unit of {self.name!r} is {self.unit!r} with scale={self.scale!r}: the linear scale needs one (what a factor of e amounts "
+                "to, in the value's own unit), the log scale has none"
+            )
+        scale_of(self.bounds, self.scale, self.unit or 1.0)
+        held = self.get is None and self.set is None and self.value is not None
+        if not held and not (callable(self.get) and callable(self.set) and self.value is None):
+            raise ValueError(f"{self.name!r} needs get and set, or neither of them and a value that the knob keeps itself")
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log scale."""
+        cell = held_cell(float(self.value)) if self.value is not None else call_cell(self.get, self.set)  # type: ignore[arg-type]
+        flags = {"valid_on_train_loss": self.valid_on_train_loss, "affects_eval_loss": self.affects_eval_loss}
+        flags |= {"on_gradients": self.on_gradients, "moments_diverge": self.on_gradients}
+        return [_forward_knob(self.name, self.spread, [cell], self.scale, self.unit, self.bounds, **flags)]
+
+
+ModuleValue = Scalar
+"""The same by another name, under which a scalar of a module is looked for: ``ModuleValue(name, get, set, spread)``."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The dropout rates of a model, moved together by one knob named ``name``.
+
+    ``modules`` None: of everything of torch's that has one above 0 (nn.Dropout in all dimensions, alpha dropout, nn.MultiheadAttention,
+    recurrent modules); else of the modules with these names, also others with a number ``p``. On a log scale rates are multiplied;
+    ``scale="linear"`` adds unit * (rho - 1) and can reach 0. A functional dropout in a forward of your own is a `Scalar`.
+
+    Training losses always vote for less: it needs a `ProbeController` with ``held_out=True``, and ``gradients="local"``.
+    """
+
+    model: nn.Module
+    spread: float = 0.3
+    modules: Sequence[str] | None = None
+    scale: str = "log"
+    unit: float | None = None
+    bounds: Bounds = (0.0, 0.9)
+    name: str = "dropout"
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a module that does not exist or has no rate, or a model without dropout."""
+        _check_module(self.model)
+        by_name = dict(self.model.named_modules())
+        for name in self.modules or ():
+            if name not in by_name or _rate_of(by_name[name]) is None:
+                raise ValueError(f"modules names {name!r}, which is no module with a dropout rate of this {type(self.model).__name__}")
+        if self.modules is not None:
+            chosen = [by_name[name] for name in self.modules]
+        else:
+            kinds = tuple(_RATES)
+            known = [m for m in self.model.modules() if isinstance(m, kinds) and _rate_of(m) is not None]
+            chosen = [m for m in known if self.scale == "linear" or getattr(m, _rate_of(m) or "") > 0]
+        if not chosen:
+            raise ValueError(f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, or use scale='linear'")
+        cells = [attribute_cell(module, _rate_of(module) or "") for module in chosen]
+        return [_forward_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds, valid_on_train_loss=False)]
+
+
+_RATES: dict[type[nn.Module], str] = {_DropoutNd: "p", nn.MultiheadAttention: "dropout", nn.RNNBase: "dropout"}
+"""Modules of torch that drop something out, and the attribute that holds the rate."""
+
+
+def _rate_of(module: nn.Module) -> str | None:
+    """The name of the attribute with the dropout rate, if there is one."""
+    attribute = next((attribute for kind, attribute in _RATES.items() if isinstance(module, kind)), "p")
+    return attribute if isinstance(getattr(module, attribute, None), (int, float)) else None
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+@dataclass(frozen=True)
+class LabelSmoothing:
+    """Label smoothing: of an nn.CrossEntropyLoss (its ``label_smoothing``), or a number to begin with, read by
+    ``ensemble.value("label_smoothing")`` where the loss is computed.
+
+    Training losses always vote for less, because the loss itself changes: it needs a `ProbeController` with ``held_out=True`` whose
+    ``loss_fn`` has no smoothing, and ``gradients="local"``.
+    """
+
+    target: nn.CrossEntropyLoss | float
+    spread: float = 0.3
+    scale: str = "log"
+    unit: float | None = None
+    bounds: Bounds = (0.0, 0.9)
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a smoothing of 0 on a log scale, or outside of the bounds."""
+        target = self.target
+        if isinstance(target, (int, float)):
+            settings: dict[str, Any] = {"spread": self.spread, "scale": self.scale, "unit": self.unit, "bounds": self.bounds}
+            return Scalar("label_smoothing", value=target, **settings).bind(optimizer)
+        if not hasattr(target, "label_smoothing"):
+            raise ValueError(f"target must be an nn.CrossEntropyLoss or a number, got {type(target).__name__}")
+        cells = [attribute_cell(target, "label_smoothing")]
+        return [_forward_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds, valid_on_train_loss=False)]
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the tasks of one objective: a dict from task to number, which the loss reads. One knob for each of ``tasks`` (default:
+    all), named ``"loss_weight/<task>"``.
+
+    Only the weights' ratios matter to Adam, so leave one task out of ``tasks``. A `ProbeController` with ``held_out=True`` says what the
+    weights are for: its ``loss_fn`` is the objective that counts. ``gradients="local"`` is needed.
+    """
+
+    weights: MutableMapping[Any, float]
+    spread: float = 0.3
+    tasks: Iterable[Any] | None = None
+    bounds: Bounds = None
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a task that has no weight, or one that is not above 0."""
+        if not isinstance(self.weights, MutableMapping) or not self.weights:
+            raise ValueError(f"weights must be a dict from task to number, which the loss reads, got {self.weights!r}")
+        tasks = list(self.weights if self.tasks is None else self.tasks)
+        for task in tasks:
+            if task not in self.weights:
+                raise ValueError(f"tasks names {task!r}, which is none of {list(self.weights)}")
+        return [
+            _forward_knob(
+                f"loss_weight/{task}", self.spread, [item_cell(self.weights, task)], bounds=self.bounds, valid_on_train_loss=False
+            )
+            for task in tasks
+        ]
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """A temperature of the model, such as attention's: the number or 0-d tensor ``attribute`` of all modules of ``model`` that have it.
+
+    The loss depends on it at any weights, in eval mode too. So replicas are scored at their own values, training losses can judge it, and
+    it can be explored with shared gradients.
+    """
+
+    model: nn.Module
+    spread: float = 0.3
+    attribute: str = "temperature"
+    bounds: Bounds = None
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a model without such an attribute, one that is trained, or one that is not above 0."""
+        _check_module(self.model)
+        found = [module for module in self.model.modules() if hasattr(module, self.attribute)]
+        if not found:
+            raise ValueError(f"no module of {type(self.model).__name__} has an attribute {self.attribute!r}: name it, or use hdet.Scalar")
+        for value in (getattr(module, self.attribute) for module in found):
+            if isinstance(value, nn.Parameter):
+                raise ValueError(f"{self.attribute!r} is a parameter, which the optimizer trains: a knob is a number or a buffer")
+            if not (isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (int, float))):
+                raise ValueError(
+                    f"{self.attribute!r} of a module is {value!r}, but a knob is a number or a 0-d tensor: name another attribute"
+                )
+        cells = [attribute_cell(module, self.attribute) for module in found]
+        return [_forward_knob(self.attribute, self.spread, cells, bounds=self.bounds, valid_on_train_loss=True, affects_eval_loss=True)]

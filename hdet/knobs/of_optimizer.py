@@ -1,0 +1,274 @@
+"""Knobs of the optimizer: what it reads from its parameter groups in each step, and the norm that it clips to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..core.scale import Scale
+from ..core.spread import check_spread
+from ..kernels.spec.interface import COUPLED
+from .bound import Bound, Bounds, GroupKnob, ProductKnob, scale_of
+from .cells import attribute_cell
+from .of_model import Scalar
+
+__all__ = ["Betas", "ClipNorm", "Eps", "GroupValue", "LearningRate", "WeightDecay"]
+
+Groups = str | Sequence[int | str] | None
+"""None: all groups as one knob. "each": one knob per group. A list of names or indices: one knob for each of those."""
+
+_MULTIPLIED = "it is multiplied, so begin above 0"
+
+
+class _OfGroups:
+    """What knobs of parameter groups share.
+
+    Each has these arguments: ``spread``, alpha in [0, 1); ``groups``, see `LearningRate`; ``bounds``, (low, high), hard for the base value and
+    for every replica's. They are checked when the knob is made, and raise ValueError; so does `bind` for an optimizer without the key, a
+    group that does not exist, and a value that is outside of the bounds or that no factor can move.
+    """
+
+    spread: float
+    groups: Groups
+    bounds: Bounds
+
+    def __post_init__(self) -> None:
+        check_spread(self.spread)
+        groups = self.groups
+        listed = isinstance(groups, Sequence) and not isinstance(groups, str) and len(groups) > 0
+        if not (listed or groups is None or groups == "each"):
+            raise ValueError(f"groups must be None, 'each' or a list of group names or indices, which is not empty, got {groups!r}")
+        self._scale()
+
+    def _scale(self) -> Scale:
+        return scale_of(self.bounds)
+
+    def _knobs(
+        self, optimizer: Optimizer, key: str, *, name: str = "", kind: type[GroupKnob] = GroupKnob, entry: int | None = None, **flags: Any
+    ) -> list[Bound]:
+        """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the key."""
+        if any(key not in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have no {key!r}: leave the knob out"
+            )
+        chosen = _choose(optimizer, self.groups, name or key, lambda group: key in ("lr", "betas") or float(group[key]) > 0)
+        scale = self._scale()
+        return [kind(label, self.spread, optimizer, key, indices, scale, entry=entry, **flags) for label, indices in chosen]
+
+
+def _choose(optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[dict[str, Any]], bool]) -> list[tuple[str, list[int]]]:
+    """(name of the knob, indices of its groups). Of None and "each" only the usable groups.
+
+    Raises:
+        ValueError: a group that does not exist or cannot be used, or none at all that can.
+    """
+    labels = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
+    able = [i for i, group in enumerate(optimizer.param_groups) if usable(group)]
+    if not able:
+        raise ValueError(f"no parameter group has a {name} to explore: {_MULTIPLIED}")
+    if groups is None:
+        return [(name, able)]
+    if groups == "each":
+        return [(f"{name}/{labels[i]}", [i]) for i in able]
+    chosen = []
+    for group in groups:
+        index = group if isinstance(group, int) else labels.index(group) if group in labels else -1
+        if not 0 <= index < len(labels):
+            raise ValueError(f"groups names {group!r}, but the optimizer has the groups {labels}")
+        if index not in able:
+            raise ValueError(f"groups names {group!r}, which has no {name} to explore: {_MULTIPLIED}")
+        chosen.append((f"{name}/{labels[index]}", [index]))
+    return chosen
+
+
+@dataclass(frozen=True)
+class LearningRate(_OfGroups):
+    """The learning rate as a knob (alpha = ``spread`` in [0, 1)).
+
+    ``groups`` None: one knob ``"lr"`` scales all parameter groups together. ``"each"``: one knob per group, named
+    ``"lr/<name or index>"``. A list of group names or indices: one knob for each of those, the other groups stay fixed.
+    ``bounds``: (low, high) that no rate leaves, neither the schedule's corrected one nor a replica's.
+    On a stock AdamW the weight decay acts at the replica's rate (lr * rho * decay), as its formula says; see `WeightDecay`.
+    """
+
+    spread: float = 1 / 9
+    groups: Groups = None
+    bounds: Bounds = None
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a group that does not exist, or a rate outside of the bounds."""
+        return self._knobs(optimizer, "lr")
+
+
+@dataclass(frozen=True)
+class WeightDecay(_OfGroups):
+    """Weight decay as a knob, of the groups that have one above 0; ``groups`` and ``bounds`` as for `LearningRate`. Names: ``"weight_decay"``.
+
+    ``product``: what is explored is rate * decay, which is what AdamW shrinks a weight by in a step. (A knob of the decay alone is
+    entangled with the rate, because each replica's rate moves both.) Where the rate is multiplied by rho_1, the decay is multiplied by
+    rho_2 / rho_1. Corrections are treated alike, so a higher rate does not decay more. It needs a `LearningRate` in the same Ensemble. With
+    ``decay_at="base"`` of a fused optimizer no replica's rate enters decay, and only corrections are divided.
+
+    Training losses misjudge it: it needs a `ProbeController` with ``held_out=True``. Where decay is part of the gradient
+    (torch's Adam without decoupled_weight_decay, SGD with momentum, RMSprop ...) replicas' moments differ, and ``moments`` is to be chosen.
+    """
+
+    spread: float = 0.3
+    groups: Groups = None
+    product: bool = False
+    bounds: Bounds = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.product, bool):
+            raise ValueError(f"product must be True or False, got {self.product!r}")
+        if self.product and self.bounds is not None:
+            raise ValueError(f"bounds is {self.bounds!r} with product=True, where the decay follows the rate: leave one of them out")
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for a group that does not exist or has no decay, or one outside of the bounds."""
+        made = self._knobs(optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob, valid_on_train_loss=False)
+        for knob in made:
+            assert isinstance(knob, GroupKnob)
+            knob.moments_diverge = any(_is_coupled(optimizer, i) for i in knob.indices)
+        return made
+
+
+def _is_coupled(optimizer: Optimizer, index: int) -> bool:
+    """Does decay enter the moments, as far as is known? For other libraries' optimizers it is not known, and most are decoupled."""
+    group = optimizer.param_groups[index]
+    if group.get("decoupled_weight_decay", False):
+        return False
+    if hasattr(optimizer, "rule"):
+        return optimizer.rule in COUPLED and (optimizer.rule != "sgd" or group["momentum"] != 0)
+    coupled = (torch.optim.Adam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RAdam)
+    with_momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0
+    return with_momentum or isinstance(optimizer, (*coupled, torch.optim.RMSprop))
+
+
+@dataclass(frozen=True)
+class Betas(_OfGroups):
+    """Adam's and Lion's betas, explored as ln(1 - beta): the knob multiplies 1 / (1 - beta), the steps that an average remembers.
+
+    One knob for each of ``which`` (0: ``"beta1"``, 1: ``"beta2"``). A higher value is a longer memory: 0.9 times 2 is 0.95. Values stay
+    within ``bounds``. Replicas with different betas have different moments, so ``moments`` is to be chosen also with shared gradients.
+    """
+
+    spread: float = 0.3
+    which: Sequence[int] = (0, 1)
+    groups: Groups = None
+    bounds: Bounds = (0.0, 0.99999)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.which, str) or not self.which or not all(i in (0, 1) for i in self.which):
+            raise ValueError(f"which must list 0 (beta1) or 1 (beta2) or both, got {self.which!r}")
+
+    def _scale(self) -> Scale:
+        return scale_of(self.bounds, "horizon")
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta outside of the bounds."""
+        knobs = (self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, moments_diverge=True) for i in self.which)
+        return [knob for both in knobs for knob in both]
+
+
+@dataclass(frozen=True)
+class Eps(_OfGroups):
+    """Adam's eps, on a log scale. Moments do not depend on it. Names: ``"eps"``."""
+
+    spread: float = 0.5
+    groups: Groups = None
+    bounds: Bounds = None
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for an optimizer without eps, a group that does not exist, or an eps that is 0 or outside of the bounds."""
+        return self._knobs(optimizer, "eps")
+
+
+_NAMED = {"lr": "LearningRate", "weight_decay": "WeightDecay", "betas": "Betas", "eps": "Eps", "max_grad_norm": "ClipNorm"}
+"""Entries that have a knob of their own, which knows what follows from exploring them."""
+_MEMORIES = ("momentum", "alpha", "rho", "beta")
+"""Factors below 1 of running averages."""
+
+
+@dataclass(frozen=True)
+class GroupValue(_OfGroups):
+    """A number above 0 that the optimizer reads from its parameter groups in each step, such as SGD's ``momentum`` or RMSprop's ``alpha``.
+
+    Args:
+        key: of the group; also the knob's name, ``"<key>/<group>"`` where ``groups`` lists groups or is "each".
+        spread: alpha in [0, 1).
+        groups: as for `LearningRate`.
+        scale: "log", or "horizon" for the factor of a running average, which stays below 1: the knob multiplies 1 / (1 - value), as `Betas`
+            does. None: "horizon" for momentum, alpha, rho and beta, else "log".
+        bounds: as for `LearningRate`; None on the horizon scale: (0, 0.99999).
+        valid_on_train_loss: may training losses judge it? False asks for a `ProbeController` with ``held_out=True``.
+        moments_diverge: do moments depend on it? Then ``moments`` is to be chosen, also with shared gradients.
+    """
+
+    key: str
+    spread: float = 0.3
+    groups: Groups = None
+    scale: str | None = None
+    bounds: Bounds = None
+    valid_on_train_loss: bool = False
+    moments_diverge: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str) or not self.key:
+            raise ValueError(f"key must be the name of an entry of the parameter groups, got {self.key!r}")
+        if self.key in _NAMED:
+            raise ValueError(f"key is {self.key!r}, which has a knob of its own: use hdet.{_NAMED[self.key]}")
+        if self.scale not in (None, "log", "horizon"):
+            raise ValueError(f"scale of {self.key!r} must be 'log', 'horizon' or None, got {self.scale!r}")
+        super().__post_init__()
+
+    def _scale(self) -> Scale:
+        kind = self.scale or ("horizon" if self.key in _MEMORIES else "log")
+        return scale_of((0.0, 0.99999) if self.bounds is None and kind == "horizon" else self.bounds, kind)
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError for groups without the key or that do not exist, and for a value that is no number, not above 0 or out of bounds."""
+        for group in optimizer.param_groups:
+            value = group.get(self.key, 1.0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"GroupValue: the parameter groups' {self.key!r} is {value!r}, which is no number")
+        return self._knobs(optimizer, self.key, valid_on_train_loss=self.valid_on_train_loss, moments_diverge=self.moments_diverge)
+
+
+@dataclass(frozen=True)
+class ClipNorm:
+    """The norm that gradients are clipped to.
+
+    ``value`` None: ``max_grad_norm`` of one of hdet's fused optimizers, which clips inside its step. A number: the loop clips by itself,
+    ``clip_grad_norm_(parameters, ensemble.value("clip_norm"))`` inside ``with ensemble.explore():``. Replicas that clip differently have
+    different moments, so ``moments`` is to be chosen also with shared gradients.
+    """
+
+    value: float | None = None
+    spread: float = 0.3
+    bounds: Bounds = None
+
+    def __post_init__(self) -> None:
+        check_spread(self.spread)
+        scale_of(self.bounds)
+
+    def bind(self, optimizer: Optimizer) -> list[Bound]:
+        """Raises ValueError without a norm above 0 to begin with."""
+        if self.value is not None:
+            knob = Scalar("clip_norm", None, None, self.spread, "log", None, self.bounds, True, on_gradients=True, value=self.value)
+            return knob.bind(optimizer)
+        norm = getattr(optimizer, "max_grad_norm", None)
+        if norm is None or not 0 < norm < math.inf:
+            raise ValueError(
+                f"ClipNorm: {type(optimizer).__name__} has max_grad_norm {norm!r}: give a fused optimizer one above 0, or pass ClipNorm(value) "
+                'and clip by ensemble.value("clip_norm")'
+            )
+        cells = [attribute_cell(optimizer, "max_grad_norm")]
+        return [Bound("clip_norm", self.spread, cells, scale_of(self.bounds), key="max_grad_norm", moments_diverge=True)]
