@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet.kernels import PairPlan, StepOptions, StepSettings
+from hdet.kernels import StepSettings
 from hdet.kernels.spec.arguments import normalised
-from hdet.kernels.spec.interface import PLAIN
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
 from . import lists
 from . import step_plans as plans
-from .finish import Averaging, ShardedClip, check_copies, check_finish, local_gradients, values_to
+from .finish import Averaging, ShardedClip, check_copies, local_gradients
 from .state import REPLICA_KEYS, kept_masters, like_first, reset_master
 from .stepper import Stepper
 
@@ -107,9 +105,6 @@ class FusedOptimizer(Stepper):
         if planned is not self._planned:
             planned.write_back(self.state)
             self._planned = planned
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._finish_others([param for param, none in zip(params, planned.absent, strict=True) if none], finish)
         return loss
 
     def _step_shards(self, planned: plans.Planned, gradients: list[Tensor | None], settings: list[tuple[StepSettings, ...]]) -> None:
@@ -142,45 +137,10 @@ class FusedOptimizer(Stepper):
         """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
         return self._planned.parts[0].plan.skipped if self._planned and self._planned.parts else None
 
-    def finish_next_step(self, finish: str, weights: Sequence[float] | None = None, buckets: Mapping[Tensor, Tensor] | None = None) -> None:
-        """The next step, and that one only, ends with an average instead of storing its parameters.
-
-        finish: "mean": every replica gets sum_k weights[k] * replica k of the new parameters (Eq. 3; the weights are divided by their
-            sum), without a pass of its own. "pack": buckets[param] = weights[0] * new parameter, in float32, on their way into an
-            all-reduce, and parameters and masters keep their old values; for one replica. "store": as usual.
-
-        Parameters that have no gradient in that step take part in the average all the same.
-        """
-        shares = check_finish(finish, weights, buckets, self.num_replicas)
-        if buckets:
-            absent = sum(self._moves(param) and param not in buckets for param in self._listed())
-            if absent:
-                raise ValueError(f"buckets has none for {absent} of the parameters")
-            self._hold("_buckets", {param: [bucket] for param, bucket in buckets.items()})
-        self._finish = replace(self._finish or PLAIN, finish=finish, weights=shares)
-
-    def average_next_step(self, averages: Mapping[Tensor, Sequence[Tensor]], weight: float) -> None:
-        """The next step, and that one only, also moves running averages: averages[param][k] by `weight` of the way towards the new
-        parameter of replica k, before a "mean". 1 starts an average, whatever stood there.
-
-        Averages are float32 or bfloat16, K for each parameter; parameters may be left out. Use the same tensors in all steps; an empty
-        dictionary lets go of them.
-
-        A step that is skipped on the device leaves the averages of what it would have stepped. Those of parameters without a gradient
-        move all the same, towards the parameter as it is: whether a step was skipped the host does not know.
-        """
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight={weight} must be in [0, 1]; 1 starts an average")
-        for i, tensors in enumerate(averages.values()):
-            if len(tensors) != self.num_replicas:
-                raise ValueError(f"entry {i} of averages has {len(tensors)} tensors for {self.num_replicas} replicas")
-        self._hold("_averages", {param: list(tensors) for param, tensors in averages.items()})
-        self._finish = replace(self._finish or PLAIN, average_weight=float(weight) if averages else 0.0)
-
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
-        """Writes rates, multipliers, betas, decay, clipping and weights of the next step to the device, for replays of a captured one.
-        How a step ends and whether a norm is taken is captured with it.
+        """Writes rates, multipliers, betas, decay and clipping of the next step to the device, for replays of a captured one. Whether a
+        norm is taken is captured with it.
 
         One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
         """
@@ -194,7 +154,6 @@ class FusedOptimizer(Stepper):
         settings = self._planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         for part, rows in zip(self._planned.parts, settings, strict=True):
             part.plan.upload(rows, self._options(part.device))
-        self._finish = None
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -259,39 +218,14 @@ class FusedOptimizer(Stepper):
         replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters are left alone."""
         shares = normalised(weights, self.num_replicas)
         self._take_over()
-        self._average(self._listed(), shares)
-
-    def _finish_others(self, params: Sequence[Tensor], finish: StepOptions) -> None:
-        """What a step had no gradient for takes part in how it ends."""
-        started = [p for p in params if p in self._averages and (self._moves(p) or finish.average_weight == 1)]
-        if finish.average_weight != 0:
-            for k in range(self.num_replicas):
-                for plan in self._from_replica(k, started, self._averages):
-                    plan.lerp(finish.average_weight)
-        if finish.finish == "mean":
-            self._average(params, finish.weights or ())
-        elif finish.finish == "pack":
-            for plan in self._from_replica(0, [param for param in params if param in self._buckets], self._buckets):
-                plan.copy((finish.weights or (1.0,))[0])
-
-    def _from_replica(self, k: int, params: Sequence[Tensor], destinations: Mapping[Tensor, Sequence[Tensor]]) -> Iterator[PairPlan]:
-        """From replica k of parameters to destinations[param][k]; one plan for each device."""
-        for places in plans.by_device(params, range(len(params))).values():
-            chosen = [params[i] for i in places]
-            kept = [kept_masters(self.state.get(param, {})) for param in chosen]
-            sources = [shards.local(self._replicas_of(param)[k]) for param in chosen]
-            masters = [shards.local(m[k]) if m else None for m in kept]
-            yield values_to([shards.local(destinations[param][k]) for param in chosen], sources, masters, self.backend)
-
-    def _average(self, params: Sequence[Tensor], weights: Sequence[float]) -> None:
         if self.num_replicas == 1:
             return
-        params = [param for param in params if self._moves(param)]
+        params = [param for param in self._listed() if self._moves(param)]
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
             sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
-            self._averaging.setdefault(device, Averaging())(sets, masters, weights, self.backend)
+            self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
         if self._planned is not None:
             self._planned.watch.refresh()

@@ -6,7 +6,6 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +14,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
 from hdet.kernels import StepOptions, StepTensors
-from hdet.kernels.spec.interface import PLAIN
 from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
-from . import lists
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
@@ -190,9 +187,6 @@ class Stepper(Optimizer):
     def _forget(self) -> None:
         """Nothing is planned or held for the next step."""
         self._planned: Planned | None = None
-        self._finish: StepOptions | None = None  # beside what `_options` says
-        self._averages: dict[Tensor, list[Tensor]] = {}
-        self._buckets: dict[Tensor, list[Tensor]] = {}
         self._averaging: dict[torch.device, Averaging] = {}
         self._clip: ShardedClip | None = None
         self._plain = StepOptions()
@@ -227,12 +221,11 @@ class Stepper(Optimizer):
     def _options(self, device: torch.device) -> StepOptions:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set by torch's GradScaler
         norm, zero = self._max_grad_norm or 0.0, bool(self.zero_gradients)
-        if scale is None and found is None and self._finish is None:
+        if scale is None and found is None:
             if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
                 self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
             return self._plain
-        return replace(
-            self._finish or PLAIN,
+        return StepOptions(
             grad_scale=plans.scalar(scale, device),
             found_inf=plans.scalar(found, device),
             max_norm=norm,
@@ -279,7 +272,6 @@ class Stepper(Optimizer):
         parameters."""
         count = self.num_replicas
         moments = [plans.column([state if keep else {} for state, keep in zip(states, keeps, strict=True)], key) for key in self._moments]
-        averages = [[shards.local(self._averages[s[0]][k]) if s[0] in self._averages else None for s in sets] for k in range(count)]
         small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
             rule=self.rule,
@@ -289,21 +281,10 @@ class Stepper(Optimizer):
             exp_avgs=moments[0],
             exp_avg_sqs=moments[1] if len(moments) == 2 else None,
             masters=plans.master_columns(states, count),
-            averages=averages if any(average is not None for average in averages[0]) else None,
-            buckets=[shards.local(self._buckets[s[0]][0]) for s in sets] if all(s[0] in self._buckets for s in sets) else None,
             ids=places,
             stochastic=self.seed if self.stochastic_rounding or small_second else None,
             first_replica=self.first_replica,
         )
-
-    def _hold(self, name: str, given: dict[Tensor, list[Tensor]]) -> None:
-        """Tensors that a plan has to know. They stay until others come: most steps of a cycle use the same."""
-        held: dict[Tensor, list[Tensor]] = getattr(self, name)
-        if not lists.same(list(held), list(given)) or not lists.same(
-            [*itertools.chain(*held.values())], [*itertools.chain(*given.values())]
-        ):
-            setattr(self, name, given)
-            self._planned = None
 
     def _replicas_of(self, param: Tensor) -> list[Tensor]:
         if self.num_replicas == 1:
