@@ -5,12 +5,15 @@ python -m benchmarks.replicas [--device cpu|cuda] [--backend auto] [--quick] [--
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import hdet
 from hdet import kernels as hk
 from hdet.kernels import RankOneTensors, StepOptions, StepPlan, StepSettings, StepTensors
 
@@ -64,32 +67,44 @@ def rank_one(options: Options, name: str, shapes: Shapes, notes: dict[str, Any],
     return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows, PLAIN), separate, 32 + 2 * count, **notes)
 
 
-def with_mean(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int) -> dict[str, Any]:
-    """The last step of a cycle writes the mean to all sets: 20 + 8K bytes, and the average on its own another 8K (bound 0.57 for 8)."""
-    gradients, rows = options.randn(shapes), settings(count)
-    sets, other_sets = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
-    plan, other = stored(options, shapes, sets), stored(options, shapes, other_sets)
-    weights = [1 / count] * count
-    mean = StepOptions(finish="mean", weights=weights)
-    average = hk.average_plan(other_sets, None, options.backend)
+def replicated(options: Options, shapes: Shapes, count: int, storage: str, dtype: torch.dtype) -> hdet.FusedAdamW:
+    """Co-resident replicas as an Ensemble has them, in the middle of a cycle; stored ones of 16 bits with float32 masters."""
+    params = [torch.nn.Parameter(p) for p in options.randn(shapes, dtype)]
+    masters = "fp32" if storage == "parameters" and dtype != torch.float32 else None
+    optimizer = hdet.FusedAdamW(params, lr=1e-4, decay_at="base", master_weights=masters, backend=options.backend)
+    optimizer.set_replicas(count, lambda p: [p, *(p.detach().clone() for _ in range(count - 1))], storage)
+    optimizer.multipliers = [[0.8 + 0.4 * k / count] for k in range(count)]
+    for param, gradient in zip(params, options.randn(shapes, dtype), strict=True):
+        param.grad = gradient
+    optimizer.step()
+    return optimizer
 
-    def in_sequence() -> None:
-        other.step(gradients, rows, PLAIN)
-        average.average(weights)
 
-    operation = f"step of {count} replicas with their mean vs step, then average"
-    return compare(
-        options,
-        operation,
-        name,
-        shapes,
-        lambda: plan.step(gradients, rows, mean),
-        in_sequence,
-        20 + 8 * count,
-        peer="hdet in two calls",
-        bound=round((20 + 8 * count) / (20 + 16 * count), 2),
-        **notes,
-    )
+def bytes_of(optimizer: hdet.FusedAdamW) -> float:
+    """Of parameters, gradients and state, for each parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        value for state in optimizer.state.values() for held in state.values() for value in (held if isinstance(held, list) else [held])
+    ]
+    tensors = [*params, *(p.grad for p in params), *(t for t in states if t.dim())]
+    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in params)
+
+
+def storages(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Base and displacement beside stored sets, through the optimizer: a step, and the average of a cycle. `memory`: bytes a parameter."""
+    line, stored = (replicated(options, shapes, count, storage, dtype) for storage in ("displacement", "parameters"))
+    weights, size = [1 / count] * count, dtype.itemsize
+    ours, theirs = 28 + size + size * count, 16 + size + (10 if size == 2 else 8) * count
+    kind = f"{count} replicas, {str(dtype).removeprefix('torch.')}"
+    notes |= {"peer": "hdet, stored", "memory": bytes_of(line), "memory_stored": bytes_of(stored)}
+    step = f"a step of {kind}: base and displacement vs stored"
+    average = f"an average of {kind}: base and displacement vs stored"
+    bound = round(ours / theirs, 2)
+    mean, stored_mean = (partial(optimizer.average_replicas, weights) for optimizer in (line, stored))
+    return [
+        compare(options, step, name, shapes, line.step, stored.step, ours, bound=bound, **notes),
+        compare(options, average, name, shapes, mean, stored_mean, 16 + size * count, **notes),
+    ]
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -99,13 +114,17 @@ def run(options: Options) -> list[dict[str, Any]]:
     for benchmark, counts, memory in (
         (shared_moments, (2, 8) if not options.quick else (8,), lambda k: 4 + 8 + 4 * k + 12 * k),
         (rank_one, (8,), lambda k: 4 + 16 + 2 * k + 12 * k),
-        (with_mean, (8,), lambda k: 4 + 2 * (8 + 4 * k)),
     ):
         for count in counts:
             for name, shapes, notes in options.shapes(memory(count)):
                 if options.quick and name == "one of 2^27" and benchmark is not shared_moments:
                     continue
                 records.append(benchmark(options, name, shapes, notes, count))
+                free()
+    for count, dtype in itertools.product((4, 8), (torch.bfloat16, torch.float32)):
+        for name, shapes, notes in options.shapes(48 + 14 * count):
+            if options.wants(name):
+                records += storages(options, name, shapes, notes, count, dtype)
                 free()
     return records
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hdet.kernels import StepSettings
 from hdet.kernels.spec.arguments import normalised
+from hdet.kernels.spec.interface import COUPLED
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
-from . import lists
+from . import line, lists
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies, local_gradients
-from .state import REPLICA_KEYS, kept_masters, like_first, reset_master
+from .state import LINE_KEYS, REPLICA_KEYS, kept_masters, like_first, reset_master, state_sets
 from .stepper import Stepper
 
 
@@ -157,18 +158,25 @@ class FusedOptimizer(Stepper):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        """Masters (or bases) become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        if self._on_line:
+            line.take_over(self._lines(), self._rho_of, exactly=True)
         for param, state in self.state.items():
-            for tensor, master in zip(plans.state_sets(state, param), kept_masters(state), strict=False):
+            for tensor, master in zip(state_sets(state, param), kept_masters(state), strict=False):
                 reset_master(tensor, master)
 
     @torch.no_grad()
     def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
-        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None.
+        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None. Of replicas
+        kept as base and displacement: a float32 copy of the value that a 16-bit parameter is rounded from.
 
         What has been written to parameters in place is taken over first, so that masters say what the model is now. Tensors that the
         optimizer does not step, and states before their first step, have None. Of a DTensor: the shard of its master on this rank.
         """
+        if self._on_line:
+            self._take_over()
+            known = {param: state for param, state in self._lines() if param.dtype != torch.float32}
+            return [line.at(known[p], self._rho_of(p)[replica]) if p in known else None for p in params]
         if self.master_weights is None:
             return [None] * len(params)
         self._take_over()
@@ -179,23 +187,28 @@ class FusedOptimizer(Stepper):
         if self._planned is not None:
             self._planned.watch.check()
         else:
-            plans.Watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+            self._watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+
+    def _lines(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(param, self.state[param]) for param in self._listed() if "base" in self.state.get(param, {})]
 
     # -- replicas on one device ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]], storage: str = "parameters") -> None:
         """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
 
         copies: gives for a parameter its K tensors, of which the first is the parameter itself; alike, on one device, apart in memory.
+        storage: "parameters": each replica is what its tensors (and masters) hold. "displacement": see `check_storage`.
 
         Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
         """
         sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
-        self.num_replicas, self._sets = count, sets if count > 1 else {}
+        self.check_storage(storage, count)
+        self.num_replicas, self._sets, self.storage = count, sets if count > 1 else {}, storage
         for param in sets:
             state = self.state[param] if param in self.state or (count > 1 and param.requires_grad) else {}
-            for key in REPLICA_KEYS:
+            for key in (*REPLICA_KEYS, *LINE_KEYS):
                 state.pop(key, None)
             if count > 1 and param.requires_grad:
                 state["replica_params"] = sets[param][1:]
@@ -205,6 +218,46 @@ class FusedOptimizer(Stepper):
                     state["replica_masters"] = [shards.like(one, param) for one in made]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
+
+    def check_storage(self, storage: str, count: int) -> None:
+        """Can this optimizer keep `count` replicas so?
+
+        storage "displacement": replica k is at A * base - rho_k * displacement, both float32, A one number, rho_k its multiplier, and its
+        tensors are that point, rounded. Needs several replicas, no masters (the base is what a master is), and decay that is 0 or acts at
+        the base rate. A step moves 32 bytes for each parameter with AdamW (30 with 16-bit gradients) and writes the K sets. Multipliers
+        may change while the replicas are together only: after `average_replicas`, or before a step. What is written to the parameters
+        must be written to all replicas alike. Both are refused by ValueError in the next step, before it changes anything.
+
+        Raises ValueError, by name, for what would take replicas off their line.
+        """
+        if storage not in ("parameters", "displacement"):
+            raise ValueError(f'storage={storage!r} is unknown; choose "parameters" or "displacement"')
+        if storage == "parameters":
+            return
+        if count < 2:
+            raise ValueError(f'storage="displacement" is for several replicas, not {count}: use storage="parameters"')
+        if self.master_weights is not None:
+            raise ValueError(
+                f'storage="displacement" keeps a float32 base, of which all replicas are rounded: construct the optimizer without '
+                f"master_weights={self.master_weights!r}"
+            )
+        if any(map(shards.is_sharded, self._listed())):
+            raise ValueError('storage="displacement" is for parameters of one device, not DTensors: use storage="parameters"')
+        for g, group in enumerate(self.param_groups):
+            if (decay := float(group["weight_decay"])) != 0 and (self.rule in COUPLED or self.decay_at != "base"):
+                remedy = "set it to 0" if self.rule in COUPLED else "construct the optimizer with decay_at='base'"
+                raise ValueError(f'weight_decay={decay:g} of group {g} takes replicas off the line of storage="displacement": {remedy}')
+
+    @torch.no_grad()
+    def put_values(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """All replicas of each of these parameters are at that value from now on, kept as base and displacement: in float32, also where the
+        parameter is not."""
+        for param, value in zip(params, values, strict=True):
+            if "base" in self.state.get(param, {}):
+                line.meet(param, self.state[param], value)
+            else:
+                for tensor in self._replicas_of(param):
+                    tensor.copy_(value)
 
     def replica_parameters(self, k: int) -> list[Tensor]:
         """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
@@ -220,7 +273,8 @@ class FusedOptimizer(Stepper):
         self._take_over()
         if self.num_replicas == 1:
             return
-        params = [param for param in self._listed() if self._moves(param)]
+        met = self._meet(shares) if self._on_line else set()
+        params = [param for param in self._listed() if self._moves(param) and param not in met]
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
             sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
@@ -229,3 +283,16 @@ class FusedOptimizer(Stepper):
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
         if self._planned is not None:
             self._planned.watch.refresh()
+
+    def _meet(self, shares: Sequence[float]) -> set[Tensor]:
+        """Replicas on a line meet at their mean: by the kernels where a step has been planned. Returns the parameters."""
+        planned, lines = self._planned, self._lines()
+        stepped = set() if planned is None else {planned.params[i] for i in planned.places}
+        if planned is not None:
+            for part in planned.parts:
+                part.plan.converge(shares)  # type: ignore[attr-defined]
+            torch.autograd.graph.increment_version(planned.written)
+        for param, state in lines:
+            if param not in stepped:
+                line.meet(param, state, line.at(state, line.mean_rho(self._rho_of(param), shares)))
+        return {param for param, _ in lines}

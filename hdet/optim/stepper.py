@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
-from hdet.kernels import StepOptions, StepTensors
+from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepTensors
 from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip
+from .line import LineWatch
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
-from .step_plans import Hyper, Part, Planned
+from .step_plans import Hyper, Part, Planned, Watch
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -33,6 +34,7 @@ _OWN = (
     "num_replicas",
     "seed",
     "stochastic_rounding",
+    "storage",
     "zero_gradients",
     "_max_grad_norm",
     "_sets",
@@ -73,6 +75,8 @@ class Stepper(Optimizer):
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
+        self.storage = "parameters"
+        """how several replicas are kept; see set_replicas"""
         self.first_replica = 0
         """number of replica 0 among all replicas of the run, for stochastic rounding"""
         self.multipliers = [[]]
@@ -171,7 +175,7 @@ class Stepper(Optimizer):
                 made[key] = values
                 continue
             entries = layout.loaded(values, param, f"parameter {key}")
-            dropped |= layout.master_key(param) is None and any(name in entries for name in MASTER_KEYS)
+            dropped |= layout.master_key(param) is None and not layout.on_line and any(name in entries for name in MASTER_KEYS)
             ours = self._sets.get(param, [param])[1:]
             copies += zip(ours, replicas_for(entries, param, ours), strict=False)
             made[param] = entries
@@ -196,7 +200,7 @@ class Stepper(Optimizer):
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
 
     def _layout(self) -> Layout:
-        return Layout(self._moments, self._required, self.moment_dtype, self.master_weights)
+        return Layout(self._moments, self._required, self.moment_dtype, self.master_weights, self._on_line)
 
     def _hypers(self) -> list[Hyper]:
         count = len(self.param_groups)
@@ -256,14 +260,44 @@ class Stepper(Optimizer):
         for device, places in plans.by_device(params, members).items():
             kernels.select(self.backend, device)
             groups_of = [group_of[i] for i in places]
-            row_of, row_groups = plans.number_rows(groups_of, plans.counts([states[i]["step"] for i in places]))
+            keys = [plans.numbers([states[i][key] for i in places]) for key in ("step", *(["scale"] if self._on_line else []))]
+            row_of, first = plans.number_rows(groups_of, *keys)
             own = [shards.local_state(states[i], params[i]) for i in places]
             tensors = self._tensors([sets[i] for i in places], own, row_of, [flags[g] for g in groups_of], places)
-            parts.append(Part(kernels.step_plan(tensors, self.backend), places, row_groups, device))
+            if self._on_line:
+                plan = self._line_plan(tensors, own, [keys[1][j] for j in first])
+                for i, row in zip(places, row_of, strict=True):  # the plan's own numbers: it moves them
+                    entries[i]["scale"] = states[i]["scale"] = plan.scales[row]
+            parts.append(
+                Part(plan if self._on_line else kernels.step_plan(tensors, self.backend), places, [groups_of[j] for j in first], device)
+            )
         written = [tensor for i in members for tensor in sets[i]]
         others = [(param, self.state[param]) for param, none in zip(params, absent, strict=True) if none and param in self.state]
-        watch = plans.Watch([(params[i], states[i]) for i in members], others)
+        watch = self._watch([(params[i], states[i]) for i in members], others)
         return Planned(params, sizes, absent, flags, parts, written, entries, states, watch)
+
+    def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]], scales: list[float]) -> RankOnePlan:
+        t, (bases, displacements) = tensors, ([state[key] for state in states] for key in ("base", "displacement"))
+        line = RankOneTensors(
+            t.rule, bases, displacements, t.params, t.rows, t.steps, t.exp_avgs, t.exp_avg_sqs, t.ids, t.stochastic, t.first_replica, scales
+        )
+        return kernels.rank_one_plan(line, self.backend)
+
+    def _watch(
+        self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], others: Sequence[tuple[Tensor, dict[str, Any]]]
+    ) -> Watch | LineWatch:
+        if not self._on_line:
+            return Watch(stepped, others)
+        return LineWatch(stepped, [(param, state) for param, state in others if "base" in state], self._rho_of)
+
+    @property
+    def _on_line(self) -> bool:
+        return self.storage == "displacement"
+
+    def _rho_of(self, param: Tensor) -> list[float]:
+        """The multipliers of a parameter, one for each replica, as the kernels read them."""
+        group = next(g for g, group in enumerate(self.param_groups) if any(param is p for p in group["params"]))
+        return [float(row[group]) for row in self.multipliers]
 
     def _tensors(
         self, sets: list[list[Tensor]], states: list[dict[str, Any]], rows: list[int], keeps: list[bool], places: list[int]

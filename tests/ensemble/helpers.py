@@ -87,7 +87,7 @@ class CoresidentRun:
     def __init__(self, count: int, *, spread: float = 0.3, total: int = 40, interval: int = 5, lr: float = 3e-3, **settings: Any) -> None:
         self.index = 0
         self.net = model().to(settings.pop("dtype", torch.float32))
-        self.replicas = hdet.CoresidentReplicas(self.net, count)
+        self.replicas = hdet.CoresidentReplicas(self.net, count, storage=settings.pop("storage", "parameters"))
         make = settings.pop("optimizer", hdet.FusedAdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=settings.pop("weight_decay", 0.0))
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, lr, total, cycle_momentum=False)

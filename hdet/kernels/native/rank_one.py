@@ -31,8 +31,10 @@ class NativeRankOnePlan(NativeStepPlan):
         plan.bases = self.line_addresses.data_ptr()
         plan.displacements = plan.bases + 8 * plan.num_tensors
         states = torch.zeros(rows * _C.STATE_BYTES, dtype=torch.uint8)
-        states.view(torch.float64)[:: _C.STATE_BYTES // 8] = 1.0  # RankOneState::scale
+        of_scales = slice(None, None, _C.STATE_BYTES // 8)  # RankOneState::scale
+        states.view(torch.float64)[of_scales] = torch.tensor(tensors.scales or [1.0] * rows, dtype=torch.float64)
         self.states = memory.place(states)
+        self.scales = self.states.view(torch.float64)[of_scales]
         self.lines = memory.room(rows * _C.LINE_BYTES)
         plan.states, plan.lines = self.states.data_ptr(), self.lines.data_ptr()
 
