@@ -67,6 +67,34 @@ def rank_one(options: Options, name: str, shapes: Shapes, notes: dict[str, Any],
     return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows, PLAIN), separate, 32 + 2 * count, **notes)
 
 
+def with_mean(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int) -> dict[str, Any]:
+    """The last step of a cycle writes the mean to all sets: 20 + 8K bytes, and the average on its own another 8K (bound 0.57 for 8)."""
+    gradients, rows = options.randn(shapes), settings(count)
+    sets, other_sets = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
+    plan, other = stored(options, shapes, sets), stored(options, shapes, other_sets)
+    weights = [1 / count] * count
+    mean = StepOptions(finish="mean", weights=weights)
+    average = hk.average_plan(other_sets, None, options.backend)
+
+    def in_sequence() -> None:
+        other.step(gradients, rows, PLAIN)
+        average.average(weights)
+
+    operation = f"step of {count} replicas with their mean vs step, then average"
+    return compare(
+        options,
+        operation,
+        name,
+        shapes,
+        lambda: plan.step(gradients, rows, mean),
+        in_sequence,
+        20 + 8 * count,
+        peer="hdet in two calls",
+        bound=round((20 + 8 * count) / (20 + 16 * count), 2),
+        **notes,
+    )
+
+
 def replicated(options: Options, shapes: Shapes, count: int, storage: str, dtype: torch.dtype) -> hdet.FusedAdamW:
     """Co-resident replicas as an Ensemble has them, in the middle of a cycle; stored ones of 16 bits with float32 masters."""
     params = [torch.nn.Parameter(p) for p in options.randn(shapes, dtype)]
@@ -114,6 +142,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     for benchmark, counts, memory in (
         (shared_moments, (2, 8) if not options.quick else (8,), lambda k: 4 + 8 + 4 * k + 12 * k),
         (rank_one, (8,), lambda k: 4 + 16 + 2 * k + 12 * k),
+        (with_mean, (8,), lambda k: 4 + 2 * (8 + 4 * k)),
     ):
         for count in counts:
             for name, shapes, notes in options.shapes(memory(count)):

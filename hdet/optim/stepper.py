@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
 from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepTensors
+from hdet.kernels.spec.interface import COUPLED
 from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
@@ -41,6 +42,19 @@ _OWN = (
 )
 
 
+class Options(TypedDict, total=False):
+    """What every fused optimizer takes by name; FusedOptimizer explains them."""
+
+    maximize: bool
+    master_weights: str | None
+    moment_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    seed: int
+    max_grad_norm: float | None
+    zero_gradients: bool
+    backend: str
+
+
 class Stepper(Optimizer):
     """A torch optimizer that keeps state and plans for the kernels. FusedOptimizer is its public side."""
 
@@ -60,15 +74,21 @@ class Stepper(Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        master_weights: str | None,
-        moment_dtype: torch.dtype | None,
-        stochastic_rounding: bool,
-        seed: int,
-        max_grad_norm: float | None,
-        zero_gradients: bool,
-        backend: str,
+        maximize: bool = False,
+        master_weights: str | None = None,
+        moment_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+        zero_gradients: bool = False,
+        backend: str = "auto",
         decay_at: str = "replica",
+        **carried: Any,
     ) -> None:
+        for key in carried.keys() - self._carried.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
+        if decay_at != "replica" and self.rule in COUPLED:
+            raise TypeError(f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient")
         kernels.check_name(backend)
         groups.check_storage(master_weights, moment_dtype, seed, decay_at)
         self.backend, self.master_weights, self.moment_dtype = backend, master_weights, moment_dtype or torch.float32
@@ -82,7 +102,7 @@ class Stepper(Optimizer):
         self.multipliers = [[]]
         self._sets: dict[Tensor, list[Tensor]] = {}  # of each parameter, in all replicas; empty for one
         self._forget()
-        defaults = {**self._carried, **defaults}
+        defaults = {**self._carried, **defaults, "maximize": maximize, **carried}
         self._check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet import _C, kernels
 from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
-from hdet.kernels.native.cpu import CpuStepPlan
+from hdet.kernels.native.step import NativeStepPlan
 from hdet.kernels.spec import rounding
 
 from .cases import CHUNK, Guarded
@@ -34,7 +34,7 @@ def move_addresses(table: Tensor, tensors: Sequence[Tensor | None]) -> None:
             table[i] -= FAR * tensor.element_size()
 
 
-class FarStepPlan(CpuStepPlan):
+class FarStepPlan(NativeStepPlan):
     def move(self) -> None:
         t = self.tensors
         parts = [*t.params, t.exp_avgs or [], t.exp_avg_sqs or []]
@@ -62,7 +62,7 @@ def test_random_numbers_know_where_they_are() -> None:
     exact, tensors = step_tensors(torch.float32), step_tensors(BF16, stochastic=77, first_replica=3, ids=[5, 9])
     gradients, settings = Guarded(SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0])]
     kernels.step_plan(exact, "cpu").step(gradients, settings)
-    plan = FarStepPlan(tensors, kernels.native.Memory())
+    plan = FarStepPlan(tensors, kernels.native.Memory(torch.device("cpu")))
     plan.move()
     plan.step(gradients, settings)
     for identity, value, found in zip([5, 9], exact.params[0], tensors.params[0], strict=True):

@@ -196,7 +196,7 @@ def test_a_stochastic_step_far_out(count: int) -> None:
         gradients, settings = Guarded(FAR_SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0] * count)]
         far = [t for part in (*sets, tensors.exp_avgs, tensors.exp_avg_sqs) for t in part]  # type: ignore[union-attr]
         if backend == "cpu":
-            plan = FarStepPlan(tensors, native.Memory())
+            plan = FarStepPlan(tensors, native.Memory(torch.device("cpu")))
             plan.move()
             plan.step(gradients, settings)
         else:
