@@ -98,7 +98,7 @@ class Run:
         self.rank, self.total, self.index, self.data = rank, total, 0, data
         self.net = (model() if net is None else net).to(dtype=dtype)
         self.wrapped = DistributedDataParallel(self.net) if ddp and dist.is_initialized() else self.net
-        self.replicas = hdet.CoresidentReplicas(self.net, together) if together > 1 else None
+        self.replicas = hdet.CoresidentReplicas(self.net, together, storage=settings.pop("storage", "parameters")) if together > 1 else None
         make = optimizer or (torch.optim.AdamW if self.replicas is None else hdet.FusedAdamW)
         self.optimizer = make(self.net.parameters(), lr=lr, weight_decay=weight_decay)
         self.scheduler = one_cycle(lr, total)(self.optimizer) if scheduler == "one cycle" else scheduler and scheduler(self.optimizer)

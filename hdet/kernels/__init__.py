@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _BACKENDS = {
-    "cpu": "native.cpu.CpuBackend",
+    "cpu": "native.backend.CpuBackend",
     "cuda": "native.cuda.CudaBackend",
     "triton": "triton.TritonBackend",
     "torch": "reference.TorchBackend",

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from . import group_checks as groups
 from .fused import FusedOptimizer
 from .step_plans import Hyper
+from .stepper import Options
+
+
+class AdamOptions(Options, total=False):
+    """What torch.optim.Adam and AdamW take by name, and `Options`."""
+
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
 
 
 class AdamFamily(FusedOptimizer):
@@ -32,6 +42,10 @@ class AdamFamily(FusedOptimizer):
         groups.check_not_negative(group, ("lr", "eps", "weight_decay"), name)
         groups.check_betas(group, name)
         groups.check_off(group, ("amsgrad", "differentiable"), name, type(self).__name__)
+        decoupled = self.rule == "adamw"
+        if bool(group["decoupled_weight_decay"]) != decoupled:
+            other = "Adam" if decoupled else "AdamW"
+            raise ValueError(f"decoupled_weight_decay={not decoupled} of {name} is {other}: use Fused{other}")
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         beta1, beta2 = group["betas"]
@@ -74,45 +88,8 @@ class FusedAdam(AdamFamily):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master_weights: str | None = None,
-        moment_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        max_grad_norm: float | None = None,
-        zero_gradients: bool = False,
-        backend: str = "auto",
+        **options: Unpack[AdamOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-                "decoupled_weight_decay": decoupled_weight_decay,
-            },
-            master_weights=master_weights,
-            moment_dtype=moment_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            max_grad_norm=max_grad_norm,
-            zero_gradients=zero_gradients,
-            backend=backend,
-        )
-
-    def _check_group(self, group: dict[str, Any], name: str) -> None:
-        super()._check_group(group, name)
-        if group["decoupled_weight_decay"]:
-            raise ValueError(f"decoupled_weight_decay=True of {name} is AdamW: use FusedAdamW")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **options)

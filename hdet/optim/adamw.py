@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from .adam import AdamFamily
+from .adam import AdamFamily, AdamOptions
 
 
 class FusedAdamW(AdamFamily):
@@ -57,43 +57,11 @@ class FusedAdamW(AdamFamily):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: str | None = None,
-        moment_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
         decay_at: str = "replica",
-        max_grad_norm: float | None = None,
-        zero_gradients: bool = False,
-        backend: str = "auto",
+        **options: Unpack[AdamOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-            master_weights=master_weights,
-            moment_dtype=moment_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            decay_at=decay_at,
-            max_grad_norm=max_grad_norm,
-            zero_gradients=zero_gradients,
-            backend=backend,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, decay_at=decay_at, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

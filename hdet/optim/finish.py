@@ -1,9 +1,8 @@
-"""How a step may end: averages over replicas, running averages, buckets."""
+"""What an optimizer does beside its step: the mean over its replicas, clipping over shards, values to other tensors."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import AveragePlan, PairPlan, StepOptions
-from hdet.kernels.spec.arguments import normalised
-from hdet.kernels.spec.interface import FINISHES, Column
+from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 
 from . import lists
@@ -78,27 +76,6 @@ def local_gradients(gradients: Sequence[Tensor | None], params: Sequence[Tensor]
     """The shards that belong to those of the parameters."""
     pairs = enumerate(zip(gradients, params, strict=True))
     return [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-
-
-def check_finish(
-    finish: str, weights: Sequence[float] | None, buckets: Mapping[Tensor, Tensor] | None, num_replicas: int
-) -> tuple[float, ...] | None:
-    """The weights as the kernels take them."""
-    if finish not in FINISHES:
-        raise ValueError(f"finish={finish!r} is unknown; choose {', '.join(FINISHES)}")
-    if finish != "pack" and buckets:
-        raise ValueError(f'buckets are for finish="pack", not {finish!r}')
-    if finish == "store":
-        return None
-    if weights is None:
-        raise ValueError(f"finish={finish!r} needs weights, one for each replica")
-    if finish == "mean":
-        return tuple(normalised(weights, num_replicas))
-    if num_replicas != 1 or len(weights) != 1 or not 0 <= weights[0] < math.inf:
-        raise ValueError(f'finish="pack" is for one replica with one weight >= 0, got {num_replicas} replicas and weights {list(weights)}')
-    if not buckets:
-        raise ValueError('finish="pack" needs buckets: a float32 tensor for each parameter')
-    return (float(weights[0]),)
 
 
 def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Tensor]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet.kernels import PairPlan, StepOptions, StepSettings
+from hdet.kernels import StepSettings
 from hdet.kernels.spec.arguments import normalised
-from hdet.kernels.spec.interface import PLAIN
+from hdet.kernels.spec.interface import COUPLED
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
-from . import lists
+from . import line, lists
 from . import step_plans as plans
-from .finish import Averaging, ShardedClip, check_copies, check_finish, local_gradients, values_to
-from .state import REPLICA_KEYS, kept_masters, like_first, reset_master
+from .finish import Averaging, ShardedClip, check_copies, local_gradients
+from .state import LINE_KEYS, REPLICA_KEYS, kept_masters, like_first, reset_master, state_sets
 from .stepper import Stepper
 
 
@@ -107,9 +106,6 @@ class FusedOptimizer(Stepper):
         if planned is not self._planned:
             planned.write_back(self.state)
             self._planned = planned
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._finish_others([param for param, none in zip(params, planned.absent, strict=True) if none], finish)
         return loss
 
     def _step_shards(self, planned: plans.Planned, gradients: list[Tensor | None], settings: list[tuple[StepSettings, ...]]) -> None:
@@ -142,45 +138,10 @@ class FusedOptimizer(Stepper):
         """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
         return self._planned.parts[0].plan.skipped if self._planned and self._planned.parts else None
 
-    def finish_next_step(self, finish: str, weights: Sequence[float] | None = None, buckets: Mapping[Tensor, Tensor] | None = None) -> None:
-        """The next step, and that one only, ends with an average instead of storing its parameters.
-
-        finish: "mean": every replica gets sum_k weights[k] * replica k of the new parameters (Eq. 3; the weights are divided by their
-            sum), without a pass of its own. "pack": buckets[param] = weights[0] * new parameter, in float32, on their way into an
-            all-reduce, and parameters and masters keep their old values; for one replica. "store": as usual.
-
-        Parameters that have no gradient in that step take part in the average all the same.
-        """
-        shares = check_finish(finish, weights, buckets, self.num_replicas)
-        if buckets:
-            absent = sum(self._moves(param) and param not in buckets for param in self._listed())
-            if absent:
-                raise ValueError(f"buckets has none for {absent} of the parameters")
-            self._hold("_buckets", {param: [bucket] for param, bucket in buckets.items()})
-        self._finish = replace(self._finish or PLAIN, finish=finish, weights=shares)
-
-    def average_next_step(self, averages: Mapping[Tensor, Sequence[Tensor]], weight: float) -> None:
-        """The next step, and that one only, also moves running averages: averages[param][k] by `weight` of the way towards the new
-        parameter of replica k, before a "mean". 1 starts an average, whatever stood there.
-
-        Averages are float32 or bfloat16, K for each parameter; parameters may be left out. Use the same tensors in all steps; an empty
-        dictionary lets go of them.
-
-        A step that is skipped on the device leaves the averages of what it would have stepped. Those of parameters without a gradient
-        move all the same, towards the parameter as it is: whether a step was skipped the host does not know.
-        """
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight={weight} must be in [0, 1]; 1 starts an average")
-        for i, tensors in enumerate(averages.values()):
-            if len(tensors) != self.num_replicas:
-                raise ValueError(f"entry {i} of averages has {len(tensors)} tensors for {self.num_replicas} replicas")
-        self._hold("_averages", {param: list(tensors) for param, tensors in averages.items()})
-        self._finish = replace(self._finish or PLAIN, average_weight=float(weight) if averages else 0.0)
-
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
-        """Writes rates, multipliers, betas, decay, clipping and weights of the next step to the device, for replays of a captured one.
-        How a step ends and whether a norm is taken is captured with it.
+        """Writes rates, multipliers, betas, decay and clipping of the next step to the device, for replays of a captured one. Whether a
+        norm is taken is captured with it.
 
         One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the first step.
         """
@@ -194,22 +155,28 @@ class FusedOptimizer(Stepper):
         settings = self._planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         for part, rows in zip(self._planned.parts, settings, strict=True):
             part.plan.upload(rows, self._options(part.device))
-        self._finish = None
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        """Masters (or bases) become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        if self._on_line:
+            line.take_over(self._lines(), self._rho_of, exactly=True)
         for param, state in self.state.items():
-            for tensor, master in zip(plans.state_sets(state, param), kept_masters(state), strict=False):
+            for tensor, master in zip(state_sets(state, param), kept_masters(state), strict=False):
                 reset_master(tensor, master)
 
     @torch.no_grad()
     def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
-        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None.
+        """The master of each of these parameters in that replica: float32, or int16 (the lower half of a split one), or None. Of replicas
+        kept as base and displacement: a float32 copy of the value that a 16-bit parameter is rounded from.
 
         What has been written to parameters in place is taken over first, so that masters say what the model is now. Tensors that the
         optimizer does not step, and states before their first step, have None. Of a DTensor: the shard of its master on this rank.
         """
+        if self._on_line:
+            self._take_over()
+            known = {param: state for param, state in self._lines() if param.dtype != torch.float32}
+            return [line.at(known[p], self._rho_of(p)[replica]) if p in known else None for p in params]
         if self.master_weights is None:
             return [None] * len(params)
         self._take_over()
@@ -220,23 +187,28 @@ class FusedOptimizer(Stepper):
         if self._planned is not None:
             self._planned.watch.check()
         else:
-            plans.Watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+            self._watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+
+    def _lines(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(param, self.state[param]) for param in self._listed() if "base" in self.state.get(param, {})]
 
     # -- replicas on one device ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    def set_replicas(self, count: int, copies: Callable[[Tensor], Sequence[Tensor]], storage: str = "parameters") -> None:
         """Steps K = `count` replicas that share gradients and moments from now on; multipliers are 1.
 
         copies: gives for a parameter its K tensors, of which the first is the parameter itself; alike, on one device, apart in memory.
+        storage: "parameters": each replica is what its tensors (and masters) hold. "displacement": see `check_storage`.
 
         Adam and SGD need weight_decay 0: theirs is part of the gradient, which replicas share.
         """
         sets = {param: check_copies(param, copies(param), count) for param in self._listed()}
-        self.num_replicas, self._sets = count, sets if count > 1 else {}
+        self.check_storage(storage, count)
+        self.num_replicas, self._sets, self.storage = count, sets if count > 1 else {}, storage
         for param in sets:
             state = self.state[param] if param in self.state or (count > 1 and param.requires_grad) else {}
-            for key in REPLICA_KEYS:
+            for key in (*REPLICA_KEYS, *LINE_KEYS):
                 state.pop(key, None)
             if count > 1 and param.requires_grad:
                 state["replica_params"] = sets[param][1:]
@@ -246,6 +218,46 @@ class FusedOptimizer(Stepper):
                     state["replica_masters"] = [shards.like(one, param) for one in made]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self._forget()
+
+    def check_storage(self, storage: str, count: int) -> None:
+        """Can this optimizer keep `count` replicas so?
+
+        storage "displacement": replica k is at A * base - rho_k * displacement, both float32, A one number, rho_k its multiplier, and its
+        tensors are that point, rounded. Needs several replicas, no masters (the base is what a master is), and decay that is 0 or acts at
+        the base rate. A step moves 32 bytes for each parameter with AdamW (30 with 16-bit gradients) and writes the K sets. Multipliers
+        may change while the replicas are together only: after `average_replicas`, or before a step. What is written to the parameters
+        must be written to all replicas alike. Both are refused by ValueError in the next step, before it changes anything.
+
+        Raises ValueError, by name, for what would take replicas off their line.
+        """
+        if storage not in ("parameters", "displacement"):
+            raise ValueError(f'storage={storage!r} is unknown; choose "parameters" or "displacement"')
+        if storage == "parameters":
+            return
+        if count < 2:
+            raise ValueError(f'storage="displacement" is for several replicas, not {count}: use storage="parameters"')
+        if self.master_weights is not None:
+            raise ValueError(
+                f'storage="displacement" keeps a float32 base, of which all replicas are rounded: construct the optimizer without '
+                f"master_weights={self.master_weights!r}"
+            )
+        if any(map(shards.is_sharded, self._listed())):
+            raise ValueError('storage="displacement" is for parameters of one device, not DTensors: use storage="parameters"')
+        for g, group in enumerate(self.param_groups):
+            if (decay := float(group["weight_decay"])) != 0 and (self.rule in COUPLED or self.decay_at != "base"):
+                remedy = "set it to 0" if self.rule in COUPLED else "construct the optimizer with decay_at='base'"
+                raise ValueError(f'weight_decay={decay:g} of group {g} takes replicas off the line of storage="displacement": {remedy}')
+
+    @torch.no_grad()
+    def put_values(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """All replicas of each of these parameters are at that value from now on, kept as base and displacement: in float32, also where the
+        parameter is not."""
+        for param, value in zip(params, values, strict=True):
+            if "base" in self.state.get(param, {}):
+                line.meet(param, self.state[param], value)
+            else:
+                for tensor in self._replicas_of(param):
+                    tensor.copy_(value)
 
     def replica_parameters(self, k: int) -> list[Tensor]:
         """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
@@ -259,39 +271,28 @@ class FusedOptimizer(Stepper):
         replica of weight 0 is not read. Moments and counters are shared and stay. Frozen parameters are left alone."""
         shares = normalised(weights, self.num_replicas)
         self._take_over()
-        self._average(self._listed(), shares)
-
-    def _finish_others(self, params: Sequence[Tensor], finish: StepOptions) -> None:
-        """What a step had no gradient for takes part in how it ends."""
-        started = [p for p in params if p in self._averages and (self._moves(p) or finish.average_weight == 1)]
-        if finish.average_weight != 0:
-            for k in range(self.num_replicas):
-                for plan in self._from_replica(k, started, self._averages):
-                    plan.lerp(finish.average_weight)
-        if finish.finish == "mean":
-            self._average(params, finish.weights or ())
-        elif finish.finish == "pack":
-            for plan in self._from_replica(0, [param for param in params if param in self._buckets], self._buckets):
-                plan.copy((finish.weights or (1.0,))[0])
-
-    def _from_replica(self, k: int, params: Sequence[Tensor], destinations: Mapping[Tensor, Sequence[Tensor]]) -> Iterator[PairPlan]:
-        """From replica k of parameters to destinations[param][k]; one plan for each device."""
-        for places in plans.by_device(params, range(len(params))).values():
-            chosen = [params[i] for i in places]
-            kept = [kept_masters(self.state.get(param, {})) for param in chosen]
-            sources = [shards.local(self._replicas_of(param)[k]) for param in chosen]
-            masters = [shards.local(m[k]) if m else None for m in kept]
-            yield values_to([shards.local(destinations[param][k]) for param in chosen], sources, masters, self.backend)
-
-    def _average(self, params: Sequence[Tensor], weights: Sequence[float]) -> None:
         if self.num_replicas == 1:
             return
-        params = [param for param in params if self._moves(param)]
+        met = self._meet(shares) if self._on_line else set()
+        params = [param for param in self._listed() if self._moves(param) and param not in met]
         for device, places in plans.by_device(params, range(len(params))).items():
             chosen = [params[i] for i in places]
             sets = [[self._replicas_of(param)[k] for param in chosen] for k in range(self.num_replicas)]
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
-            self._averaging.setdefault(device, Averaging())(sets, masters, weights, self.backend)
+            self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
         if self._planned is not None:
             self._planned.watch.refresh()
+
+    def _meet(self, shares: Sequence[float]) -> set[Tensor]:
+        """Replicas on a line meet at their mean: by the kernels where a step has been planned. Returns the parameters."""
+        planned, lines = self._planned, self._lines()
+        stepped = set() if planned is None else {planned.params[i] for i in planned.places}
+        if planned is not None:
+            for part in planned.parts:
+                part.plan.converge(shares)  # type: ignore[attr-defined]
+            torch.autograd.graph.increment_version(planned.written)
+        for param, state in lines:
+            if param not in stepped:
+                line.meet(param, state, line.at(state, line.mean_rho(self._rho_of(param), shares)))
+        return {param for param, _ in lines}

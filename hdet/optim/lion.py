@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from . import group_checks as groups
 from .fused import FusedOptimizer
 from .step_plans import Hyper
+from .stepper import Options
 
 
 class FusedLion(FusedOptimizer):
@@ -58,28 +59,11 @@ class FusedLion(FusedOptimizer):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        maximize: bool = False,
-        master_weights: str | None = None,
-        moment_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
         decay_at: str = "replica",
-        max_grad_norm: float | None = None,
-        zero_gradients: bool = False,
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
-            master_weights=master_weights,
-            moment_dtype=moment_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            decay_at=decay_at,
-            max_grad_norm=max_grad_norm,
-            zero_gradients=zero_gradients,
-            backend=backend,
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, decay_at=decay_at, **options)
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         groups.check_not_negative(group, ("lr", "weight_decay"), name)

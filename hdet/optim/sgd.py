@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from . import group_checks as groups
 from .fused import FusedOptimizer
 from .step_plans import Hyper
+from .stepper import Options
+
+
+class SGDOptions(Options, total=False):
+    """What torch.optim.SGD takes by name, and `Options`."""
+
+    foreach: bool | None
+    differentiable: bool
+    fused: bool | None
 
 
 class FusedSGD(FusedOptimizer):
@@ -55,40 +64,10 @@ class FusedSGD(FusedOptimizer):
         dampening: float = 0,
         weight_decay: float | Tensor = 0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: str | None = None,
-        moment_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        max_grad_norm: float | None = None,
-        zero_gradients: bool = False,
-        backend: str = "auto",
+        **options: Unpack[SGDOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-                "foreach": foreach,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-            master_weights=master_weights,
-            moment_dtype=moment_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            max_grad_norm=max_grad_norm,
-            zero_gradients=zero_gradients,
-            backend=backend,
-        )
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, **options)
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         groups.check_not_negative(group, ("lr", "momentum", "weight_decay"), name)

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet.kernels.reference.rules import wide_dtype
 from hdet.kernels.spec import rounding
 from hdet.tensors import dtensor as shards
 
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
+LINE_KEYS = ("base", "displacement", "scale")
+"""of replicas on one line (line.py): two float32 tensors like the parameter, and a number, which all parameters of a row share"""
+WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *LINE_KEYS)
+"""what a state has of the parameters themselves"""
 
 _RELAY = "load through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which lays states out as their parameters are"
 
@@ -24,12 +29,14 @@ class Layout:
 
     moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs.
     required: what a loaded state must have.
+    on_line: are replicas kept as a base and a displacement?
     """
 
     moments: tuple[str, ...]
     required: tuple[str, ...]
     moment_dtype: torch.dtype
     master_weights: str | None
+    on_line: bool = False
 
     def master_key(self, param: Tensor) -> str | None:
         """The state's name for this parameter's master, or None: a float32 parameter is its own."""
@@ -73,6 +80,8 @@ class Layout:
             # torch's SGD does not count; a buffer that is there has seen a step
             count = float(step) if step is not None else float(any(moment is not None for moment in kept))
             entries["step"] = torch.tensor(count, dtype=torch.float32, device=param.device)
+        if self.on_line:
+            entries.update(_missing_line(state, param))
         entries.update(self._missing_masters(state, sets))
         return entries
 
@@ -102,13 +111,18 @@ class Layout:
 
         Large tensors that fit are taken as they are, as torch does; the step counter is copied.
         """
-        dtypes = {**dict.fromkeys(self.moments, self.moment_dtype), "master_param": torch.float32, "remainder": torch.int16}
+        if not self.on_line:
+            values = _without_line(values, param, name)
+        floats = dict.fromkeys(("master_param", "base", "displacement"), torch.float32)
+        dtypes = {**dict.fromkeys(self.moments, self.moment_dtype), **floats, "remainder": torch.int16}
         placed: dict[str, Any] = {}
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
             if key == "step":  # a number, float64 or a tensor anywhere, depending on torch's version and options
                 placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
+            elif key == "scale":
+                placed[key] = torch.tensor(float(value), dtype=wide_dtype(param.device), device=param.device)
             elif key in dtypes:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
             elif key in REPLICA_KEYS:
@@ -118,7 +132,17 @@ class Layout:
         absent = [key for key in self.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
             raise ValueError(f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer")
+        if self.on_line and "base" not in placed and not _same_replicas(placed):
+            raise ValueError(
+                f"the replicas in the loaded state of {name} are not equal and were not kept on one line: call ensemble.converge() before "
+                'saving, or load it with storage="parameters"'
+            )
         return placed
+
+
+def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
+    """The parameter in all its replicas, the parameter itself first."""
+    return [param, *(state.get("replica_params") or ())]
 
 
 def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
@@ -146,6 +170,37 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
     if masters:  # a single one counts for all replicas
         entries["replica_masters"] = masters[1:] if len(masters) == 1 + len(ours) else [masters[0].clone() for _ in ours]
     return theirs
+
+
+def _missing_line(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """A line begins where all replicas are: at the parameter, or at its master."""
+    found: dict[str, Any] = {key: state.get(key) for key in LINE_KEYS}
+    if any(value is None for value in found.values()):
+        masters = kept_masters(state)
+        base = _master(param, masters[0] if masters else None, "master_param")
+        scale = torch.ones((), dtype=wide_dtype(param.device), device=param.device)
+        return {"base": base, "displacement": torch.zeros_like(base), "scale": scale}
+    tensors = {key: found[key] for key in ("base", "displacement")}
+    return {key: _placed(t, param, torch.float32) for key, t in tensors.items() if not _fits(t, param, torch.float32)}
+
+
+def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mapping[str, Any]:
+    """A state of replicas on one line for one that stores them: where they are together, the base is the master."""
+    displacement = values.get("displacement")
+    if displacement is None:
+        return values
+    if displacement.any():
+        raise ValueError(
+            f"the replicas in the loaded state of {name} are apart on one line, and this optimizer stores parameters: call "
+            'ensemble.converge() before saving, or load it with storage="displacement"'
+        )
+    kept = {key: value for key, value in values.items() if key not in LINE_KEYS}
+    return kept if param.dtype == torch.float32 else {**kept, "master_param": values["base"] * float(values["scale"])}
+
+
+def _same_replicas(entries: Mapping[str, Any]) -> bool:
+    """As far as a state without the model can tell."""
+    return _same_bits(entries.get("replica_params") or []) and _same_bits(kept_masters(entries))
 
 
 def adopt(param: Tensor, master: Tensor) -> None:

@@ -17,7 +17,8 @@ from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 
 from . import lists
-from .state import REPLICA_KEYS, adopt, kept_masters
+from .line import LineWatch
+from .state import REPLICA_KEYS, adopt, kept_masters, state_sets
 
 Hyper = tuple[Any, ...]
 """lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of StepSettings, numbers or tensors"""
@@ -98,7 +99,7 @@ class Planned:
         written: list[Tensor],
         entries: Mapping[int, dict[str, Any]],
         states: Mapping[int, dict[str, Any]],
-        watch: Watch,
+        watch: Watch | LineWatch,
     ) -> None:
         self.params, self.sizes, self.absent, self.flags, self.parts = params, sizes, absent, flags, parts
         self.entries, self.places = entries, list(states)
@@ -186,11 +187,6 @@ def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*tensors, *(shards.local(tensor) for tensor in tensors if shards.is_sharded(tensor))]
 
 
-def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
-    """The parameter in all its replicas, the parameter itself first."""
-    return [param, *(state.get("replica_params") or ())]
-
-
 def _settings(hyper: Hyper, multipliers: tuple[float, ...], decay_at_base: bool, device: torch.device) -> StepSettings:
     lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize = hyper
     if not isinstance(lr, Tensor) or lr.is_cpu or lr.device != device:
@@ -207,16 +203,16 @@ def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tens
     return [(tensor, master) for tensor, master in pairs if master.dtype == torch.float32 and not tensor.is_inference()]
 
 
-def number_rows(groups: Sequence[int], steps: Sequence[float]) -> tuple[list[int], list[int]]:
-    """The row of each tensor, and the group of each row: one for each group and count, as a tensor may have missed steps."""
-    rows: dict[tuple[int, float], int] = {}
-    row_of = [rows.setdefault(key, len(rows)) for key in zip(groups, steps, strict=True)]
-    return row_of, [group for group, _ in rows]
+def number_rows(groups: Sequence[int], *numbers: Sequence[float]) -> tuple[list[int], list[int]]:
+    """The row of each tensor, and its first tensor: one for each group and count (and scale), as a tensor may have missed steps."""
+    rows: dict[tuple[float, ...], int] = {}
+    row_of = [rows.setdefault(key, len(rows)) for key in zip(groups, *numbers, strict=True)]
+    return row_of, [row_of.index(row) for row in range(len(rows))]
 
 
-def counts(steps: Sequence[Tensor]) -> list[float]:
-    """The step counters as numbers, in one transfer."""
-    return torch.stack(list(steps)).tolist() if steps else []
+def numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """0-d tensors of one device as numbers, in one transfer."""
+    return torch.stack(list(scalars)).tolist() if scalars else []
 
 
 def by_device(params: Sequence[Tensor], members: Sequence[int]) -> dict[torch.device, list[int]]:

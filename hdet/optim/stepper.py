@@ -5,25 +5,24 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from hdet import kernels
-from hdet.kernels import StepOptions, StepTensors
-from hdet.kernels.spec.interface import PLAIN
+from hdet.kernels import RankOnePlan, RankOneTensors, StepOptions, StepTensors
+from hdet.kernels.spec.interface import COUPLED
 from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
-from . import lists
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip
+from .line import LineWatch
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
-from .step_plans import Hyper, Part, Planned
+from .step_plans import Hyper, Part, Planned, Watch
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -36,10 +35,24 @@ _OWN = (
     "num_replicas",
     "seed",
     "stochastic_rounding",
+    "storage",
     "zero_gradients",
     "_max_grad_norm",
     "_sets",
 )
+
+
+class Options(TypedDict, total=False):
+    """What every fused optimizer takes by name; FusedOptimizer explains them."""
+
+    maximize: bool
+    master_weights: str | None
+    moment_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    seed: int
+    max_grad_norm: float | None
+    zero_gradients: bool
+    backend: str
 
 
 class Stepper(Optimizer):
@@ -61,27 +74,35 @@ class Stepper(Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        master_weights: str | None,
-        moment_dtype: torch.dtype | None,
-        stochastic_rounding: bool,
-        seed: int,
-        max_grad_norm: float | None,
-        zero_gradients: bool,
-        backend: str,
+        maximize: bool = False,
+        master_weights: str | None = None,
+        moment_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+        zero_gradients: bool = False,
+        backend: str = "auto",
         decay_at: str = "replica",
+        **carried: Any,
     ) -> None:
+        for key in carried.keys() - self._carried.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
+        if decay_at != "replica" and self.rule in COUPLED:
+            raise TypeError(f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient")
         kernels.check_name(backend)
         groups.check_storage(master_weights, moment_dtype, seed, decay_at)
         self.backend, self.master_weights, self.moment_dtype = backend, master_weights, moment_dtype or torch.float32
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
+        self.storage = "parameters"
+        """how several replicas are kept; see set_replicas"""
         self.first_replica = 0
         """number of replica 0 among all replicas of the run, for stochastic rounding"""
         self.multipliers = [[]]
         self._sets: dict[Tensor, list[Tensor]] = {}  # of each parameter, in all replicas; empty for one
         self._forget()
-        defaults = {**self._carried, **defaults}
+        defaults = {**self._carried, **defaults, "maximize": maximize, **carried}
         self._check_group(defaults, "the defaults")
         super().__init__(params, defaults)
 
@@ -174,7 +195,7 @@ class Stepper(Optimizer):
                 made[key] = values
                 continue
             entries = layout.loaded(values, param, f"parameter {key}")
-            dropped |= layout.master_key(param) is None and any(name in entries for name in MASTER_KEYS)
+            dropped |= layout.master_key(param) is None and not layout.on_line and any(name in entries for name in MASTER_KEYS)
             ours = self._sets.get(param, [param])[1:]
             copies += zip(ours, replicas_for(entries, param, ours), strict=False)
             made[param] = entries
@@ -190,9 +211,6 @@ class Stepper(Optimizer):
     def _forget(self) -> None:
         """Nothing is planned or held for the next step."""
         self._planned: Planned | None = None
-        self._finish: StepOptions | None = None  # beside what `_options` says
-        self._averages: dict[Tensor, list[Tensor]] = {}
-        self._buckets: dict[Tensor, list[Tensor]] = {}
         self._averaging: dict[torch.device, Averaging] = {}
         self._clip: ShardedClip | None = None
         self._plain = StepOptions()
@@ -202,7 +220,7 @@ class Stepper(Optimizer):
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
 
     def _layout(self) -> Layout:
-        return Layout(self._moments, self._required, self.moment_dtype, self.master_weights)
+        return Layout(self._moments, self._required, self.moment_dtype, self.master_weights, self._on_line)
 
     def _hypers(self) -> list[Hyper]:
         count = len(self.param_groups)
@@ -227,12 +245,11 @@ class Stepper(Optimizer):
     def _options(self, device: torch.device) -> StepOptions:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set by torch's GradScaler
         norm, zero = self._max_grad_norm or 0.0, bool(self.zero_gradients)
-        if scale is None and found is None and self._finish is None:
+        if scale is None and found is None:
             if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
                 self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
             return self._plain
-        return replace(
-            self._finish or PLAIN,
+        return StepOptions(
             grad_scale=plans.scalar(scale, device),
             found_inf=plans.scalar(found, device),
             max_norm=norm,
@@ -263,14 +280,44 @@ class Stepper(Optimizer):
         for device, places in plans.by_device(params, members).items():
             kernels.select(self.backend, device)
             groups_of = [group_of[i] for i in places]
-            row_of, row_groups = plans.number_rows(groups_of, plans.counts([states[i]["step"] for i in places]))
+            keys = [plans.numbers([states[i][key] for i in places]) for key in ("step", *(["scale"] if self._on_line else []))]
+            row_of, first = plans.number_rows(groups_of, *keys)
             own = [shards.local_state(states[i], params[i]) for i in places]
             tensors = self._tensors([sets[i] for i in places], own, row_of, [flags[g] for g in groups_of], places)
-            parts.append(Part(kernels.step_plan(tensors, self.backend), places, row_groups, device))
+            if self._on_line:
+                plan = self._line_plan(tensors, own, [keys[1][j] for j in first])
+                for i, row in zip(places, row_of, strict=True):  # the plan's own numbers: it moves them
+                    entries[i]["scale"] = states[i]["scale"] = plan.scales[row]
+            parts.append(
+                Part(plan if self._on_line else kernels.step_plan(tensors, self.backend), places, [groups_of[j] for j in first], device)
+            )
         written = [tensor for i in members for tensor in sets[i]]
         others = [(param, self.state[param]) for param, none in zip(params, absent, strict=True) if none and param in self.state]
-        watch = plans.Watch([(params[i], states[i]) for i in members], others)
+        watch = self._watch([(params[i], states[i]) for i in members], others)
         return Planned(params, sizes, absent, flags, parts, written, entries, states, watch)
+
+    def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]], scales: list[float]) -> RankOnePlan:
+        t, (bases, displacements) = tensors, ([state[key] for state in states] for key in ("base", "displacement"))
+        line = RankOneTensors(
+            t.rule, bases, displacements, t.params, t.rows, t.steps, t.exp_avgs, t.exp_avg_sqs, t.ids, t.stochastic, t.first_replica, scales
+        )
+        return kernels.rank_one_plan(line, self.backend)
+
+    def _watch(
+        self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], others: Sequence[tuple[Tensor, dict[str, Any]]]
+    ) -> Watch | LineWatch:
+        if not self._on_line:
+            return Watch(stepped, others)
+        return LineWatch(stepped, [(param, state) for param, state in others if "base" in state], self._rho_of)
+
+    @property
+    def _on_line(self) -> bool:
+        return self.storage == "displacement"
+
+    def _rho_of(self, param: Tensor) -> list[float]:
+        """The multipliers of a parameter, one for each replica, as the kernels read them."""
+        group = next(g for g, group in enumerate(self.param_groups) if any(param is p for p in group["params"]))
+        return [float(row[group]) for row in self.multipliers]
 
     def _tensors(
         self, sets: list[list[Tensor]], states: list[dict[str, Any]], rows: list[int], keeps: list[bool], places: list[int]
@@ -279,7 +326,6 @@ class Stepper(Optimizer):
         parameters."""
         count = self.num_replicas
         moments = [plans.column([state if keep else {} for state, keep in zip(states, keeps, strict=True)], key) for key in self._moments]
-        averages = [[shards.local(self._averages[s[0]][k]) if s[0] in self._averages else None for s in sets] for k in range(count)]
         small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
             rule=self.rule,
@@ -289,21 +335,10 @@ class Stepper(Optimizer):
             exp_avgs=moments[0],
             exp_avg_sqs=moments[1] if len(moments) == 2 else None,
             masters=plans.master_columns(states, count),
-            averages=averages if any(average is not None for average in averages[0]) else None,
-            buckets=[shards.local(self._buckets[s[0]][0]) for s in sets] if all(s[0] in self._buckets for s in sets) else None,
             ids=places,
             stochastic=self.seed if self.stochastic_rounding or small_second else None,
             first_replica=self.first_replica,
         )
-
-    def _hold(self, name: str, given: dict[Tensor, list[Tensor]]) -> None:
-        """Tensors that a plan has to know. They stay until others come: most steps of a cycle use the same."""
-        held: dict[Tensor, list[Tensor]] = getattr(self, name)
-        if not lists.same(list(held), list(given)) or not lists.same(
-            [*itertools.chain(*held.values())], [*itertools.chain(*given.values())]
-        ):
-            setattr(self, name, given)
-            self._planned = None
 
     def _replicas_of(self, param: Tensor) -> list[Tensor]:
         if self.num_replicas == 1:

@@ -40,6 +40,7 @@ class Replicas:
     member: int = 0
     peer_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
+    storage: str = "parameters"
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..converge import BucketedAverage
-from ..optim.state import MASTER_KEYS, REPLICA_KEYS
+from ..optim.state import WEIGHT_KEYS
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .snapshot import GroupNumbers, reset_moments, state_tensors
@@ -49,7 +49,7 @@ class Moments:
         return [
             (p, key, local_parts([tensor])[0])
             for p, key, tensor in state_tensors(self._optimizer)
-            if key not in (*MASTER_KEYS, *REPLICA_KEYS, "step") and tensor.is_floating_point() and (tensor.dim() or not p.dim())
+            if key not in (*WEIGHT_KEYS, "step") and tensor.is_floating_point() and (tensor.dim() or not p.dim())
         ]
 
     @torch.no_grad()

@@ -80,6 +80,7 @@ class Snapshots:
 
 class _Snapshot:
     def __init__(self, wanted: SnapshotOf, optimizer: Optimizer, model: nn.Module | None, copied: bool) -> None:
+        self._optimizer = optimizer
         self._place, self._dtype = wanted.place, None if wanted.dtype is None else getattr(torch, wanted.dtype)
         self._rest = RunStart(optimizer, model, wanted.place, copied) if wanted.state else None
         self.weights: list[torch.Tensor] = []
@@ -99,7 +100,15 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
-        """In place, and what is beyond a parameter's dtype in its master."""
+        """In place, and what is beyond a parameter's dtype in its master, or in the base of all replicas."""
+        if getattr(self._optimizer, "storage", None) == "displacement":
+            self._optimizer.put_values(tensors, self.weights)  # type: ignore[attr-defined]
+        else:
+            self._restore_each(tensors, masters)
+        if self._rest is not None:
+            self._rest.put_back()
+
+    def _restore_each(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
         for tensor, master, kept in zip(local_parts(tensors), local_masters(masters()), self.weights, strict=True):
             tensor.copy_(kept)
             if master is not None and master.dtype == torch.float32:
@@ -107,8 +116,6 @@ class _Snapshot:
             elif master is not None:
                 for part, value in zip((tensor, master), split(kept.to(tensor.device, torch.float32)), strict=True):
                     part.copy_(value)
-        if self._rest is not None:
-            self._rest.put_back()
 
     def moved(self) -> str | None:
         return None if self._rest is None or not self.weights else self._rest.moved()

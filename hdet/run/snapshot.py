@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Adagrad, Optimizer
 
 from ..optim.fused import FusedOptimizer
-from ..optim.state import MASTER_KEYS, REPLICA_KEYS, kept_masters, reset_master
-from ..optim.step_plans import state_sets
+from ..optim.line import meet
+from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts
 
@@ -19,9 +19,6 @@ __all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "keeps_weights", "reset_mo
 
 _SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
-
-_WEIGHTS = (*MASTER_KEYS, *REPLICA_KEYS)
-"""What a fused optimizer's state has of the parameters."""
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
@@ -59,7 +56,7 @@ def reset_moments(optimizer: Optimizer) -> None:
 
 
 def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
-    """The state as it is in ``kept``, by number of the parameter. What has been made since goes. ``weights``: the `_WEIGHTS` too."""
+    """The state as it is in ``kept``, by number of the parameter. What has been made since goes. ``weights``: the `WEIGHT_KEYS` too."""
     fused, state = isinstance(_inner(optimizer), FusedOptimizer), optimizer.state
     for key, parameter, group in _owners(optimizer):
         before = kept.get(key)
@@ -81,8 +78,10 @@ def _renew(state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, 
         if key == "replica_params" and weights:
             for other in state[key]:
                 other.copy_(parameter)
-        elif key not in _WEIGHTS and isinstance(state[key], torch.Tensor):
+        elif key not in WEIGHT_KEYS and isinstance(state[key], torch.Tensor):
             local_parts([state[key]])[0].zero_()
+    if weights and "base" in made:
+        meet(parameter, state, parameter.detach().float())
     if weights and not set(MASTER_KEYS) & before.keys():
         for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
             reset_master(tensor, master)
@@ -156,7 +155,7 @@ class Snapshot:
         state, fused = self._optimizer.state, isinstance(_inner(self._optimizer), FusedOptimizer)
         held = {key: state[owner] for key, owner, _ in _owners(self._optimizer) if owner in state and state[owner] != {}}
         if fused and not self._weights:
-            held = {key: {name: value for name, value in values.items() if name not in _WEIGHTS} for key, values in held.items()}
+            held = {key: {name: value for name, value in values.items() if name not in WEIGHT_KEYS} for key, values in held.items()}
         self._state = keep(held, self._on_host, self._state)
         self._groups = GroupNumbers(self._optimizer)
         self.taken = True

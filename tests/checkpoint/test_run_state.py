@@ -336,10 +336,11 @@ def test_buffers_that_are_not_averaged_are_each_ranks_own(tmp_path: Path, averag
 # -- one process -------------------------------------------------------------------------------------------------------------
 
 
-def coresident(count: int, **settings: Any) -> Any:
+def coresident(count: int, storage: str) -> Any:
     net = mlp(torch.bfloat16)
-    replicas = hdet.CoresidentReplicas(net, count)
-    optimizer = helpers.fused_fp32(net.parameters())
+    replicas = hdet.CoresidentReplicas(net, count, storage)
+    stored = storage == "parameters"
+    optimizer = helpers.fused_fp32(net.parameters()) if stored else hdet.FusedAdamW(net.parameters(), lr=3e-3, decay_at="base")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
     return replicas, net, optimizer, hdet.Ensemble(optimizer, scheduler, replicas=replicas, sync=hdet.Sync(4))
 
@@ -361,21 +362,22 @@ def turn(parts: Any, steps: range) -> Any:
     )
 
 
+@pytest.mark.parametrize("storage", ["parameters", "displacement"])
 @pytest.mark.parametrize("at", [4, 6])
-def test_coresident_replicas(tmp_path: Path, at: int) -> None:
+def test_coresident_replicas(tmp_path: Path, at: int, storage: str) -> None:
     """One of them is stored: they are equal then. So another number can take over."""
-    parts = coresident(3)
+    parts = coresident(3, storage)
     turn(parts, range(at))
     with parts[0].use(1), pytest.raises(ValueError, match="inside `with replicas.use"):
         checkpoint.RunState(parts[1], parts[3]).state_dict()
     folder = checkpoint.save(tmp_path, checkpoint.RunState(parts[1], parts[3]), at)
     assert not any("replica" in key for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
     more = range(at, at + 5)
-    other = coresident(3)
+    other = coresident(3, storage)
     turn(other, range(2))
     checkpoint.load(tmp_path, checkpoint.RunState(other[1], other[3]))
     assert turn(other, more) == turn(parts, more)
-    five = coresident(5)
+    five = coresident(5, storage)
     checkpoint.load(tmp_path, checkpoint.RunState(five[1], five[3]))
     turn(five, more)
 

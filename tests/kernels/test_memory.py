@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
-from hdet.kernels.native import cuda
-from hdet.kernels.native.cpu import CpuStepPlan
+from hdet.kernels.native import Memory, cuda
 from hdet.kernels.native.mirrors import Mirrors
+from hdet.kernels.native.step import NativeStepPlan
 
 
 def check_rates(backend: str) -> None:
@@ -54,9 +54,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
+class HostMemory(cuda.CudaMemory):
+    """Tables as on a CUDA device, read by the CPU's kernels."""
+
+    call = Memory.call
+
+
 def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
-    plan = CpuStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), cuda.CudaMemory(torch.device("cpu")))
+    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), HostMemory(torch.device("cpu")))
     plan.step([g], [StepSettings(rate.detach())])
     copies, device.capturing = device.copies, True
     plan.step([g], [StepSettings(rate.detach())])

@@ -431,11 +431,7 @@ def replicas(rank: int, world_size: int) -> None:
         twins.go(range(2, 4))
         twins.check()
         saved, theirs = copy.deepcopy(twins.a.state_dict()), copy.deepcopy(twins.b.state_dict())
-        for optimizer in (twins.a, twins.b):
-            optimizer.finish_next_step("mean", [0.25, 0.75])
-        twins.go(range(4, 5))
-        twins.check()
-        twins.go(range(5, 6))
+        twins.go(range(4, 6))
         for optimizer in (twins.a, twins.b):
             optimizer.average_replicas([0.5, 0.5])
         twins.check()
@@ -458,29 +454,8 @@ def replicas(rank: int, world_size: int) -> None:
         twins.check()
 
 
-def test_replicas_masters_and_averages_of_shards() -> None:
+def test_replicas_and_masters_of_shards() -> None:
     run_ranks(replicas, 2)
-
-
-def averages_and_buckets(rank: int, world_size: int) -> None:
-    twins = Twins(RULES[0], mesh_of(2), MIXED)
-    twins.go(range(1))
-    kept = {param: [torch.zeros_like(param.to_local())] for param in twins.laid}  # type: ignore[attr-defined]
-    theirs = {param: [torch.zeros_like(param)] for param in twins.plain}
-    buckets = {param: torch.zeros_like(param) for param in twins.laid}
-    twins.a.average_next_step(kept, 1.0)
-    twins.b.average_next_step(theirs, 1.0)
-    twins.a.finish_next_step("pack", [0.5], buckets)
-    twins.b.finish_next_step("pack", [0.5], {param: torch.zeros_like(param) for param in twins.plain})
-    twins.go(range(1, 2))
-    twins.check()
-    for param, other in zip(twins.laid, twins.plain, strict=True):
-        assert torch.equal(full(shards.like(kept[param][0], param)), theirs[other][0].detach())
-        assert torch.equal(full(buckets[param]), theirs[other][0].detach() * 0.5)
-
-
-def test_running_averages_and_buckets_of_shards() -> None:
-    run_ranks(averages_and_buckets, 2)
 
 
 def writing(rank: int, world_size: int) -> None:

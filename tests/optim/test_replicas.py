@@ -15,7 +15,7 @@ from hdet import kernels
 from hdet.kernels.spec.rounding import join
 from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
-from .common import BACKENDS, RULES, SHAPES, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
+from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, set_gradients, state_of
 
 RHOS = [0.5, 1.0, 1.75]
 WEIGHTS = [0.2, 0.5, 0.3]
@@ -134,135 +134,6 @@ def test_a_replica_of_weight_zero_is_not_read_and_frozen_parameters_are_left_alo
     assert_equal(sets[params[5]], frozen)
 
 
-# -- how a step ends -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("skip", [None, 1, "all"], ids=["all gradients", "one missing", "no gradients"])
-@pytest.mark.parametrize("rule", RULES, ids=names)
-def test_a_step_that_ends_with_the_mean(rule: Rule, skip: Any, backend: str) -> None:
-    """The same as the step and then the average, also for parameters that have no gradient in that step. Once."""
-    (ours, a, sets), (theirs, b, others) = (replicated(3, rule, backend=backend) for _ in range(2))
-    run(a, ours, range(3))
-    run(b, theirs, range(3))
-    a.finish_next_step("mean", WEIGHTS)
-    for optimizer, params in ((a, ours), (b, theirs)):
-        run(optimizer, params, range(3, 4), skip=lambda step, i: i == skip or skip == "all")
-    b.average_replicas(WEIGHTS)
-    for k in range(3):
-        assert_equal(sets[k], others[k])
-        assert_equal(sets[k], sets[0])
-    run(a, ours, range(4, 5))
-    run(b, theirs, range(4, 5))
-    for k in range(3):
-        assert_equal(sets[k], others[k])
-    assert not torch.equal(sets[0][0], sets[1][0])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("master_weights", ["fp32", "split"])
-def test_the_mean_of_masters(master_weights: str, backend: str) -> None:
-    (ours, a, sets), (theirs, b, _) = (
-        replicated(3, dtype=torch.bfloat16, master_weights=master_weights, backend=backend) for _ in range(2)
-    )
-    a.finish_next_step("mean", WEIGHTS)
-    run(a, ours, range(1))
-    run(b, theirs, range(1))
-    b.average_replicas(WEIGHTS)
-    for k in range(3):
-        torch.testing.assert_close(values(a, k), values(b, k), rtol=1e-6, atol=1e-7)
-        assert_equal(sets[k], sets[0])
-
-
-def test_a_refused_step_leaves_the_mean_for_the_next() -> None:
-    params, optimizer, sets = replicated()
-    run(optimizer, params, range(1))
-    optimizer.finish_next_step("mean", WEIGHTS)
-    optimizer.param_groups[0]["lr"] = float("nan")
-    with pytest.raises(ValueError, match="lr"):
-        run(optimizer, params, range(1, 2))
-    optimizer.param_groups[0]["lr"] = 1e-2
-    run(optimizer, params, range(1, 2))
-    assert_equal(sets[0], sets[2])
-
-
-def test_a_skipped_step_ends_with_the_mean_all_the_same() -> None:
-    params, optimizer, sets = replicated(max_grad_norm=1.0)
-    run(optimizer, params, range(1))
-    expected = mean([values(optimizer, k) for k in range(3)], WEIGHTS)
-    optimizer.finish_next_step("mean", WEIGHTS)
-    set_gradients(params, 1)
-    params[0].grad[0, 0] = float("inf")  # type: ignore[index]
-    optimizer.step()
-    assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 1
-    assert_close(params, expected)
-    assert_equal(sets[0], sets[1])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("skip", [None, 1, "all"], ids=["all gradients", "one missing", "no gradients"])
-@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
-def test_a_step_that_ends_in_buckets(dtype: torch.dtype, master_weights: str | None, skip: Any, backend: str) -> None:
-    (ours, a, _), (theirs, b, _) = (replicated(1, dtype=dtype, master_weights=master_weights, backend=backend) for _ in range(2))
-    run(a, ours, range(2))
-    run(b, theirs, range(2))
-    before = [param.detach().clone() for param in ours]
-    flat = torch.full((sum(param.numel() for param in ours),), 9.0)
-    buckets = dict(
-        zip(ours, [part.view(shape) for part, shape in zip(flat.split([p.numel() for p in ours]), SHAPES, strict=True)], strict=True)
-    )
-    a.finish_next_step("pack", [0.25], buckets)
-    for optimizer, params in ((a, ours), (b, theirs)):
-        run(optimizer, params, range(2, 3), skip=lambda step, i: i == skip or skip == "all")
-    assert_equal(list(buckets.values()), [0.25 * value for value in values(b, 0)])
-    assert_equal(ours, before)
-    for one, other in zip(state_of(a), state_of(b), strict=True):
-        assert_equal([one["exp_avg"], one["exp_avg_sq"], one["step"]], [other["exp_avg"], other["exp_avg_sq"], other["step"]])
-    run(a, ours, range(3, 4))  # stores again
-    assert not torch.equal(ours[0], before[0])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("skip", [None, 1], ids=["all gradients", "one missing"])
-def test_running_averages(skip: int | None, backend: str) -> None:
-    params, optimizer, sets = replicated(2, backend=backend)
-    averages = {param: [torch.full_like(param, float("nan")) for _ in range(2)] for param in params[:5]}
-    expected: list[list[Tensor]] = []
-    for step in range(4):
-        optimizer.average_next_step(averages, 1 / (step + 1))
-        if step == 3:
-            optimizer.finish_next_step("mean", [0.5, 0.5])
-        (stepped, alone, others) = replicated(2, backend=backend)
-        run(alone, stepped, range(step + 1), skip=lambda step, i: i == skip)
-        run(optimizer, params, range(step, step + 1), skip=lambda step, i: i == skip)
-        for k in range(2):
-            fresh = [tensor.detach().clone() for tensor in others[k][:5]]
-            if step == 0:
-                expected.append(fresh)
-            else:
-                expected[k] = [old + (new - old) / (step + 1) for old, new in zip(expected[k], fresh, strict=True)]
-    for k in range(2):
-        torch.testing.assert_close([averages[param][k] for param in params[:5]], expected[k], rtol=1e-6, atol=1e-7)
-    assert_equal(sets[0], sets[1])
-    kept = [averages[param][0].clone() for param in params[:5]]
-    run(optimizer, params, range(4, 5))  # once is once
-    assert_equal([averages[param][0] for param in params[:5]], kept)
-    optimizer.average_next_step({}, 0)
-    assert not optimizer._averages
-
-
-def test_a_plan_with_averages_is_kept() -> None:
-    params, optimizer, _ = replicated(1)
-    averages = {param: [torch.zeros_like(param)] for param in params}
-    plans = set()
-    for step in range(4):
-        if step != 2:
-            optimizer.average_next_step(dict(averages), 0.5)
-        run(optimizer, params, range(step, step + 1))
-        plans.add(id(optimizer._planned))
-    assert len(plans) == 1
-
-
 def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer, sets = replicated(2)
     with pytest.raises(RuntimeError, match="before"):
@@ -274,15 +145,12 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.param_groups[1]["lr"] = 0.25
     optimizer.multipliers[1][1] = 3.0
     optimizer.max_grad_norm = 2.0
-    optimizer.finish_next_step("mean", [1, 3])
     before = [tensor.detach().clone() for tensor in sets[1]]
     optimizer.write_hyperparameters()
     ((settings, options),) = written
     assert settings[1].lr == 0.25 and settings[1].multipliers == (0.5, 3.0)
-    assert (options.max_norm, options.finish, options.weights) == (2.0, "mean", (0.25, 0.75))
+    assert options.max_norm == 2.0
     assert_equal(sets[1], before)
-    run(optimizer, params, range(1, 2))
-    assert not torch.equal(sets[0][0], sets[1][0])  # the mean was for the replay
 
 
 # -- the state -----------------------------------------------------------------------------------------------------------
@@ -340,9 +208,7 @@ def test_an_average_is_not_taken_for_somebody_elses_writing(monkeypatch: pytest.
     run(optimizer, params, range(1))
     monkeypatch.setattr("hdet.optim.step_plans.adopt", lambda *_: pytest.fail("masters were compared with parameters"))
     optimizer.average_replicas([0.5, 0.5])
-    run(optimizer, params, range(1, 2))
-    optimizer.finish_next_step("mean", [0.5, 0.5])
-    run(optimizer, params, range(2, 4))
+    run(optimizer, params, range(1, 4))
 
 
 def test_states_of_another_number_of_replicas() -> None:
@@ -516,32 +382,3 @@ def test_a_group_added_later_needs_copies() -> None:
     optimizer.multipliers = [[0.5] * 4, [1.5] * 4]
     optimizer.step()
     assert not torch.equal(optimizer.replica_parameters(0)[-1], optimizer.replica_parameters(1)[-1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("mix",), "finish='mix' is unknown"),
-        (("mean",), "finish='mean' needs weights"),
-        (("mean", [1.0]), "weights has 1 entries for 3 replicas"),
-        (("mean", [0.0, 0.0, 0.0]), "must not all be 0"),
-        (("mean", WEIGHTS, {None: None}), 'buckets are for finish="pack"'),
-        (("pack", [1.0], {None: None}), 'finish="pack" is for one replica'),
-    ],
-)
-def test_refused_ends(arguments: tuple[Any, ...], message: str) -> None:
-    _, optimizer, _ = replicated(3)
-    with pytest.raises(ValueError, match=message):
-        optimizer.finish_next_step(*arguments)
-
-
-def test_refused_buckets_and_averages() -> None:
-    params, optimizer, _ = replicated(1)
-    with pytest.raises(ValueError, match="needs buckets"):
-        optimizer.finish_next_step("pack", [1.0])
-    with pytest.raises(ValueError, match="buckets has none for 5 of the parameters"):
-        optimizer.finish_next_step("pack", [1.0], {params[0]: torch.zeros(33, 17)})
-    with pytest.raises(ValueError, match="entry 0 of averages has 2 tensors for 1 replicas"):
-        optimizer.average_next_step({params[0]: [torch.zeros(33, 17)] * 2}, 1.0)
-    with pytest.raises(ValueError, match="weight=1.5 must be in"):
-        optimizer.average_next_step({params[0]: [torch.zeros(33, 17)]}, 1.5)

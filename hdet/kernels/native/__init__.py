@@ -92,9 +92,10 @@ def address_table(*columns: Column) -> Tensor:
 
 
 class Memory:
-    """Where a plan's tables lie: here in host memory, as they were made. CUDA has its own (hdet/kernels/native/cuda.py)."""
+    """Where a plan's tables lie, and how its kernels are called: here in host memory. CUDA has its own (hdet/kernels/native/cuda.py)."""
 
-    device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def place(self, table: Tensor) -> Tensor:
         """A table that a plan keeps, where kernels read it."""
@@ -106,3 +107,7 @@ class Memory:
     def room(self, count: int) -> Tensor:
         """Bytes that kernels fill for each other."""
         return torch.zeros(count, dtype=torch.uint8)
+
+    def call(self, operation: str, *arguments: object, norm: bool = False) -> None:
+        """One of hdet._C's operations on this device. `norm`: is a norm taken with it?"""
+        getattr(_C, "cpu_" + operation)(*arguments, torch.get_num_threads())

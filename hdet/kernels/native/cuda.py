@@ -14,7 +14,6 @@ keep, as with any other captured operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,11 +22,8 @@ from torch import Tensor
 from hdet.profiling import ranged
 
 from .. import native
-from ..spec.interface import Column, RankOneTensors, StepTensors
+from .backend import NativeBackend
 from .mirrors import Mirrors, captured
-from .plans import NativeAveragePlan, NativeNormPlan, NativePairPlan
-from .rank_one import NativeRankOnePlan
-from .step import NativeStepPlan
 
 if native.missing is None:
     from hdet import _C
@@ -67,7 +63,7 @@ class CudaMemory(native.Memory):
     """The tables of one plan in the memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._tables: list[Tensor] = []
         self._mirrors = Mirrors(lambda: _capturing(device))  # looked up in each call: tests replace it
         self._streams: set[int] = set()  # those that have used the tables
@@ -87,11 +83,11 @@ class CudaMemory(native.Memory):
     def room(self, count: int) -> Tensor:
         return self.place(torch.zeros(count, dtype=torch.uint8))
 
-    def launch(self, call: Callable[..., None], *arguments: object, norm: bool = False) -> None:
-        """A call of hdet._C, which launches kernels on this device and its current stream. `norm`: is one of them the norm's?"""
-        self._mirrors.check_launched((call, norm))
+    def call(self, operation: str, *arguments: object, norm: bool = False) -> None:
+        """Launches kernels on this device and its current stream."""
+        self._mirrors.check_launched((operation, norm))
         with _on(self.device):
-            call(*arguments, -1 if self.device.index is None else self.device.index, self._stream())
+            getattr(_C, "cuda_" + operation)(*arguments, -1 if self.device.index is None else self.device.index, self._stream())
 
     def _stream(self) -> int:
         """The current stream, to launch on. It may be another one at each call, and may be captured."""
@@ -106,69 +102,6 @@ class CudaMemory(native.Memory):
         return stream.cuda_stream
 
 
-class CudaStepPlan(NativeStepPlan):
-    """An optimizer step on tensors in the memory of one CUDA device."""
-
-    memory: CudaMemory
-
-    @ranged("hdet.step")
-    def _run(self) -> None:
-        self.memory.launch(_C.cuda_step, self.plan, norm=self.plan.partials != 0)
-
-
-class CudaRankOnePlan(NativeRankOnePlan):
-    memory: CudaMemory
-
-    @ranged("hdet.step")
-    def _run(self) -> None:
-        self.memory.launch(_C.cuda_rank_one, self.plan, norm=self.plan.partials != 0)
-
-    @ranged("hdet.converge")
-    def _run_converge(self) -> None:
-        self.memory.launch(_C.cuda_converge, self.plan)
-
-
-class CudaAveragePlan(NativeAveragePlan):
-    memory: CudaMemory
-
-    @ranged("hdet.average")
-    def _run(self) -> None:
-        self.memory.launch(_C.cuda_average, self.plan)
-
-
-class CudaPairPlan(NativePairPlan):
-    memory: CudaMemory
-
-    @ranged("hdet.pair")
-    def _run(self) -> None:
-        self.memory.launch(_C.cuda_pair, self.plan)
-
-
-class CudaNormPlan(NativeNormPlan):
-    memory: CudaMemory
-
-    @ranged("hdet.norm")
-    def _run(self, result: Tensor) -> None:
-        chunks, tensors, partials = self.chunks.data_ptr(), self.addresses.data_ptr(), self.partials.data_ptr()
-        self.memory.launch(_C.cuda_norm, chunks, self.num_chunks, tensors, partials, result.data_ptr())
-
-
-class CudaBackend:
+class CudaBackend(NativeBackend):
     name = "cuda"
-
-    def step_plan(self, tensors: StepTensors) -> CudaStepPlan:
-        return CudaStepPlan(tensors, CudaMemory(tensors.params[0][0].device))
-
-    def rank_one_plan(self, tensors: RankOneTensors) -> CudaRankOnePlan:
-        return CudaRankOnePlan(tensors, CudaMemory(tensors.bases[0].device))
-
-    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> CudaAveragePlan:
-        return CudaAveragePlan(params, masters, CudaMemory(params[0][0].device))
-
-    def pair_plan(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
-    ) -> CudaPairPlan:
-        return CudaPairPlan(sources, destinations, source_lowers, masters, CudaMemory(sources[0].device))
-
-    def norm_plan(self, tensors: Sequence[Tensor]) -> CudaNormPlan:
-        return CudaNormPlan(tensors, CudaMemory(tensors[0].device))
+    memory = CudaMemory

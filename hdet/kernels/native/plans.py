@@ -1,4 +1,4 @@
-"""Averages, pairs and norms by a native kernel: what is alike on a CPU and on CUDA."""
+"""Averages, pairs and norms by a native kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...profiling import ranged
 from .. import native
 from ..spec.interface import Column
 from ..spec.pairing import PAIRINGS, Pairing
@@ -17,7 +18,7 @@ if native.missing is None:
 
 
 class NativeAveragePlan:
-    """The weighted mean of co-resident sets. A backend says how to `_run` it."""
+    """The weighted mean of co-resident sets."""
 
     def __init__(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None, memory: native.Memory) -> None:
         self.tensors = (params, masters)  # keeps alive what the tables point to
@@ -46,12 +47,13 @@ class NativeAveragePlan:
             self.memory.refresh(self.weights, self.placed_weights)
         self._run()
 
+    @ranged("hdet.average")
     def _run(self) -> None:
-        raise NotImplementedError
+        self.memory.call("average", self.plan)
 
 
 class NativePairPlan(Pairing):
-    """Operations between two sets of tensors. A backend says how to `_run` them."""
+    """Operations between two sets of tensors."""
 
     def __init__(
         self,
@@ -79,27 +81,26 @@ class NativePairPlan(Pairing):
         self.plan.scale = scale
         self._run()
 
+    @ranged("hdet.pair")
     def _run(self) -> None:
-        raise NotImplementedError
+        self.memory.call("pair", self.plan)
 
 
 class NativeNormPlan:
-    """The global norm of a set of tensors. A backend says how to `_run` it."""
+    """The global norm of a set of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
-        self.device = tensors[0].device
         chunks = native.chunk_table(tensors, [0] * len(tensors), native.formats(len(tensors), tensors))
         self.num_chunks = native.num_chunks(chunks)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(tensors))
         self.partials = memory.room(8 * self.num_chunks)
 
+    @ranged("hdet.norm")
     def norm(self) -> Tensor:
-        result = torch.empty((), device=self.device)
-        self._run(result)
+        result = torch.empty((), device=self.memory.device)
+        addresses = (table.data_ptr() for table in (self.addresses, self.partials, result))
+        self.memory.call("norm", self.chunks.data_ptr(), self.num_chunks, *addresses)
         return result
-
-    def _run(self, result: Tensor) -> None:
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A rank-one step by a native kernel: what is alike on a CPU and on CUDA."""
+"""A rank-one step by a native kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...profiling import ranged
 from .. import native
 from ..spec.interface import PLAIN, RankOneTensors, StepOptions, StepSettings
 from ..spec.rank_one import Line
@@ -18,9 +19,10 @@ if native.missing is None:
 
 
 class NativeRankOnePlan(NativeStepPlan):
-    """A step of replicas on one line. A backend says how to `_run` it and how to `_run_converge`."""
+    """A step of replicas on one line."""
 
     plan: _C.RankOnePlan
+    operation = "rank_one"
 
     def __init__(self, tensors: RankOneTensors, memory: native.Memory) -> None:
         super().__init__(tensors.as_step(), memory)
@@ -31,8 +33,10 @@ class NativeRankOnePlan(NativeStepPlan):
         plan.bases = self.line_addresses.data_ptr()
         plan.displacements = plan.bases + 8 * plan.num_tensors
         states = torch.zeros(rows * _C.STATE_BYTES, dtype=torch.uint8)
-        states.view(torch.float64)[:: _C.STATE_BYTES // 8] = 1.0  # RankOneState::scale
+        of_scales = slice(None, None, _C.STATE_BYTES // 8)  # RankOneState::scale
+        states.view(torch.float64)[of_scales] = torch.tensor(tensors.scales or [1.0] * rows, dtype=torch.float64)
         self.states = memory.place(states)
+        self.scales = self.states.view(torch.float64)[of_scales]
         self.lines = memory.room(rows * _C.LINE_BYTES)
         plan.states, plan.lines = self.states.data_ptr(), self.lines.data_ptr()
 
@@ -46,13 +50,11 @@ class NativeRankOnePlan(NativeStepPlan):
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self.line.upload(super().upload, settings, options)
 
+    @ranged("hdet.converge")
     def converge(self, weights: Sequence[float]) -> None:
         check_shares(weights, self.plan.num_replicas)
         # without a step there are no settings yet, and multipliers of 0: right for replicas that have not parted
         settings = self._settings or [0.0] * self.num_settings
         self._write_settings([*settings[: -len(weights)], *weights], self._rates.addresses)
-        self._run_converge()
+        self.memory.call("converge", self.plan)
         self.line.apart = False
-
-    def _run_converge(self) -> None:
-        raise NotImplementedError

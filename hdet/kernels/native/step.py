@@ -1,4 +1,4 @@
-"""An optimizer step by a native kernel: what is alike on a CPU and on CUDA."""
+"""An optimizer step by a native kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...profiling import ranged
 from .. import native
 from ..spec.arguments import check_gradients
 from ..spec.interface import FINISHES, PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
@@ -17,7 +18,9 @@ if native.missing is None:
 
 
 class NativeStepPlan:
-    """An optimizer step whose tables are read by a native kernel. A backend says how to `_run` it."""
+    """An optimizer step whose tables are read by a native kernel."""
+
+    operation = "step"
 
     def __init__(self, tensors: StepTensors, memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
@@ -126,8 +129,9 @@ class NativeStepPlan:
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self._take_settings(settings, options)
 
+    @ranged("hdet.step")
     def _run(self) -> None:
-        raise NotImplementedError
+        self.memory.call(self.operation, self.plan, norm=self._takes_norm)
 
     def _take_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Writes where the gradients lie and how they are stored, if that has changed. Raises for gradients that cannot be used."""
@@ -181,7 +185,8 @@ class NativeStepPlan:
         plan = self.plan
         plan.finish = FINISHES.index(options.finish)
         plan.zero_gradients = int(options.zero_gradients)
-        plan.partials = self.partials_address if options.max_norm != 0 else 0
+        self._takes_norm = options.max_norm != 0
+        plan.partials = self.partials_address if self._takes_norm else 0
         plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
         plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
         self._options = options

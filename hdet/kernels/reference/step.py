@@ -190,7 +190,7 @@ class TorchRankOnePlan(TorchStepPlan):
         super().__init__(tensors.as_step())
         self.line_tensors, self.line = tensors, Line(tensors.rule)
         rows = len(self.leaders)
-        self.scale = torch.ones(rows, dtype=self.wide, device=self.device)  # A
+        self.scales = torch.tensor(tensors.scales or [1.0] * rows, dtype=self.wide, device=self.device)  # A
         self.fold_rho = torch.zeros(rows, device=self.device)
         self.pending = torch.zeros(rows, dtype=torch.bool, device=self.device)  # outputs are a mean that the base has yet to become
 
@@ -208,18 +208,18 @@ class TorchRankOnePlan(TorchStepPlan):
         rho = torch.where(self.pending, self.fold_rho, self._mean_rho().float())
         for r, members in enumerate(self.members):
             base, displacement = self._line(members)
-            mean = base * self.scale[r].float() - displacement * rho[r]
+            mean = base * self.scales[r].float() - displacement * rho[r]
             for i, value in zip(members, mean.tensors, strict=True):
                 self.line_tensors.bases[i].copy_(value)
                 self.line_tensors.displacements[i].zero_()
                 for outputs in self.tensors.params:
                     outputs[i].copy_(value)
-        self.scale.fill_(1)
+        self.scales.fill_(1)
         self.pending.fill_(False)
         self.line.apart = False
 
     def _mean_rho(self) -> Tensor:
-        total = torch.zeros_like(self.scale)
+        total = torch.zeros_like(self.scales)
         for k in range(self.tensors.num_replicas):
             total = total + self.weights[k] * self.rho[:, k]
         return total
@@ -230,11 +230,11 @@ class TorchRankOnePlan(TorchStepPlan):
 
     def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, options: StepOptions, skip: Tensor | None) -> Row:
         """prepare_rank_one, for all rows at once."""
-        self.fold = (self.pending.clone(), self.scale.float(), self.fold_rho)
-        row = self._derive(settings, scale, torch.ones_like(self.scale)[:, None])
+        self.fold = (self.pending.clone(), self.scales.float(), self.fold_rho)
+        row = self._derive(settings, scale, torch.ones_like(self.scales)[:, None])
         if skip is not None:
             row = row._replace(decay=torch.where(skip, 1, row.decay))
-        self.scale.copy_(torch.where(self.pending, 1, self.scale) * row.decay[:, 0])
+        self.scales.copy_(torch.where(self.pending, 1, self.scales) * row.decay[:, 0])
         self.fold_rho = self._mean_rho().float()
         self.pending.fill_(options.finish == "mean")
         mean = self.fold_rho[:, None].expand(self.rho.shape)
@@ -252,7 +252,7 @@ class TorchRankOnePlan(TorchStepPlan):
         base = where(folds, base * fold_scale - displacement * fold_rho, base)
         displacement = where(folds, zeros, displacement) * row.decay[0].float() + u * row.step_size[0]
         for k, outputs in enumerate(self.tensors.params):
-            values = base * self.scale[r].float() - displacement * self.places[r, k]
+            values = base * self.scales[r].float() - displacement * self.places[r, k]
             for i, value in zip(members, values.tensors, strict=True):
                 outputs[i].copy_(value)
         for i, b, d in zip(members, base.tensors, displacement.tensors, strict=True):

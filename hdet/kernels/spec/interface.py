@@ -65,8 +65,9 @@ class StepTensors:
 class RankOneTensors:
     """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A for each row, kept by the plan.
 
-    bases, displacements: n float32 tensors. A plan starts with A = 1; displacements of zero mean that all replicas are at the base.
+    bases, displacements: n float32 tensors. Displacements of zero mean that all replicas are at A * base.
     outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters, written by each step, not read.
+    scales: A of each row at the beginning; None: 1.
     The others are those of StepTensors.
     """
 
@@ -81,6 +82,7 @@ class RankOneTensors:
     ids: Sequence[int] | None = None
     stochastic: int | None = None
     first_replica: int = 0
+    scales: Sequence[float] | None = None
 
     def as_step(self) -> StepTensors:
         """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
@@ -172,6 +174,9 @@ class RankOnePlan(StepPlan, Protocol):
     together: right after a step with finish="mean" or a converge, else ValueError. Between replays of a captured step nobody checks
     that.
     """
+
+    scales: Tensor
+    """A of each row now, in the memory that the kernels read and write; float64 where the device has it"""
 
     def converge(self, weights: Sequence[float]) -> None:
         """All outputs and the base become the weighted mean of the replicas (Eq. 3), the displacement 0. The weights sum to 1.

@@ -59,7 +59,7 @@ class Line:
         if self.apart and multipliers != self.multipliers:
             raise ValueError(
                 f"multipliers changed from {self.multipliers} to {multipliers} while the replicas are apart: "
-                'change them after a step with finish="mean" or after converge()'
+                'change them after converge() (the end of a cycle, or average_replicas of an optimizer) or after a step with finish="mean"'
             )
 
     def step(self, step: Step, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions) -> None:

@@ -30,7 +30,8 @@ class TritonRankOnePlan(TritonStepPlan):
         addresses = t.address_table(tensors.bases, tensors.displacements, count=len(self.shapes))
         self.aligned = self.aligned and not bool((addresses % 16).any())
         self.line_addresses = place(addresses)
-        self.states = place(torch.tensor([[1.0, 0.0, 0.0]] * self.num_rows, dtype=torch.float64))
+        self.states = place(torch.tensor([[scale, 0.0, 0.0] for scale in tensors.scales or [1.0] * self.num_rows], dtype=torch.float64))
+        self.scales = self.states[:, 0]
         self.lines = self.memory.room(self.num_rows * rank_one.LINE.value, torch.float32)
         self.converges = []
         for format, members in t.groups(t.formats_of(tensors.outputs[0], len(self.shapes))).items():
