@@ -17,6 +17,7 @@ from .core.controller import Controller
 from .core.rules import SoftmaxController
 from .core.schema import Anything, Instance, read
 from .core.spread import check_spread
+from .core.validate import whole
 from .ensemble import Ensemble
 from .knobs import LearningRate
 from .policies import Sync
@@ -91,17 +92,12 @@ class OneCycleAutoLR(OneCycleLR):
             rates = max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]
             if not all(math.isfinite(float(rate)) and float(rate) > 0 for rate in rates):
                 raise ValueError(f"max_lr must be positive and finite, got {max_lr!r}")
-            if type(model_sync_interval) is not int or model_sync_interval < 1:
-                raise ValueError(f"model_sync_interval must be a whole number of steps above 0, got {model_sync_interval!r}")
+            whole(model_sync_interval, "model_sync_interval", of="steps")
             replicas = _resolve_replicas(replicas, rank, world_size)
             if freeze_after is not None and (controller is not None or not enable_auto_lr):
                 raise ValueError(
                     f"freeze_after is {freeze_after!r}, but "
-                    + (
-                        "a controller is given: pass it to the controller"
-                        if controller is not None
-                        else "enable_auto_lr is off: leave it out"
-                    )
+                    + ("enable_auto_lr is off: leave it out" if controller is None else "a controller is given: pass it to the controller")
                 )
             if controller is None and enable_auto_lr:
                 controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after)

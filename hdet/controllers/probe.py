@@ -13,6 +13,7 @@ from ..core.controller import Controller, Learning, RuledController
 from ..core.evidence import Evidence, Run
 from ..core.plan import Moment, Plan
 from ..core.rules import PROBE, ProbeRule
+from ..core.validate import whole
 from ..measure.batch_losses import BatchLosses
 
 __all__ = ["ProbeController"]
@@ -64,8 +65,8 @@ class ProbeController(RuledController):
             raise TypeError(f"rule must be a ProbeRule, got {type(rule).__name__}")
         if rule is not None and freeze_after is not None:
             raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, ProbeRule(freeze_after=...)")
-        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
-            raise ValueError(f"interval must be a whole number of cycles >= 1 or None, got {interval!r}")
+        if interval is not None:
+            whole(interval, "interval", of="cycles", why="None chooses one")
         if interval == 1 and dtype is not None:
             raise ValueError(
                 f"dtype is {dtype}, but interval is 1, whose average has no beginning to be counted from: in 16 bits it would stand still. "

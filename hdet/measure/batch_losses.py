@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..converge import digest
+from ..core.validate import whole, within
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
@@ -70,14 +71,10 @@ class BatchLosses(Measurement):
             raise TypeError(
                 f"batches must be a list of mini-batches or a function of the cycle, got {type(batches).__name__}: list(...) it first"
             )
-        if not isinstance(chunks, int) or chunks < 2:
-            raise ValueError(
-                f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches"
-            )
-        if not isinstance(average_every, int) or average_every < 1:
-            raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
-        if average_from is not None and (not isinstance(average_from, (int, float)) or not 0 <= average_from < 1):
-            raise ValueError(f"average_from must lie in [0, 1) or be None, got {average_from!r}")
+        whole(chunks, "chunks", 2, why="the slope's error comes from the scatter over mini-batches")
+        whole(average_every, "average_every", of="steps")
+        if average_from is not None:
+            within(average_from, "average_from", "[0, 1)", "it is a part of the interval; None chooses one")
         check_room(place, dtype)
         if not callable(batches) and len(batches) < chunks:
             raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")

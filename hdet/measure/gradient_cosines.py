@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts
 from .measurement import Measurement, Watched
@@ -34,9 +35,7 @@ class GradientCosines(Measurement):
     """[knob][parameter]: weights at the cycle's beginning"""
 
     def __init__(self, samples: int = 8) -> None:
-        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 2:
-            raise ValueError(f"samples must be a whole number >= 2, got {samples!r}: the slope's error comes from their scatter")
-        self.samples = samples
+        self.samples = whole(samples, "samples", 2, why="the slope's error comes from their scatter")
         self._hook: Any = None
         self._device = torch.device("cpu")
         self._indices: list[list[int]] = []

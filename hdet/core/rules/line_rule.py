@@ -26,6 +26,7 @@ from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Compare, Decision, Learned, Level, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, Kind, ListOf, Number, Row
+from ..validate import whole, within
 from .line_search import FARTHEST, Asking, Found, divergence_threshold, search_line
 from .range_test import Doubling, Outcome, clear_rise, outcome
 
@@ -106,13 +107,8 @@ class LineRule(Controller):
         snapshot: SnapshotOf | None = None,
     ) -> None:
         super().__init__(freeze_after)
-        if type(doubling_steps) is not int or doubling_steps < 1:
-            raise ValueError(f"doubling_steps must be a whole number above 0, got {doubling_steps!r}")
-        self.doubling_steps = doubling_steps
-        for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4)):
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
-                raise ValueError(f"{name} must be a number above {least}, got {value!r}")
-        self.significant, self.farthest = significant, farthest
+        self.doubling_steps = whole(doubling_steps, "doubling_steps")
+        self.significant, self.farthest = within(significant, "significant", "(0, inf)"), within(farthest, "farthest", "(4, inf)")
         self.searches_late, self.snapshot = late, SnapshotOf() if snapshot is None else snapshot
         self.phase = float(COARSE_SCAN)
         self.began = 0.0
