@@ -122,7 +122,7 @@ class OneCycleAutoLR(OneCycleLR):
         self.ensemble.observe(loss, weight, replica)
 
     def step(self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None) -> None:
-        """After optimizer.step(). ``closure`` is for a `LineController`. Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
+        """After optimizer.step(). ``closure`` is for a `LineController`. Without a loss the controller learns nothing.
 
         Raises:
             ValueError: past total_steps, torch's own error.
@@ -174,8 +174,7 @@ class OneCycleAutoLR(OneCycleLR):
 
 
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
-    """As published, every parameter group is a knob; a regression tells at most N - 1 apart and a line is read for one at a time, so there
-    the groups move together."""
+    """As published, every parameter group is a knob, but for controllers that cannot tell so many apart (`Controller.knob_per_group`)."""
     together = len(optimizer.param_groups) == 1 or (controller is not None and not controller.knob_per_group)
     return None if together else "each"
 

@@ -221,7 +221,7 @@ def _only(values: Mapping[str, Any]) -> Any:
 
 def _under_way(ensemble: Ensemble) -> bool:
     """Has the run parted the replicas? Before its first step there is nothing to converge, and a load may find them as they are."""
-    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.idle)
+    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.average.idle)
 
 
 def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[str, Any]:

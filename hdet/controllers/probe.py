@@ -29,12 +29,10 @@ class ProbeController(RuledController):
         chunks: mini-batches per cycle, >= 2; the error of the slope comes from their scatter.
         model: the module whose parameters the optimizer trains.
         rule: turns scores into decisions; see `ProbeRule` for its settings.
-        interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. With shared gradients
-            and rates as knobs alone it may be several: all are then scored on the line from where the interval began through the average
-            of the mean weights over its later part, each at the multiplier of the last cycle. None: as long as averages over a
-            fortieth of the run ask for, where it may be several: one of a run of 40 cycles or fewer, else 5 % of the run.
-        average_every, average_from, place, dtype: see `BatchLosses`. (A single cycle's average has no beginning to be counted from, and stays
-            float32.)
+        interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. Several need shared
+            gradients and rates as the only knobs: all replicas are then scored on one weight line, each at the multiplier of the last cycle.
+            None: one in a run of 40 cycles or fewer, else 5 % of the run where that is possible.
+        average_every, average_from, place, dtype: see `BatchLosses`. (With an interval of one cycle ``dtype`` stays None.)
         freeze_after: see `Controller`; of a rule of your own it is the rule's.
         held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective that counts, without smoothing, decay
             or augmentation. Without it no knob may be explored of which training losses are no honest judge (dropout, weight decay ...).
@@ -89,7 +87,7 @@ class ProbeController(RuledController):
         return self.rule.plan(now) if self.idle else replace(self.rule.plan(now), measure={PROBE: {"cycles": self.cycles}})
 
     def learn(self, evidence: Evidence) -> Learning:
-        """Of the rule; between two probes nothing moves, and its interval is longer than a cycle."""
+        """What the rule learns. Between two probes nothing moves."""
         if self.cycles > 1:
             if PROBE not in evidence.measured and not self.idle:
                 self.observe(evidence)

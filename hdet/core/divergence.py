@@ -21,9 +21,9 @@ class Divergence:
     """When a replica, or a whole cycle, counts as diverged, and what is done about it.
 
     Args:
-        peer_bound: a replica whose mean training loss over the cycle exceeds ``peer_bound`` times both the median of the other replicas'
-            losses and the level of the cycle before, at which it began like the others, is left out of the average and takes it. For
-            losses above 0, from the second cycle on; None: only losses and parameters that are not finite.
+        peer_bound: a replica is left out of the average, and takes it, if its mean training loss over the cycle exceeds ``peer_bound`` times
+            both the median of the others and that of the cycle before. For losses above 0, from the second cycle on; None: only losses
+            and parameters that are not finite.
         rise_bound: a cycle has diverged as a whole if the median of the healthy replicas' losses exceeds ``rise_bound`` times that of
             the last cycle that has not. Only looked at with ``rollback``.
         rollback: "device" or "host" keeps the parameters and the optimizer's state there, from the beginnings of this cycle and of the

@@ -19,7 +19,7 @@ from hdet.core.engine import Engine, KnobSpec, ask_and_tell
 from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Decision, Learned, Level, Moment, Question, Restore
 from hdet.core.rules import LineRule
-from hdet.core.rules.line_rule import BELOW, COARSE_SCAN, FROM, LATE, LIMIT, READ, RISE, steps_per_doubling
+from hdet.core.rules.line_rule import BELOW, COARSE_SCAN, FROM, LATE, LIMIT, RISE, RISEN
 from hdet.core.rules.range_test import BREAK_OVER_MEAN
 
 # -- single decisions ----------------------------------------------------------------------------------------------------
@@ -139,12 +139,12 @@ def test_a_doubling_is_a_part_of_the_run_eight_steps_at_most_in_whole_cycles_or_
     total: int, interval: int, steps: int
 ) -> None:
     rule = LineRule()
-    assert steps_per_doubling(total, interval) == steps == rule.next_end(total, interval)
+    assert steps == rule.next_end(total, interval)
     if interval > max(1, total // 10):
         return
     rule.start(run_of(total, interval))
     assert rule.plan(Moment(0, 5, 5)).steps == min(interval, steps)
-    rule.phase = READ
+    rule.phase = RISEN
     assert rule.plan(Moment(0, 0, 0)).steps == interval
     assert interval == 1 or rule.plan(Moment(3, 3 * interval + 1, 0)).steps == interval - 1
 

@@ -79,10 +79,10 @@ def test_a_line_follows_masters(masters: str) -> None:
     for _ in range(4):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        line.add()
+        line.mean.add()
         values.append(1 - 1e-4 * (len(values) + 1))
     assert torch.equal(parameter, torch.ones_like(parameter))
-    torch.testing.assert_close(line._mean.means[0], torch.full((8,), sum(values) / 4), rtol=1e-6, atol=0)
+    torch.testing.assert_close(line.mean.means[0], torch.full((8,), sum(values) / 4), rtol=1e-6, atol=0)
 
 
 # -- the line ------------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def line_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.T
     torch.manual_seed(0)
     tensors = [torch.randn(5, 3).to(of), torch.randn(7).to(of)]
     line = WeightLine(tensors, **settings)
-    for room in (*line.origin, *line._mean.means):
+    for room in (*line.origin, *line.mean.means):
         room.fill_(math.nan)
     origin = [t.double().clone() for t in tensors]
     line.begin()
@@ -103,7 +103,7 @@ def line_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.T
     for _ in range(2):
         for t in tensors:
             t.add_(step * torch.randn_like(t))
-        line.add()
+        line.mean.add()
         seen.append([t.double().clone() for t in tensors])
     for t in tensors:
         t.add_(step * torch.randn_like(t))
@@ -170,10 +170,10 @@ def shared(rank: int, world: int, dtype: torch.dtype | None) -> Any:
     line.begin()
     for t in tensors:
         t.add_(torch.randn_like(t))
-    line.add()
-    own = [t.clone() for t in (*line.origin, *line._mean.means)]
+    line.mean.add()
+    own = [t.clone() for t in (*line.origin, *line.mean.means)]
     line.share(hdet.Replicas.default())
-    return own, [t.clone() for t in (*line.origin, *line._mean.means)]
+    return own, [t.clone() for t in (*line.origin, *line.mean.means)]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
