@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .converge import Plain, fingerprints
+from .converge import Plain
 from .core.clock import Clock
 from .core.controller import Controller
-from .core.divergence import Divergence, Verdict, judge
+from .core.divergence import Divergence, Verdict
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
-from .core.plan import Adopt, Average, Ending, Keep, Plan, Restore
+from .core.plan import Adopt, Average, Ending, Keep, Restore
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from .knobs.bound import ProductKnob
 from .measure.measurement import Closure, Watched
@@ -26,31 +27,25 @@ from .policies import Sync
 from .profiling import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
-from .run.compatibility import (
-    agreement,
-    averaged_tensors,
-    check_arguments,
-    check_controller,
-    check_gradients,
-    check_knobs,
-    design_of,
-    in_order,
-)
-from .run.cycle_stats import CycleStats, gather_stats, masters_of
+from .run.compatibility import averaged_tensors, check_arguments, check_controller, check_knobs, design_of
+from .run.cycle_stats import CycleStats, gather_stats, masters_of, verdict_on
 from .run.fan_out import FanOut
-from .run.faults import ReplicaLost, during
+from .run.faults import Guard
 from .run.history import cycle_record
 from .run.measurements import Panel
 from .run.named_snapshots import Snapshots
 from .run.replica_parameters import ReplicaWeights, average_weights, check_tied
+from .run.same_run import Agreement, check_gradients
 from .run.schedule import Schedule, Scheduler
-from .tensors.dtensor import local_parts
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
 
+Measured = Mapping[str, list[list[float]]]
+
+
 class ReplicasDiverged(RuntimeError):
-    """No replica holds finite parameters any more: there is nothing left to average. Raised on every rank alike."""
+    """No replica has finite parameters, so there is nothing to average. Raised on every rank alike."""
 
 
 class Ensemble:
@@ -60,14 +55,12 @@ class Ensemble:
     its ``with replicas.use(k)``, and ``ensemble.step()`` follows the one optimizer step.
 
     Args:
-        optimizer: any torch optimizer; its parameters are what is averaged. Gradients must be all-reduced over the replicas (DDP).
-            Co-resident replicas need one of hdet's fused optimizers. Groups are added before, or after close().
-        scheduler: a torch scheduler of this optimizer; the Ensemble steps it and its values stay the base. None: constant values, or a
-            schedule of your own, which you step: torch's at any time, any other inside `rescheduling`.
+        optimizer: any torch optimizer with all its groups; its parameters are averaged. Co-resident replicas need one of hdet's fused ones.
+        scheduler: a torch scheduler of this optimizer, which the Ensemble steps. None: constant values, or a schedule that you step
+            yourself: torch's at any time, any other inside `rescheduling`.
         knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]`` (docs/knobs.md).
         design: how multipliers are assigned to replicas: ``"permutation"``, each knob's grid by itself, as published; or ``"orthogonal"``,
-            two levels for all knobs together, so that their effects can be told apart best. Default: orthogonal for several knobs, as
-            far as N - 1 >= knobs; else permutation.
+            two levels for all knobs together, which tells their effects apart best. Default: orthogonal for 2 to N - 1 knobs.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
         controller: None, `LineController`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
@@ -77,11 +70,11 @@ class Ensemble:
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
 
-    Guarantees: at rest param_groups, and whatever else a knob moves, hold base values, the same on all ranks. What somebody else writes there is
-    noticed before it is used, in optimizer.step(), explore() and step(): see `rescheduling`. Only the end of a cycle communicates (one
-    collective of a few numbers per replica, then the average) and waits for the device; other ways of averaging also between. Replicas that cannot differ
-    (spread 0) and are found bitwise equal are not touched: spread 0 is data-parallel training bit for bit.
-    A collective that fails raises `ReplicaLost` on every rank that is left; after it this object refuses to go on.
+    Guarantees: between steps param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Values that somebody else
+    writes there are noticed before they are used (`rescheduling`). Only the end of a cycle communicates (one collective of a few numbers per
+    replica, then the average) and waits for the device; some kinds of `Sync.converge` communicate earlier. Replicas that cannot differ
+    and are bitwise equal are not touched: spread 0 is data-parallel training bit for bit. A collective that fails raises `ReplicaLost`
+    on every rank that is left; after it this object refuses to go on.
     """
 
     def __init__(
@@ -130,14 +123,10 @@ class Ensemble:
         )  # fmt: skip
         check_controller(controller, self.run)
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
-        self._settings = {
-            "the number of replicas": self.replicas.count, "bucket_bytes": sync.bucket_bytes, "weights": sync.weights,
-            "gradients": sync.gradients, "moments": sync.moments, "converge": sync.converge, "divergence": divergence, "design": design,
-        }  # fmt: skip
         self.engine.schedule_step = self._schedule_step()
         if controller is not None and self.engine.step:
             self.engine.restart()
-        self._plain = sync.converge == Plain()
+        self.during = Guard(self.replicas, lambda: (self.engine.cycle, self.engine.step))
         self._panel = Panel(self.engine, self._schedule_step, self.during)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         sets = self.replicas.sets(trained)
@@ -146,7 +135,7 @@ class Ensemble:
         self._snapshots = Snapshots(trained, masters[0], optimizer, models, sync.refresh is not None)
         self._panel.watch(
             Watched(
-                optimizer, sets, masters, self.knobs, clock, self.replicas, sync.gradients, lambda: self._fan_out.multipliers,
+                optimizer, sets, masters, self.knobs, clock, self.replicas, lambda: self._fan_out.multipliers,
                 sync.refresh is not None, self._snapshots.parameters,
             )
         )  # fmt: skip
@@ -154,29 +143,23 @@ class Ensemble:
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(self.parameters, optimizer, self.replicas, sync, divergence, models)
 
-        self._agreed = False  # ranks have the same settings
-        self._values: torch.Tensor | None = None  # of the parameters, before the first step
-        self._compared = any(
-            knob.on_gradients for knob in self.knobs
-        )  # what kind of gradients they have; these change them before the step
-        self._forward = any(knob.acts == "forward" and knob.spread > 0 for knob in self.knobs)
-        self._exploring: int | None = None  # the replica whose values are in force
+        settings = {
+            "the number of replicas": self.replicas.count, "bucket_bytes": sync.bucket_bytes, "weights": sync.weights,
+            "gradients": sync.gradients, "moments": sync.moments, "converge": sync.converge, "divergence": divergence, "design": design,
+        }  # fmt: skip
+        self._agreement = Agreement(self.engine, self.parameters, optimizer, self.schedule, self.replicas, models, settings)
+        self._compared = any(knob.on_gradients for knob in self.knobs)  # is the kind of gradients known? These knobs change them.
         self._explored = False  # in this cycle
-        self._broken: ReplicaLost | None = None
-        self._parted = False  # a cycle has ended with `Keep`, and nothing has made replicas equal since
-        self._lockstep = self.replicas.count == 1  # replicas are known to be equal and cannot part in this cycle
+        self.parted = False
+        """Has the last cycle left replicas as they are (`Keep`), and nothing made them equal since?"""
+        self._lockstep = self.replicas.count == 1  # replicas are known to be equal, and stay so in this cycle
         self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
         self.history: dict[str, Any] | None = None
-        """The last cycle's record, as `log` gets it: see `hdet.run.history.cycle_record`. None before the first."""
-        self._fan_out = FanOut(
-            optimizer,
-            self.knobs,
-            self.replicas.local[0],
-            self._on_cycle_start,
-            skippable=sync.gradients == "local",
-            take_writes=self._take_writes,
-        )
+        """The last cycle's record, as `log` gets it (`hdet.run.history.cycle_record`). None before the first."""
+        first, local = self.replicas.local[0], sync.gradients == "local"
+        self._take_writes = partial(self.schedule.take_writes, self.engine)
+        self._fan_out = FanOut(optimizer, self.knobs, first, self._on_cycle_start, skippable=local, take_writes=self._take_writes)
         self.replicas.attach(optimizer)
         if self.engine.corrections != [1.0] * len(self.knobs):  # the controller's opening counts from the first step on
             self.schedule.write(self.engine)
@@ -197,12 +180,11 @@ class Ensemble:
     def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
 
-        ``closure``: computes the current batch's losses anew, for a `LineController`, which says what it has to return, and needs ``loss`` too.
+        ``closure``: computes the current batch's losses anew, for a `LineController`, which needs ``loss`` too.
 
-        Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule,
-        as they do in torch, but count one step of the cycle; a call without an optimizer step counts none. The end of the
-        schedule ends the last cycle in either case. With local gradients each call counts, also where a GradScaler has left out the
-        step of one replica: all must count alike.
+        Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule, as in torch, but
+        count one step of the cycle; a call without an optimizer step counts none. The end of the schedule always ends the last cycle.
+        With local gradients each call counts, also where a GradScaler skips the step of one replica: all must count alike.
 
         Raises:
             ReplicasDiverged: at the end of a cycle no replica has finite parameters, and there is no snapshot to go back to.
@@ -210,14 +192,16 @@ class Ensemble:
             ValueError: see `rescheduling`.
         """
         self._check_outside_use("step", "call it once per optimizer step, after all of them")
-        self._check_whole()
+        self.during.check_whole()
         self._take_writes()
         if loss is not None:
             self.observe(loss)
         self._agree()
         stepped = self._fan_out.take_stepped()
         if stepped and not self._compared:
-            self._compare_gradients()
+            with self.during("agreement"):
+                check_gradients(self.replicas, self._fan_out.gradient_norm, self.sync.gradients, self.weights.device)
+            self._compared = True
         ends = False
         try:
             self._panel.check_closure(closure)
@@ -228,7 +212,9 @@ class Ensemble:
             ends = ends or (self.schedule.is_over and self.engine.position > 0)
             if ends:
                 self._end_cycle(closure)
-            elif stepped and (self._replicas_part or not self.weights.idle) and self.weights.acts_after(self.engine.position):
+            elif (
+                stepped and (self._replicas_part or not self.weights.average.idle) and self.weights.average.acts_after(self.engine.position)
+            ):
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
@@ -237,14 +223,14 @@ class Ensemble:
             self.log(self.history, self.engine.step)  # may write values, too
 
     def converge(self) -> None:
-        """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its window starts anew.
+        """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its loss meters restart.
 
-        Always the plain, exact average, whatever the way of averaging: it completes what that has under way and drops what it keeps
-        back. A replica that is left out because its parameters are not finite is noted in the next record and warned of.
+        Always exact, whatever `Sync.converge` is: an average under way is completed. A replica that is left out because its parameters are
+        not finite is noted in the next record and warned of.
         """
         self._check_outside_use("converge", "it is of all replicas, call it after")
         self.schedule.check_at_rest()
-        self._check_whole()
+        self.during.check_whole()
         self._agree()
         if self.replicas.count == 1:
             self.reset_loss_meters()
@@ -254,7 +240,7 @@ class Ensemble:
         if not finite:
             raise self._all_diverged("no replica has finite parameters left")
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-        if not (self.weights.idle and self.weights.moments.policy != "average" and len({stat.digest for stat in stats}) == 1):
+        if not (self.weights.average.idle and self.weights.moments.policy != "average" and len({stat.digest for stat in stats}) == 1):
             with self.during("average"):
                 self.weights.complete(average_weights(self.sync.weights, finite, [stat.loss for stat in stats]))
         self._mark_in_sync()
@@ -267,16 +253,15 @@ class Ensemble:
 
     @property
     def in_sync(self) -> bool:
-        """Are the replicas' parameters, and the buffers that are averaged, equal right now, with nothing under way, as known from the last average
-        and what has been written since?"""
-        return self._lockstep or (not self._fan_out.moved and self.weights.idle and self.parameters.unwritten(self._marks))
+        """Are the replicas' parameters and averaged buffers known to be equal now, with no average under way? Does not compare them."""
+        return self._lockstep or (not self._fan_out.moved and self.weights.average.idle and self.parameters.unwritten(self._marks))
 
     @contextmanager
     def explore(self) -> Iterator[None]:
-        """Around forward, backward and clipping: inside, dropout, smoothing, temperatures and the like have this replica's values, of
-        co-resident ones that in ``use``. Outside, also after an error, base values: evaluate and save there.
+        """Around forward, backward and clipping: inside, dropout, smoothing, temperatures and the like have this replica's values (of
+        co-resident replicas, that of the one in ``use``). Outside, also after an error, base values: evaluate and save there.
 
-        What acts inside ``optimizer.step()`` (rates, decay, betas, eps) does not need it, nor does it do harm there.
+        Knobs that act inside ``optimizer.step()`` (rates, decay, betas, eps) do not need it.
 
         Raises:
             ValueError: co-resident replicas, none of which is in ``use``; or inside the ``explore()`` of another one.
@@ -284,39 +269,18 @@ class Ensemble:
         if len(self.replicas.local) > 1 and not self.replicas.in_use:
             raise ValueError("which replica explores? Call explore() inside `with replicas.use(k):`")
         self._take_writes()
-        with self._replicas_values(self.replicas.place(None), lambda knob: True):
+        with self._fan_out.exploring(self.replicas.place(None), lambda knob: True):
             self._explored = True
             yield
 
     @contextmanager
-    def _replicas_values(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
-        """Inside, those of the knobs of the forward pass have the values of the local replica at ``place``."""
-        if self._exploring is not None:
-            if self._exploring != place:
-                raise ValueError(
-                    f"explore() was called inside that of replica {self.replicas.local[self._exploring]}: leave it before the next `use`"
-                )
-            yield
-            return
-        self._exploring = place
-        try:
-            with ExitStack() as stack:
-                for knob, multiplier in zip(self.knobs, self._fan_out.multipliers[place], strict=True):
-                    if knob.acts == "forward" and which(knob):
-                        stack.enter_context(knob.fanned_out(multiplier))
-                yield
-        finally:
-            self._exploring = None
-
-    @contextmanager
     def rescheduling(self) -> Iterator[None]:
-        """Around whatever writes a schedule and is no scheduler of torch's (timm's, or a formula in the loop): inside, param_groups and what
-        else a knob moves hold the schedule's own values, without corrections, and what stands there at the end is taken for the next ones.
+        """Around a schedule that is not torch's (timm's, or a formula in the loop): inside, param_groups and what else a knob moves hold the
+        schedule's own values, without corrections. What stands there at the end becomes the schedule's next values.
 
-        Outside of it, a write between steps is told apart. A torch scheduler's (stepped by you, when you like) is the schedule's next value, as if
-        the Ensemble had stepped it: what it would have been without the correction is found out on a copy. **Any other is the base value in
-        force**: the correction is counted in it already, nothing is undone or corrected twice, and further corrections are relative to it (the
-        first such write is warned of). Where that cannot be told, a ValueError names the scheduler.
+        Outside of it, a write between steps is one of two things. A torch scheduler that you step gives the schedule's next value, which is
+        corrected as if the Ensemble had stepped it. **Any other write is the base value in force**: it is not corrected again, and further
+        corrections are relative to it (the first such write is warned of). Where that cannot be told, a ValueError names the scheduler.
 
         Raises:
             ValueError: inside itself or `explore`.
@@ -324,9 +288,6 @@ class Ensemble:
         self._check_not_exploring("rescheduling")
         with self.schedule.rescheduling(self.engine):
             yield
-
-    def _take_writes(self) -> None:
-        self.schedule.take_writes(self.engine)
 
     def value(self, name: str) -> float:
         """The value of the knob ``name`` now: a replica's inside `explore`, else the base value.
@@ -340,11 +301,9 @@ class Ensemble:
                 return knob.value()
         raise ValueError(f"there is no knob {name!r}, only {[knob.name for knob in self.knobs]}")
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward pass) becomes a `ReplicaLost` too."""
-        with self.during("training step"):
-            yield
+        return self.during("training step")
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -365,7 +324,7 @@ class Ensemble:
 
     @property
     def sweeping(self) -> bool:
-        """Are the weights those of a trial (a `LineController`'s sweep), which will be taken back? Then they are nothing to save, or to evaluate."""
+        """Are the weights those of a trial (a `LineController`'s sweep), which will be restored? Then do not save or evaluate them."""
         plan = self.engine.plan
         return not plan.judged and any(snapshot.state for snapshot in plan.snapshots.values())
 
@@ -377,12 +336,7 @@ class Ensemble:
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
         with ``converge=ExactLocal()``; else None. Not to be written to."""
-        return list(self.parameters) if self.in_sync else self.weights.mean()
-
-    @property
-    def parted(self) -> bool:
-        """Has the last cycle left replicas as they are (`Keep`), and nothing made them equal since?"""
-        return self._parted
+        return list(self.parameters) if self.in_sync else self.weights.average.mean()
 
     @property
     def private_state(self) -> bool:
@@ -390,11 +344,11 @@ class Ensemble:
         return self.weights.moments.private and self.replicas.count > 1
 
     def _mark_in_sync(self) -> None:
-        """Replicas are equal. Do they part in the steps to come? Buffers do without a spread, each having seen its own data."""
+        """Replicas are equal. Buffers may differ after the next step even without a spread, each having seen its own data."""
         self._fan_out.averaged()
-        self._parted = False
+        self.parted = False
         has_buffers = len(self.parameters.buffers) > 0
-        self._lockstep = self.replicas.count == 1 or (self.weights.idle and not self._replicas_part and not has_buffers)
+        self._lockstep = self.replicas.count == 1 or (self.weights.average.idle and not self._replicas_part and not has_buffers)
         self._marks = self.parameters.marks()
 
     @property
@@ -402,51 +356,14 @@ class Ensemble:
         """Can replicas differ after steps of the running cycle?"""
         return self.engine.explores or (self.sync.gradients == "local" and self.replicas.count > 1)
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Around collectives: one that fails is named (`ReplicaLost`), and leaves an Ensemble that refuses to go on."""
-        self._check_whole()
-        self.replicas.check_group()
-        try:
-            with during(phase, self.replicas, lambda: (self.engine.cycle, self.engine.step)):
-                yield
-        except ReplicaLost as lost:
-            self._broken = lost
-            raise
-
-    def _check_whole(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(
-                f"this Ensemble has lost a replica in cycle {self._broken.cycle} (step {self._broken.step}); its parameters may be half averaged: "
-                "start all ranks again from the last checkpoint"
-            ) from self._broken
-
     def _agree(self) -> None:
-        """Once: ranks that are not in the same run would average nonsense."""
-        if not self._agreed:
-            self._look_at_values()
+        if not self._agreement.reached:
             with self.during("agreement"):
-                common, by_member = agreement(
-                    self.engine, self.parameters, self.knobs, optimizer=self.optimizer, scheduler=self.schedule.scheduler,
-                    modules=self.weights.modules, **self._settings,
-                )  # fmt: skip
-                orders = {} if self._values is None else {"the order of the parameters (digest of their values)": in_order(self._values)}
-                self.replicas.require_agreement(common, by_member, self.weights.device, orders)
-            self._agreed, self._values = True, None
-
-    def _look_at_values(self) -> None:
-        """Before the first step: after it replicas may have parted."""
-        if not self._agreed and self._values is None and self.replicas.world_group is not None:
-            self._values = fingerprints(local_parts(self.parameters))
+                self._agreement.check(self.weights.device)
 
     def _schedule_step(self) -> int:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
         return self.engine.step if self.schedule.step is None else max(0, int(self.schedule.step))
-
-    def _compare_gradients(self) -> None:
-        with self.during("agreement"):
-            check_gradients(self.replicas, self._fan_out.gradient_norm, self.sync.gradients, self.weights.device)
-        self._compared = True
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:
@@ -454,14 +371,14 @@ class Ensemble:
         self._check_not_exploring(name)
 
     def _check_not_exploring(self, name: str) -> None:
-        if self._exploring is not None:
+        if self._fan_out.explored is not None:
             raise ValueError(f"ensemble.{name}() was called inside `with ensemble.explore():`, where values are a replica's: call it after")
 
     # -- a cycle ---------------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> None:
         self.engine.schedule_step = self._schedule_step()
-        if not self._plain and not isinstance(self.engine.plan.end, Average):
+        if self.sync.converge != Plain() and not isinstance(self.engine.plan.end, Average):
             raise ValueError(
                 f"the controller {self.engine.controller_name!r} plans a cycle that ends with {self.engine.plan.end!r}, and converge is "
                 f"{self.sync.converge!r}, which has averages under way within cycles: leave converge out"
@@ -472,11 +389,11 @@ class Ensemble:
         self._explored = False
         table = self.engine.multipliers()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
-        self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.companions)
+        self._fan_out.assign(*replicas, *[[1.0] * len(self.knobs)] * self.weights.average.companions)
 
     def _on_cycle_start(self) -> None:
         """Before the first optimizer step after an average."""
-        self._look_at_values()
+        self._agreement.look()
         self.weights.on_cycle_start()
         self._snapshots.on_cycle_start()
         self._panel.on_cycle_start()
@@ -498,7 +415,7 @@ class Ensemble:
         probed = self._now()
         stats = self._gather(rows, compare=compare)
         measured = self._panel.measured(rows, stats)
-        verdict, losses = self._verdict(plan, stats)
+        verdict, losses = verdict_on(stats, plan, self.divergence, self.engine.level, self.engine.controller_name)
         self._notes += verdict.notes
         together = self._converge(plan.end, verdict, losses, equal=compare and len({stat.digest for stat in stats}) == 1)
         averaged = self._now()
@@ -510,7 +427,7 @@ class Ensemble:
         if together:
             self._mark_in_sync()
         else:
-            self._parted, self._lockstep = self.replicas.count > 1, self.replicas.count == 1
+            self.parted, self._lockstep = self.replicas.count > 1, self.replicas.count == 1
         self.schedule.write(self.engine)
         self.history = cycle_record(
             self.engine, self.schedule, outcome, moment, plan, losses=losses, scores=measured, rolled_back=verdict.roll_back, notes=self._notes,
@@ -518,25 +435,6 @@ class Ensemble:
         )  # fmt: skip
         self._notes = []
         self._begin_cycle()
-
-    def _verdict(self, plan: Plan, stats: Sequence[CycleStats]) -> tuple[Verdict, list[float | None]]:
-        """Who has diverged, and each replica's loss.
-
-        Raises:
-            ValueError: what breaks is the controller's to take back, and there is no loss by which it could tell.
-        """
-        if plan.judged:
-            finite, raw = [stat.finite for stat in stats], [stat.raw_loss for stat in stats]
-            return judge(self.divergence, finite, raw, self.engine.level), [stat.loss for stat in stats]
-        if all(stat.finite and stat.raw_loss is None for stat in stats):
-            raise ValueError(
-                f"the controller {self.engine.controller_name!r} reads the training losses too: call step(loss, closure=...), or "
-                "observe(loss)"
-            )
-        # One replica that broke breaks the average of all: its loss may not be left out then.
-        count = all(stat.votes for stat in stats) or not isinstance(plan.end, Average)
-        verdict = Verdict(list(range(len(stats))), roll_back=False, level=None, notes=[])
-        return verdict, [stat.loss if count else None for stat in stats]
 
     def _gather(self, rows: Sequence[torch.Tensor] | None, *, compare: bool) -> list[CycleStats]:
         """The stats of all replicas, which have what must be alike, or `ReplicaDisagreement` is raised on every rank."""
@@ -550,37 +448,36 @@ class Ensemble:
         return stats
 
     def _check_explored(self) -> None:
-        if self._forward and not self._explored and self.engine.explores:
-            names = ", ".join(knob.name for knob in self.knobs if knob.acts == "forward")
+        names = ", ".join(knob.name for knob in self.knobs if knob.acts == "forward")
+        if not self._explored and self.engine.explores and any(knob.acts == "forward" and knob.spread > 0 for knob in self.knobs):
             note = f"the replicas did not differ in {names}: run forward, backward and clipping inside `with ensemble.explore():`"
             warnings.warn(note, stacklevel=4)
             self._notes.append(note)
 
     @contextmanager
     def _as_replica(self, place: int) -> Iterator[None]:
-        """To be scored: at the local replica's own values where a loss depends on them at given weights, else at base values."""
-        with self.replicas.use(self.replicas.local[place]), self._replicas_values(place, lambda knob: knob.affects_eval_loss):
+        """While it is scored: with the local replica's own values of the knobs that affect an evaluation, base values of all others."""
+        with self.replicas.use(self.replicas.local[place]), self._fan_out.exploring(place, lambda knob: knob.affects_eval_loss):
             yield
 
     @ranged("hdet.converge")
     def _converge(self, end: Ending, verdict: Verdict, losses: Sequence[float | None], *, equal: bool) -> bool:
-        """As the plan says; or, of a cycle that is taken back, the snapshot's state again. Returns whether replicas are together now."""
+        """Carries out the plan's ending; or restores the beginning of a cycle that is taken back. Returns whether replicas are equal now."""
         with self.during("average"):
             if verdict.roll_back:
-                if self.engine.rollbacks_in_row >= self.divergence.attempts:
-                    raise self._all_diverged(
-                        f"{self.engine.rollbacks_in_row} cycles in a row were taken back, and the next one diverged too"
-                    )
-                self.weights.roll_back(self.engine.rollbacks_in_row)
+                attempts = self.engine.rollbacks_in_row
+                if attempts >= self.divergence.attempts:
+                    raise self._all_diverged(f"{attempts} cycles in a row were taken back, and the next one diverged too")
+                self.weights.roll_back(attempts)
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
             # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
-            elif not (isinstance(end, Average) and equal and self.weights.idle):
+            elif not (isinstance(end, Average) and equal and self.weights.average.idle):
                 return self._carry_out(end, verdict, losses)
         return True
 
     def _carry_out(self, end: Ending, verdict: Verdict, losses: Sequence[float | None]) -> bool:
-        """An ending, which the engine has checked. Returns whether replicas are together now."""
+        """An ending, which the engine has checked. Returns whether replicas are equal now."""
         if isinstance(end, Adopt):
             self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(self.replicas.count)])
         elif isinstance(end, Average):
@@ -592,12 +489,7 @@ class Ensemble:
         return not isinstance(end, Keep)
 
     def _control(
-        self,
-        verdict: Verdict,
-        losses: list[float | None],
-        measured: Mapping[str, list[list[float]]],
-        stats: Sequence[CycleStats],
-        closure: Closure | None,
+        self, verdict: Verdict, losses: list[float | None], measured: Measured, stats: Sequence[CycleStats], closure: Closure | None
     ) -> CycleOutcome:
         """Let the controller learn from the cycle; or, where it is taken back, lower the learning rate's base values."""
         if verdict.roll_back:
@@ -611,30 +503,21 @@ class Ensemble:
         }
         peaks, floors = self.schedule.peaks_and_floors()
         with self._panel.answering(closure) as answer:
-            outcome = self.engine.close(
+            return self.engine.close(
                 losses, voting, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
-        return outcome
 
     def _check_alone(self) -> None:
-        """Raises ValueError, after everything was taken back, if another optimizer moves parameters of a model in a trial. On all ranks alike: a
-        shard may have moved on one of them only."""
-        name = self._snapshots.moved()
-        if not self.replicas.sum_rows(
-            *[torch.full((1,), float(name is not None), dtype=torch.float64, device=self.weights.device)] * len(self.replicas.local)
-        ).any():
+        """Raises ValueError, after everything was restored, if another optimizer moves parameters of a model in a trial."""
+        message = self._snapshots.check_alone(self.replicas, self.weights.device)
+        if message is None:
             return
         for snapshot, wanted in self.engine.plan.snapshots.items():
             if wanted.state:
                 self._snapshots.restore(snapshot)
         self.weights.took_back()
-        which = "a parameter of the controller's model on another rank" if name is None else f"the controller's model has {name!r}, which"
-        raise ValueError(
-            f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with it, "
-            "and its state not be taken back. Put all parameters into one optimizer, as groups; or step the other one only when "
-            "ensemble.sweeping is False. (Everything is as it was at the first step again, but for the other optimizer's state.)"
-        )
+        raise ValueError(message)
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -653,14 +536,13 @@ class Ensemble:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; no communication; the same on every rank; loads with another N.
 
-        Save when `in_sync`: in the middle of a cycle each replica has its own parameters, and the window of the running
-        cycle is not part of the state (a warning says so). And not while `sweeping`: the weights that will be taken back are not those of
-        the run, and what they are taken back to is not part of the state (a warning says so, too).
+        Save when `in_sync` and not `sweeping`; else it warns. In the middle of a cycle each replica has its own parameters. The losses of
+        the running cycle, and the snapshot that a sweep restores, are not part of the state.
         """
-        self._check_whole()
+        self.during.check_whole()
         self._check_not_exploring("state_dict")
         self._take_writes()
-        if not self.in_sync and (self._parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
+        if not self.in_sync and (self.parted or (self._replicas_part and (self.engine.position or self._fan_out.stepped))):
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
@@ -674,8 +556,8 @@ class Ensemble:
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's. A sweep
-        that was under way begins anew, from what is loaded by its first step.
+        """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's.
+        A sweep that was under way begins anew.
 
         Raises:
             ValueError: another version, missing or damaged values, other knobs, another controller or scheduler; nothing is changed then.
@@ -696,8 +578,8 @@ class Ensemble:
                 )
         self.schedule.write(self.engine)
         self.schedule.note()
-        # What other ranks have loaded is not known here: the next step compares, and the next average makes equal.
-        self._agreed, self._values, self._lockstep, self._parted = False, None, self.replicas.count == 1, False
+        self._agreement.reset()
+        self._lockstep, self.parted = self.replicas.count == 1, False
         self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
         self.weights.loaded()
         self._snapshots.forget()
@@ -709,5 +591,5 @@ class Ensemble:
         self._panel.release()
         self._snapshots.close()
         self._fan_out.close()
-        self.weights.close()
+        self.weights.average.close()
         self.replicas.detach()

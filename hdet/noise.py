@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .core.validate import within
 from .replicas import Replicas
 from .tensors import dtensor as shards
 
@@ -73,8 +74,7 @@ def warm_noise_(
     """
     if isinstance(parameters, torch.Tensor):
         raise TypeError("parameters must be a list of tensors, got one tensor: its rows would be taken for parameters; pass [tensor]")
-    if not (isinstance(nu, (int, float)) and math.isfinite(nu) and nu >= 0):
-        raise ValueError(f"nu must be a number >= 0, got {nu!r}: it is the noise's norm relative to each tensor's (the paper's is 0.01)")
+    within(nu, "nu", "[0, inf)", "it is the noise's norm relative to each tensor's (the paper's is 0.01)")
     named = [(str(i), entry) if isinstance(entry, torch.Tensor) else entry for i, entry in enumerate(parameters)]
     names, tensors, slices = [name for name, _ in named], [tensor for _, tensor in named], slices or {}
     _check(named, slices)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .converge import Converge, Plain
 from .converge.bucketed_average import DEFAULT_BUCKET_BYTES
+from .core.validate import whole
 
 __all__ = ["MOMENTS", "Sync", "Tied"]
 
@@ -62,8 +63,7 @@ class Sync:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every must be a whole number of steps above 0, got {self.every!r}")
+        whole(self.every, "every", of="steps")
         if self.gradients not in ("shared", "local"):
             raise ValueError(
                 "gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' (each replica its own, as under no_sync), "

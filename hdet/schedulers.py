@@ -17,6 +17,7 @@ from .core.controller import Controller
 from .core.rules import SoftmaxController
 from .core.schema import Anything, Instance, read
 from .core.spread import check_spread
+from .core.validate import whole
 from .ensemble import Ensemble
 from .knobs import LearningRate
 from .policies import Sync
@@ -91,17 +92,12 @@ class OneCycleAutoLR(OneCycleLR):
             rates = max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]
             if not all(math.isfinite(float(rate)) and float(rate) > 0 for rate in rates):
                 raise ValueError(f"max_lr must be positive and finite, got {max_lr!r}")
-            if type(model_sync_interval) is not int or model_sync_interval < 1:
-                raise ValueError(f"model_sync_interval must be a whole number of steps above 0, got {model_sync_interval!r}")
+            whole(model_sync_interval, "model_sync_interval", of="steps")
             replicas = _resolve_replicas(replicas, rank, world_size)
             if freeze_after is not None and (controller is not None or not enable_auto_lr):
                 raise ValueError(
                     f"freeze_after is {freeze_after!r}, but "
-                    + (
-                        "a controller is given: pass it to the controller"
-                        if controller is not None
-                        else "enable_auto_lr is off: leave it out"
-                    )
+                    + ("enable_auto_lr is off: leave it out" if controller is None else "a controller is given: pass it to the controller")
                 )
             if controller is None and enable_auto_lr:
                 controller = SoftmaxController(loss_scale, lr_of_lr, momentum_of_lr, decay=None, freeze_after=freeze_after)
@@ -126,7 +122,7 @@ class OneCycleAutoLR(OneCycleLR):
         self.ensemble.observe(loss, weight, replica)
 
     def step(self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None) -> None:
-        """After optimizer.step(). ``closure`` is for a `LineController`. Without a loss the replicas are spread and averaged all the same, only the controller learns nothing.
+        """After optimizer.step(). ``closure`` is for a `LineController`. Without a loss the controller learns nothing.
 
         Raises:
             ValueError: past total_steps, torch's own error.
@@ -178,8 +174,7 @@ class OneCycleAutoLR(OneCycleLR):
 
 
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
-    """As published, every parameter group is a knob; a regression tells at most N - 1 apart and a line is read for one at a time, so there
-    the groups move together."""
+    """As published, every parameter group is a knob, but for controllers that cannot tell so many apart (`Controller.knob_per_group`)."""
     together = len(optimizer.param_groups) == 1 or (controller is not None and not controller.knob_per_group)
     return None if together else "each"
 

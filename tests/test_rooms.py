@@ -1,4 +1,4 @@
-"""The rooms of the house: what imports what, read from the sources alone. docs/architecture.md describes them."""
+"""The rooms of the house: what imports what, read from the sources alone. docs/design.md describes them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def arrows() -> dict[tuple[str, str], list[str]]:
 def test_every_room_has_a_floor_and_every_arrow_points_down() -> None:
     floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
     rooms = {room_of(module) for module in sources()} - {LAZY, "__main__"}
-    assert rooms == set(floor), "docs/architecture.md and FLOORS name every room"
+    assert rooms == set(floor), "docs/design.md and FLOORS name every room"
     up = [line for pair, lines in arrows().items() if floor[pair[1]] >= floor[pair[0]] and pair not in ACROSS for line in lines]
     assert not up, "\n".join(up)
     assert len(arrows()) > 40, "the graph has been read"

@@ -284,7 +284,7 @@ def _only(values: Mapping[str, Any]) -> Any:
 
 def _under_way(ensemble: Ensemble) -> bool:
     """Has the run begun, so that replicas may differ? Before its first step there is nothing to average."""
-    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.idle)
+    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.average.idle)
 
 
 def _first_difference(theirs: list[list[str]], ours: list[list[str]]) -> str:

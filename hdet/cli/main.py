@@ -174,7 +174,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     _need("rich", "matplotlib")
-    from hdet.cli.job.files import REPORT
+    from hdet.cli.job.run_files import REPORT
     from hdet.cli.report import find_runs, plot, print_table
 
     runs = find_runs(options.runs)
@@ -191,7 +191,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from hdet.cli.replay import replayed
+    from hdet.cli.replay_run import replayed
 
     decisions, differences = replayed(options.folder)
     for difference in differences:

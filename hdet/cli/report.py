@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.cli.job.files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
+from hdet.cli.job.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
 from hdet.core.schema import POSITIVE, Instance, Number, Optional, Table
 from hdet.owned_folder import atomic_file
 

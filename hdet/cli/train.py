@@ -18,9 +18,9 @@ from hdet.cli.display import open_display
 from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.data import load_corpus
-from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
 from hdet.cli.job.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
 from hdet.cli.job.processes import WorkerError, Workers
+from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
 from hdet.cli.job.training import RunSpec, check_run, train_all
 from hdet.cli.report import RunFiles, find_runs, plot, print_table
 from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers

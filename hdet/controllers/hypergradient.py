@@ -1,4 +1,4 @@
-"""The hypergradient: gradients are compared with the way since the cycle began, and a `HypergradientRule` decides."""
+"""The hypergradient: gradients are compared with the displacement since the cycle began, and a `HypergradientRule` decides."""
 
 from __future__ import annotations
 

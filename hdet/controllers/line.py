@@ -1,4 +1,4 @@
-"""The line: losses of the training batch itself at multipliers that no replica has, and a `LineRule` decides."""
+"""The weight line: losses of the training batch at multipliers that no replica has, from which a `LineRule` decides."""
 
 from __future__ import annotations
 
@@ -17,34 +17,28 @@ __all__ = ["LineController"]
 
 
 class LineController(RuledController):
-    """Sweeps the rate upwards once until training breaks, begins again at a rate that follows from where, and reads the line twice more. No probe
-    data, no spread, N = 1 and every layout included.
+    """Sweeps the rate upwards once until training breaks, restores the beginning, goes on at the rate that follows, and searches the line twice
+    more. No probe data, no spread, any layout, one replica included.
 
-    Losses at multipliers that no replica has come from the line through the interval's beginning (`LineLosses`). Meanwhile the spread rests; with
-    shared gradients, which it asks for where nothing follows, replicas train alike. Several rates (parameter groups) are swept together; other
-    knobs may stand beside them where another controller follows.
+    Losses at multipliers that no replica has come from the weight line through the interval's beginning (`LineLosses`). There is no spread
+    meanwhile. Unless another controller follows it needs shared gradients, and learning rates as the only knobs, which are swept together.
 
-    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are those of the
-    beginning again.
+    **The first 5 to 9 % of the run are a search** (at most 160 steps), after which weights, the model's buffers and the moments are restored.
 
     Args:
-        model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
-            they were. None: the closure sees to that.
+        model, place: see `LineLosses`; ``place`` is also that of the snapshot of the beginning.
         rule: turns losses into decisions; see `LineRule` for its settings, and for the intervals.
-        place: "device" or "host": where the beginning and the mean live.
-        dtype: of beginning and mean; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves them (and the weights
-            that are kept meanwhile are then a copy for themselves); weights that are taken back are rounded to it.
+        dtype: of snapshot and mean; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves them, but rounds the
+            weights that are restored, and needs a copy of the weights while points are scored.
         freeze_after: see `Controller`; a sweep that is under way then ends without a result. Of a rule of your own it is the rule's.
-        late: read the line twice more after the sweep? Say False where another controller follows, as in
-            ``SequentialController(LineController(model, late=False), ProbeController(...))``. The sweep saves that from a start that is far off,
-            to which others come late or not at all.
+        late: search the line twice more after the sweep? Say False where another controller follows, as in
+            ``SequentialController(LineController(model, late=False), ProbeController(...))``, which need not start from a rate that is far off.
 
     The mean of the closure's losses is what ``step`` is given. The closure is called 20 to 30 times in a run, once in the first step: 0.7 to
-    1.8 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters, given back when nothing is left to read.
+    1.8 % of 600 to 1 000 steps, less of longer ones. Memory: two copies of the parameters until the last search.
 
-    Needs the run's length, cycles of at most 10 % of it (its sweep has short ones of its own) and ``warmup_steps=0``. A checkpoint holds what
-    has been learned; a sweep or an interval that was under way begins anew at the resumed step. See docs/choosing.md for the rule and what it
-    rests on.
+    Needs the run's length, cycles of at most 10 % of it and ``warmup_steps=0``. A checkpoint holds what has been learned; a sweep or an
+    interval that was under way begins anew at the resumed step. docs/choosing.md has the measurements.
     """
 
     def __init__(

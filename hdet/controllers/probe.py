@@ -13,6 +13,7 @@ from ..core.controller import Controller, Learning, RuledController
 from ..core.evidence import Evidence, Run
 from ..core.plan import Moment, Plan
 from ..core.rules import PROBE, ProbeRule
+from ..core.validate import whole
 from ..measure.batch_losses import BatchLosses
 
 __all__ = ["ProbeController"]
@@ -28,12 +29,10 @@ class ProbeController(RuledController):
         chunks: mini-batches per cycle, >= 2; the error of the slope comes from their scatter.
         model: the module whose parameters the optimizer trains.
         rule: turns scores into decisions; see `ProbeRule` for its settings.
-        interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. With shared gradients
-            and rates as knobs alone it may be several: all are then scored on the line from where the interval began through the average
-            of the mean weights over its later part, each at the multiplier of the last cycle. None: as long as averages over a
-            fortieth of the run ask for, where it may be several: one of a run of 40 cycles or fewer, else 5 % of the run.
-        average_every, average_from, place, dtype: see `BatchLosses`. (A single cycle's average has no beginning to be counted from, and stays
-            float32.)
+        interval: cycles from one probe to the next. Of one, each replica is scored at the average of its own weights. Several need shared
+            gradients and rates as the only knobs: all replicas are then scored on one weight line, each at the multiplier of the last cycle.
+            None: one in a run of 40 cycles or fewer, else 5 % of the run where that is possible.
+        average_every, average_from, place, dtype: see `BatchLosses`. (With an interval of one cycle ``dtype`` stays None.)
         freeze_after: see `Controller`; of a rule of your own it is the rule's.
         held_out: you say that ``batches`` are not trained on, and that ``loss_fn`` is the objective that counts, without smoothing, decay
             or augmentation. Without it no knob may be explored of which training losses are no honest judge (dropout, weight decay ...).
@@ -64,8 +63,8 @@ class ProbeController(RuledController):
             raise TypeError(f"rule must be a ProbeRule, got {type(rule).__name__}")
         if rule is not None and freeze_after is not None:
             raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, ProbeRule(freeze_after=...)")
-        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
-            raise ValueError(f"interval must be a whole number of cycles >= 1 or None, got {interval!r}")
+        if interval is not None:
+            whole(interval, "interval", of="cycles", why="None chooses one")
         if interval == 1 and dtype is not None:
             raise ValueError(
                 f"dtype is {dtype}, but interval is 1, whose average has no beginning to be counted from: in 16 bits it would stand still. "
@@ -88,7 +87,7 @@ class ProbeController(RuledController):
         return self.rule.plan(now) if self.idle else replace(self.rule.plan(now), measure={PROBE: {"cycles": self.cycles}})
 
     def learn(self, evidence: Evidence) -> Learning:
-        """Of the rule; between two probes nothing moves, and its interval is longer than a cycle."""
+        """What the rule learns. Between two probes nothing moves."""
         if self.cycles > 1:
             if PROBE not in evidence.measured and not self.idle:
                 self.observe(evidence)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .validate import whole
+
 __all__ = ["Clock"]
 
 AVERAGED, LONGEST = 40, 10
-"""Weights are averaged over a fortieth of the run: over less, their noise stays, and votes for a lower rate. No interval is longer than a tenth."""
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+"""Weights are averaged over 1/40 of the run: over less, their noise stays, and votes for a lower rate. No interval exceeds 1/10."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +22,10 @@ class Clock:
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if not _whole(self.sync_interval) or self.sync_interval < 1:
-            raise ValueError(
-                f"sync_interval must be a whole number of steps >= 1, got {self.sync_interval!r}: "
-                "replicas are averaged every sync_interval optimizer steps"
-            )
-        if not _whole(self.warmup_steps) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be a whole number of steps >= 0, got {self.warmup_steps!r}")
-        if self.total_steps is not None and (not _whole(self.total_steps) or self.total_steps < 1):
-            raise ValueError(f"total_steps must be a whole number of steps >= 1, or None, got {self.total_steps!r}")
+        whole(self.sync_interval, "sync_interval", of="steps", why="replicas are averaged every sync_interval optimizer steps")
+        whole(self.warmup_steps, "warmup_steps", 0, of="steps")
+        if self.total_steps is not None:
+            whole(self.total_steps, "total_steps", of="steps", why="None stands for an open end")
 
     def check_controller_can_act(self) -> None:
         """Raises ValueError when the warm-up leaves the controller no interval of the run."""
@@ -43,7 +36,7 @@ class Clock:
             )
 
     def ends_cycle(self, position: int, step: int, length: int | None = None) -> bool:
-        """Is a cycle over after ``position`` steps of it, ``step`` of the run? The run's last step always ends one. ``length``: if it is not T."""
+        """Is a cycle over after ``position`` steps of it, at ``step`` of the run, whose last step always ends one? ``length``: else T."""
         return position >= (length or self.sync_interval) or (self.total_steps is not None and step == self.total_steps)
 
     def controls(self, step: int, length: int | None = None) -> bool:

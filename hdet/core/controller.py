@@ -1,4 +1,4 @@
-"""The one base class of controllers: documented hooks with defaults that do nothing, when a controller comes to rest, and its state."""
+"""The one base class of controllers: documented hooks with defaults that do nothing, freezing, and state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from .evidence import Evidence, Run
 from .plan import Decision, Learned, Moment, Plan, Question
 from .schema import Flag, Kind, Or, Plain, read
+from .validate import finite
 
 __all__ = ["Controller", "Learning", "RuledController"]
 
@@ -18,8 +19,8 @@ Learning = Learned | Generator[Question, Any, Learned]
 
 
 class Controller:
-    """Plans cycles and learns from them. Runs on every rank on bitwise equal inputs, so it is a function of these and of its own state alone:
-    no clock, no random numbers, no tensors, no process groups.
+    """Plans cycles and learns from them. It runs on every rank on bitwise equal inputs, so it is a function of these and of its own state
+    alone: no clock, no random numbers, no tensors, no process groups.
 
     A controller overrides `learn`, or `decide` if `freeze_after` is to work; all else has a default.
 
@@ -39,9 +40,9 @@ class Controller:
     regresses = False
     """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
     judges_held_out = False
-    """Does it learn from held-out, unregularised losses alone? Then it may move knobs of which training losses are no honest judge."""
+    """Does it learn from held-out, unregularised losses alone? Then it may move knobs that are not `valid_on_train_loss`."""
     leaves_schedule = False
-    """Does it put values of its own in the schedule's place, from its first decision on? Then it can follow no other controller."""
+    """Does it replace the schedule by values of its own, from its first decision on? Then it can follow no other controller."""
     knob_per_group = False
     """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
     needs_schedule_mean = False
@@ -49,13 +50,12 @@ class Controller:
     opening = 1.0
     """The correction of learning rates with which a run begins."""
     state_keys: Mapping[str, Kind] | Sequence[str] = ()
-    """Attributes that are the state, and their kinds (hdet/core/schema.py), which a state is held to before it is loaded. Names alone: numbers,
-    booleans, and lists of them. Hyperparameters are not state."""
+    """Attributes that are the state, and their kinds (hdet/core/schema.py), against which a state is checked before it is loaded. Names
+    alone: numbers, booleans, and lists of them. Hyperparameters are not state."""
 
     def __init__(self, freeze_after: float | None = None) -> None:
-        whole = isinstance(freeze_after, int) and not isinstance(freeze_after, bool) and freeze_after >= 1
-        part = isinstance(freeze_after, float) and 0 < freeze_after <= 1
-        if freeze_after is not None and not (whole or part):
+        part = isinstance(freeze_after, float)
+        if freeze_after is not None and not (finite(freeze_after) and (0 < freeze_after <= 1 if part else freeze_after >= 1)):
             raise ValueError(
                 f"freeze_after must be a part of the run (a float in (0, 1]), a number of steps (an int >= 1) or None, got {freeze_after!r}"
             )
@@ -70,14 +70,10 @@ class Controller:
         Raises:
             ValueError: ``freeze_after`` is a part of a run whose length is not known.
         """
-        if isinstance(self.freeze_after, float) and run.total_steps is None:
-            raise ValueError(
-                f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known: pass total_steps, a scheduler that "
-                "has it, or a number of steps"
-            )
+        self._limit(run.total_steps)
 
     def plan(self, now: Moment) -> Plan:
-        """The cycle that begins. By default as published, with everything measured that there is; at rest neither."""
+        """The cycle that begins. By default as published, with all of `measures`; if `idle` without spread and measurements."""
         return Plan(spread=False) if self.idle else Plan(measure=dict.fromkeys(self.measures))
 
     def learn(self, evidence: Evidence) -> Learning:
@@ -103,8 +99,7 @@ class Controller:
         raise NotImplementedError(f"{type(self).__name__} has no decide(evidence)")
 
     def hold(self, evidence: Evidence) -> list[Decision] | Learning:
-        """In the place of `decide` after ``freeze_after``: reports what that measures, and moves nothing. One whose `decide` asks questions has to
-        override it."""
+        """Instead of `decide` after ``freeze_after``: reports what that measures, and moves nothing. To be overridden where `decide` asks."""
         decided = self.decide(evidence)
         return [replace(decision, factor=1.0, value=None) for decision in decided] if isinstance(decided, list) else self._nothing(evidence)
 
@@ -123,7 +118,7 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Can no decision to come move anything? Then the spread rests, nothing is measured, and replicas train alike."""
+        """Can no further decision move anything? Then nothing is spread or measured, and replicas train alike."""
         return self.frozen
 
     @property
@@ -138,7 +133,7 @@ class Controller:
         return {"frozen": self.frozen, **{key: _plain(getattr(self, key)) for key in self.state_keys}}
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        """The values of `state_keys` in it; changes nothing. Further keys are those of older versions. ``knobs``: how many, where that is known.
+        """The values of `state_keys` in it; changes nothing, and leaves out further keys. ``knobs``: how many, where that is known.
 
         Raises:
             ValueError: a key is missing, or its value of another kind.
@@ -155,7 +150,10 @@ class Controller:
         """The last step at which a decision may move anything."""
         if isinstance(self.freeze_after, float):
             if total_steps is None:
-                raise ValueError(f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known")
+                raise ValueError(
+                    f"freeze_after={self.freeze_after!r} is a part of the run, whose length is not known: pass total_steps, a scheduler that "
+                    "has it, or a number of steps"
+                )
             return self.freeze_after * total_steps
         return math.inf if self.freeze_after is None else self.freeze_after
 
@@ -170,7 +168,7 @@ class RuledController(Controller):
 
     def __init__(self, rule: Controller, measurements: Mapping[str, Any]) -> None:
         self.rule, self.measurements = rule, dict(measurements)
-        self.name, self.opening = rule.name, rule.opening
+        self.name, self.opening, self.leaves_schedule = rule.name, rule.opening, rule.leaves_schedule
         self.needs_replicas, self.regresses, self.needs_schedule_mean = rule.needs_replicas, rule.regresses, rule.needs_schedule_mean
 
     @property
@@ -180,10 +178,6 @@ class RuledController(Controller):
     @property
     def finished(self) -> bool:
         return self.rule.finished
-
-    @property
-    def leaves_schedule(self) -> bool:  # type: ignore[override]
-        return self.rule.leaves_schedule
 
     def start(self, run: Run) -> None:
         self.rule.start(run)

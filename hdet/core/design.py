@@ -40,8 +40,7 @@ def columns(count: int, knobs: int) -> tuple[tuple[int, ...], ...]:
     - one more: a row in the middle is added. Balanced and exactly orthogonal.
     - two more: a row with every knob up or down is added, and its opposite. Balanced; columns have a product of +-2, the smallest there is.
     - one less: a row is left out. Sums and products of columns are -1, the smallest there are.
-    - more knobs than a smaller matrix has columns, or no matrix near: rows are left out of the next larger one, and columns chosen in the
-      order of their sums and products. They can always be told apart.
+    - else rows are left out of the next larger one, and columns chosen in the order of their sums and products. They can always be told apart.
 
     Raises:
         ValueError: more knobs than count - 1, which no design tells apart.
@@ -64,8 +63,8 @@ def _added(rows: int, column: int) -> list[int]:
 def _chosen(count: int, order: int, knobs: int) -> list[int]:
     """Columns of the matrix of this order whose first ``count`` rows make the best design.
 
-    What a column loses in the rows left out says everything: its sum, and its products with others. The columns kept and the constant one
-    are independent exactly if, of the columns put aside, the rows left out are (complementary minors); so as many are put aside first.
+    Sums and products of the columns follow from the rows that are left out. The columns kept and the constant one are independent exactly if
+    the left-out rows of the columns put aside are (complementary minors); so as many columns are put aside first.
     """
     lost = {j: _column(order, j, first=count) for j in range(1, order)}
     aside: list[int] = []

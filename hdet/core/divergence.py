@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .validate import whole, within
+
 __all__ = ["Divergence", "Verdict", "judge"]
 
 LARGEST = sys.float_info.max
@@ -19,9 +21,9 @@ class Divergence:
     """When a replica, or a whole cycle, counts as diverged, and what is done about it.
 
     Args:
-        peer_bound: a replica whose mean training loss over the cycle exceeds ``peer_bound`` times both the median of the other replicas'
-            losses and the level of the cycle before, at which it began like the others, is left out of the average and takes it. For
-            losses above 0, from the second cycle on; None: only losses and parameters that are not finite.
+        peer_bound: a replica is left out of the average, and takes it, if its mean training loss over the cycle exceeds ``peer_bound`` times
+            both the median of the others and that of the cycle before. For losses above 0, from the second cycle on; None: only losses
+            and parameters that are not finite.
         rise_bound: a cycle has diverged as a whole if the median of the healthy replicas' losses exceeds ``rise_bound`` times that of
             the last cycle that has not. Only looked at with ``rollback``.
         rollback: "device" or "host" keeps the parameters and the optimizer's state there, from the beginnings of this cycle and of the
@@ -41,15 +43,12 @@ class Divergence:
 
     def __post_init__(self) -> None:
         for name in ("peer_bound", "rise_bound"):
-            bound = getattr(self, name)
-            if bound is not None and not (isinstance(bound, (int, float)) and math.isfinite(bound) and bound > 1):
-                raise ValueError(f"{name} must be a number above 1, or None, got {bound!r}: it is a factor of a healthy loss")
+            if getattr(self, name) is not None:
+                within(getattr(self, name), name, "(1, inf)", "it is a factor of a healthy loss; None switches the check off")
         if self.rollback not in (None, "device", "host"):
             raise ValueError(f"rollback must be None, 'device' or 'host' (where the snapshot is kept), got {self.rollback!r}")
-        if not (isinstance(self.lower, (int, float)) and 0 < self.lower < 1):
-            raise ValueError(f"lower must lie between 0 and 1, got {self.lower!r}: the base value is multiplied by it")
-        if not isinstance(self.attempts, int) or isinstance(self.attempts, bool) or self.attempts < 1:
-            raise ValueError(f"attempts must be a whole number >= 1, got {self.attempts!r}")
+        within(self.lower, "lower", "(0, 1)", "the base value is multiplied by it")
+        whole(self.attempts, "attempts")
 
 
 @dataclass(frozen=True)

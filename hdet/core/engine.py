@@ -101,7 +101,7 @@ class Engine:
         self.held: list[float | None] = [None] * len(knobs)
         """By knob: a base value that a controller has put in the place of schedule and correction."""
         self.ramps: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
-        """By knob: what the correction was, and since which step and over how many the one in `corrections` comes into force."""
+        """By knob: the correction before, and the first step and the number of steps of the ramp to the one in `corrections`."""
         self.schedule_step: int | None = None
         """Steps of the schedule done, where they are not this engine's (a step that a scaler skips, or several calls for each)."""
         self._plan: Plan | None = None
@@ -191,9 +191,9 @@ class Engine:
         return scale.corrected(scheduled, self.in_force(knob)) if held is None else scale.hold(held)
 
     def in_force(self, knob: int) -> float:
-        """The correction in the step to come: a sudden rise of a rate is a shock to the moments, so it may come by and by."""
-        before, since, over = self.ramps[knob]
-        part = (self.step - since + 1) / over if over else 1.0
+        """The correction in the step to come: a sudden rise of a rate is a shock to the moments, so there may be a ramp."""
+        before, since, steps = self.ramps[knob]
+        part = (self.step - since + 1) / steps if steps else 1.0
         return self.corrections[knob] if part >= 1 else before * (self.corrections[knob] / before) ** part
 
     def _effective(self, table: list[list[float]], scheduled: Sequence[float]) -> list[list[float]]:
@@ -240,9 +240,9 @@ class Engine:
     ) -> CycleOutcome:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
-        ``losses``: [replica] mean training loss, NaN, infinite or None where a replica has none: such a stat never reaches
-        the controller. ``measured``: by name, [replica][number]; rows with a number that is not finite are left out whole. ``mean`` and
-        ``local``: see `Evidence`. ``schedule_step``: see the attribute; controllers count in them. ``answer``: to the controller's questions.
+        ``losses``: [replica] mean training loss; one that is NaN, infinite or None never reaches the controller. ``measured``: by name,
+        [replica][number]; rows with a number that is not finite are left out. ``mean``, ``local``: see `Evidence`. ``schedule_step``: see
+        the attribute; controllers count in them. ``answer``: to the controller's questions.
         """
         self.schedule_step = schedule_step
         table = self._effective(self.multipliers(), scheduled)
@@ -282,7 +282,7 @@ class Engine:
         self._plan = None
 
     def restart(self) -> None:
-        """The weights are other ones than the controller knows; it plans the running cycle anew."""
+        """Weights were loaded or restored: the controller plans the running cycle anew."""
         if self.controller is not None:
             self.controller.restart(self.moment)
         self._plan = None
@@ -313,7 +313,7 @@ class Engine:
             )
 
     def reopen(self) -> None:
-        """Rates begin once more as a run begins: the weights that a sweep has been going on from are lost."""
+        """Rates begin once more as a run begins, because the snapshot of a sweep is lost."""
         if self.controller is None or self.controller.opening == 1.0:  # it has raised nothing from where it began
             return
         for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
@@ -325,17 +325,17 @@ class Engine:
         self.rollbacks_in_row = 0
         self.diverged_total += left_out
 
-    def _apply(self, knob: int, decision: Decision, peak: float, over: int) -> list[str]:
-        """``over``: the decision's ramp, in steps of this engine."""
+    def _apply(self, knob: int, decision: Decision, peak: float, ramp: int) -> list[str]:
+        """``ramp``: the decision's, in steps of this engine."""
         self.held[knob] = decision.value
         before, wanted = self.in_force(knob), self.corrections[knob] * decision.factor
         # What passes a knob's bound changes no value, but would take as long to come back.
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
         if decision.ramp_from is not None:
-            self.ramps[knob] = (self.corrections[knob] * decision.ramp_from, self.step, over)
+            self.ramps[knob] = (self.corrections[knob] * decision.ramp_from, self.step, ramp)
         elif decision.factor != 1:
-            self.ramps[knob] = (before, self.step, over if self.corrections[knob] > before else 0)
+            self.ramps[knob] = (before, self.step, ramp if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []
         if self.corrections[knob] != wanted:
@@ -387,14 +387,13 @@ class Engine:
             "level": Optional(Number(-sys.float_info.max, sys.float_info.max)),
             "corrections": ListOf(correction, knobs),
             "bases": ListOf(Optional(POSITIVE), knobs),
-            # Versions before the line had none.
-            "ramps": Or(ListOf(Row(Number(POSITIVE.low, LARGEST_CORRECTION), COUNT, COUNT), knobs), [(1.0, 0, 0)] * knobs),
+            "ramps": Or(ListOf(Row(Number(POSITIVE.low, LARGEST_CORRECTION), COUNT, COUNT), knobs), [(1.0, 0, 0)] * knobs),  # or older
             "controller_state": Optional(Instance(Mapping)) if self.controller is None else Instance(Mapping),
         }
         values = read(state, fields, "ensemble's")
         if not values["position"] <= values["step"] >= max(since for _, since, _ in values["ramps"]):
             raise ValueError(
-                f"the ensemble's state has step {values['step']}, but position {values['position']} and eased {values['eased']}: it is damaged"
+                f"the ensemble's state has step {values['step']}, but position {values['position']} and ramps {values['ramps']}: it is damaged"
             )
         if self.controller is not None:
             self.controller.check_state(values["controller_state"], knobs)
@@ -415,7 +414,7 @@ class Engine:
         self.level = None if values["level"] is None else float(values["level"])
         self.corrections = [float(x) for x in values["corrections"]]
         self.held = [None if x is None else float(x) for x in values["bases"]]
-        self.ramps = [(float(before), since, over) for before, since, over in values["ramps"]]
+        self.ramps = [(float(before), since, steps) for before, since, steps in values["ramps"]]
         self._plan = None
 
 

@@ -30,7 +30,7 @@ class Run:
     together: bool = False
     """Are all replicas in one process?"""
     averaging: str = "Plain()"
-    """The way of averaging."""
+    """The repr of `Sync.converge`."""
 
     @property
     def total_steps(self) -> int | None:
@@ -72,12 +72,12 @@ class Evidence:
     corrections: Sequence[float]
     """[knob]: the correction decided last, > 0, which a decision's factor multiplies. During a ramp `values` are behind it."""
     mean: Sequence[float] = ()
-    """[knob]: the mean of the untouched schedule from where the Ensemble was made to the run's end, for a controller that `needs_schedule_mean`; else,
-    or where nobody can tell, ``peak``."""
+    """[knob]: the mean of the untouched schedule from the Ensemble's construction to the run's end, for a controller that
+    `needs_schedule_mean`; else, or where it is not known, ``peak``."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
     local: bool = False
-    """Has each replica stepped with gradients of its own? Then its way has noise that the others' have not."""
+    """Has each replica stepped with gradients of its own? Then its weights have noise that the others' have not."""
     measured: Mapping[str, Sequence[Sequence[float] | None]] = field(default_factory=dict)
     """By the names of `Plan.measure`, [replica]: what was measured, None where a replica is left out. A measurement that only answers questions
     is not in it, nor one that has nothing to tell yet."""

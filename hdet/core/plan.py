@@ -12,25 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "Adopt",
-    "Average",
-    "Compare",
-    "Decision",
-    "Ending",
-    "Keep",
-    "Learned",
-    "Level",
-    "Moment",
-    "Plan",
-    "Question",
-    "Restore",
-    "SnapshotOf",
-]
+    "Adopt", "Average", "Compare", "Decision", "Ending", "Keep", "Learned", "Level", "Moment", "Plan", "Question",
+    "Restore", "SnapshotOf",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Average:
-    """The replicas become their weighted mean (Eq. 3), by the Ensemble's way of averaging."""
+    """The replicas become their weighted mean (Eq. 3), as `Sync.converge` says."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .validate import within
+
 __all__ = ["Scale"]
 
 KINDS = ("log", "linear", "horizon")
@@ -13,7 +15,7 @@ KINDS = ("log", "linear", "horizon")
 
 @dataclass(frozen=True)
 class Scale:
-    """The way from a base value, a correction c > 0 and a multiplier rho > 0 to the value in use, which is held within [low, high].
+    """From a base value, a correction c > 0 and a multiplier rho > 0 to the value in use, which is held within [low, high].
 
     - ``"log"``: value * c * rho, for values above 0 (rates, decay, temperatures).
     - ``"linear"``: value + unit * ln(c) + unit * (rho - 1), for values that may reach or pass 0.
@@ -31,8 +33,7 @@ class Scale:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"scale must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
-        if not (_is_number(self.unit) and math.isfinite(self.unit) and self.unit > 0):
-            raise ValueError(f"unit must be a positive number, the change of the value for a factor e, got {self.unit!r}")
+        within(self.unit, "unit", "(0, inf)", "it is the change of the value for a factor e")
         if not (_is_number(self.low) and _is_number(self.high) and self.low < self.high):
             raise ValueError(f"bounds must be (low, high) with low < high, got ({self.low!r}, {self.high!r})")
         if self.kind == "log" and self.high <= 0:

@@ -1,5 +1,5 @@
-"""What a saved state has to look like. Each part of a run names its fields and their kinds, and `read` looks at all of them before
-anything is changed: it returns clean copies of the values, or raises ValueError that says which field is wrong and what it should be."""
+"""What a saved state has to look like. Each part of a run names its fields and their kinds. `read` checks them before anything is changed:
+it returns copies of the values, or raises ValueError that says which field is wrong and what it should be."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Or(Optional):
 
 @dataclass(frozen=True)
 class ListOf(Kind):
-    """Of one kind each. ``length``: how many there are; or a letter: as many as in all lists with it, which is none, or one for each knob."""
+    """Of one kind each. ``length``: how many; or a name: as many as in all lists with that name, which is none, or one for each knob."""
 
     kind: Kind
     length: int | str | None = None
@@ -199,8 +199,7 @@ class Instance(Kind):
 
 
 def like(example: Any, least: float = -LARGEST) -> Kind:
-    """The kind of a state of which this is one: the same keys, the same lengths, numbers where there are numbers, and none below ``least`` where
-    none is."""
+    """The kind of a state like ``example``: the same keys and lengths, and numbers >= ``least`` where the example's are."""
     if isinstance(example, bool):
         return Flag()
     if isinstance(example, (int, float)):
@@ -228,8 +227,7 @@ def read(state: Any, fields: Mapping[str, Kind], what: str, knobs: int | None = 
 
 @contextmanager
 def unchanged_on_error(thing: Any) -> Iterator[None]:
-    """Around the loading of a state by something that may change before it complains: whatever is raised becomes ValueError, and ``thing``
-    (None: there is nothing) gets its own state back."""
+    """Around the loading of a state: whatever is raised becomes ValueError, and ``thing`` (or None) gets its own state back."""
     before = None if thing is None else copy.deepcopy(thing.state_dict())
     try:
         yield

@@ -42,12 +42,9 @@ class SequentialController(Controller):
         self.judges_held_out = first.judges_held_out and then.judges_held_out
         self.knob_per_group = first.knob_per_group and then.knob_per_group
         self.needs_schedule_mean = first.needs_schedule_mean or then.needs_schedule_mean
+        self.leaves_schedule = first.leaves_schedule  # the second does not
         self.handed_over = False
         """Does ``then`` decide from now on?"""
-
-    @property
-    def leaves_schedule(self) -> bool:  # type: ignore[override]
-        return self.first.leaves_schedule or self.then.leaves_schedule
 
     @property
     def opening(self) -> float:  # type: ignore[override]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import lru_cache
+
+from .validate import within
 
 __all__ = ["assignment", "check_spread", "multipliers"]
 
@@ -15,12 +16,8 @@ def check_spread(spread: float, name: str = "spread") -> float:
     Raises:
         ValueError: not a finite number in [0, 1).
     """
-    if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not math.isfinite(spread) or not 0 <= spread < 1:
-        raise ValueError(
-            f"{name} must be a number in [0, 1), got {spread!r}: multipliers range over [1 - spread, 1 + spread] and must stay "
-            "positive; 1/9 is the paper's, 0 is plain data-parallel training"
-        )
-    return float(spread)
+    why = "multipliers range over [1 - spread, 1 + spread] and must stay positive; 1/9 is the paper's, 0 is plain data-parallel training"
+    return float(within(spread, name, "[0, 1)", why))
 
 
 def multipliers(count: int, spread: float) -> list[float]:

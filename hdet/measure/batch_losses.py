@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..converge import digest
+from ..core.validate import whole, within
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
@@ -24,31 +25,28 @@ from .weight_line import check_room
 __all__ = ["BatchLosses"]
 
 LATER = 0.5
-"""The part of an interval of several cycles that is left out of the average: all of it lags half the way behind, and votes for a higher rate."""
+"""Part of an interval of several cycles that is left out of the average: that of all of it lags behind, and votes for a higher rate."""
 
 
 class BatchLosses(Measurement):
     """[replica][chunk]: losses of mini-batches that are common to all replicas.
 
     Args:
-        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor. Called in eval mode, without gradients, on the bare module (a
-            DistributedDataParallel wrapper is taken off: its collectives have no place here). All ranks of a replica call it together; a rank
-            that does not see the loss (a pipeline stage before the last) returns None.
-        batches: a list of mini-batches, of which each cycle takes the next ``chunks``; or ``batches(cycle)`` -> at least ``chunks``
+        loss_fn: ``loss_fn(model, batch)`` -> scalar tensor. Called in eval mode, without gradients, on the bare module without a
+            DistributedDataParallel wrapper. All ranks of a replica call it together; a rank that does not see the loss (a pipeline stage
+            before the last) returns None.
+        batches: a list of mini-batches, of which each cycle takes the next ``chunks`` (>= 2); or ``batches(cycle)`` -> at least ``chunks``
             of them. They must be the SAME on every replica (checked each cycle).
-        chunks: mini-batches per cycle, >= 2.
         model: the module whose parameters the optimizer trains.
-        average_every: sample the average every so many steps.
+        average_every: steps between samples of the average.
         average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
         place: "device" or "host": where averages (and the interval's beginning) live.
         dtype: of average and beginning in intervals of several cycles; None: float32, or the parameters' own if that is wider.
 
-    Settings in a plan: ``cycles`` from one measurement to the next. Of one, each replica is scored at the average of its own weights; of several,
-    all are on the line from where the interval began through the average of the mean weights over its later part, each at the multiplier of
-    the last cycle.
+    Settings in a plan: ``cycles`` from one measurement to the next (`CyclePoints` for one, `LinePoints` for several).
 
-    Costs ``chunks`` forward passes per replica and interval, and no gradient; one copy of the parameters, of an interval of several cycles
-    two, and two averages of the parameters over replicas at its end.
+    Costs ``chunks`` forward passes per replica and interval, no gradient, and one copy of the parameters. Several cycles: two copies, and two
+    averages of the parameters over replicas.
     """
 
     def __init__(
@@ -70,14 +68,10 @@ class BatchLosses(Measurement):
             raise TypeError(
                 f"batches must be a list of mini-batches or a function of the cycle, got {type(batches).__name__}: list(...) it first"
             )
-        if not isinstance(chunks, int) or chunks < 2:
-            raise ValueError(
-                f"chunks must be a whole number >= 2, got {chunks!r}: the slope's error comes from the scatter over mini-batches"
-            )
-        if not isinstance(average_every, int) or average_every < 1:
-            raise ValueError(f"average_every must be a whole number of steps >= 1, got {average_every!r}")
-        if average_from is not None and (not isinstance(average_from, (int, float)) or not 0 <= average_from < 1):
-            raise ValueError(f"average_from must lie in [0, 1) or be None, got {average_from!r}")
+        whole(chunks, "chunks", 2, why="the slope's error comes from the scatter over mini-batches")
+        whole(average_every, "average_every", of="steps")
+        if average_from is not None:
+            within(average_from, "average_from", "[0, 1)", "it is a part of the interval; None chooses one")
         check_room(place, dtype)
         if not callable(batches) and len(batches) < chunks:
             raise ValueError(f"batches holds {len(batches)} mini-batches, chunks asks for {chunks} per cycle: pass more, or lower chunks")
@@ -97,14 +91,14 @@ class BatchLosses(Measurement):
         return (LATER if several else 0.0) if self.average_from is None else self.average_from
 
     def watch(self, watched: Watched) -> None:
-        """Raises ValueError if none of the optimizer's parameters is the model's, so that the same weights would be scored for ever."""
+        """Raises ValueError if none of the optimizer's parameters is the model's."""
         own = {id(p) for p in self.model.parameters()}
         if not any(id(p) in own for p in watched.sets[0]):
             raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
         self.release()
         self._watched, self._device = watched, local_parts(watched.sets[0][:1])[0].device
 
-    def on_cycle_start(self, step: int, settings: Any) -> None:
+    def on_cycle_start(self, settings: Any) -> None:
         if self._points is None:
             self._points = self._make_points(settings_of(settings, cycles=1)["cycles"])
         self._points.on_cycle_start()
@@ -166,7 +160,8 @@ class BatchLosses(Measurement):
         seen, *chunks, marks = zip(*rows, strict=True)  # columns: of a thousand rows each number by itself would cost too much
         if len(set(marks)) > 1:
             raise RuntimeError(
-                "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared generator)"
+                "the replicas were given different probe batches: make `batches` a function of the cycle alone (not of the rank or a shared "
+                "generator)"
             )
         if not all(seen):
             raise ValueError(

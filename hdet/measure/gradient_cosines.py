@@ -1,4 +1,4 @@
-"""Cosines of the gradient with the way since the cycle began, on real tensors (the rule: core/rules/hypergradient_rule.py)."""
+"""Cosines of gradient and displacement since the cycle began, on real tensors (the rule: core/rules/hypergradient_rule.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts
 from .measurement import Measurement, Watched
@@ -17,26 +18,23 @@ __all__ = ["GradientCosines"]
 
 
 class GradientCosines(Measurement):
-    """[replica][knob * samples + sample]: before ``samples`` of the steps in the second half of a cycle, the cosine of g and d by knob, of the
-    gradient g that the optimizer is about to use and the displacement d = weights - weights at the cycle's beginning.
+    """[replica][knob * samples + sample]: cosines, by knob, of the gradient g that the optimizer is about to use and the displacement
+    d = weights - weights at the cycle's beginning; before ``samples`` of the steps in the second half of a cycle.
 
     Args:
         samples: gradients per cycle, >= 2.
 
-    Learning rates only; cycles have at least 4 steps. Costs one copy of the parameters, and ``samples`` passes over parameters and gradients per
-    cycle; no forward pass, no data. Each rank looks at its own shards, and sums over a replica's ranks are taken in the slots; a tensor that
-    several ranks of a replica hold alike counts several times, which weights the cosine and leaves its meaning. No gradients (a closure
-    makes them inside of the step, or a captured graph steps), or ones that are not finite: that replica has no vote. Loss scaling and
-    clipping change no cosine.
+    Learning rates only; cycles have at least 4 steps. Costs one copy of the parameters, and ``samples`` passes over parameters and gradients
+    per cycle. Sums over a replica's ranks are taken in the cycle statistics; a tensor that several ranks hold alike counts several times. A
+    replica without gradients (made by a closure inside the step, or in a captured graph), or with ones that are not finite, has no vote.
+    Loss scaling and clipping change no cosine.
     """
 
     _origin: list[list[torch.Tensor]]
     """[knob][parameter]: weights at the cycle's beginning"""
 
     def __init__(self, samples: int = 8) -> None:
-        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 2:
-            raise ValueError(f"samples must be a whole number >= 2, got {samples!r}: the slope's error comes from their scatter")
-        self.samples = samples
+        self.samples = whole(samples, "samples", 2, why="the slope's error comes from their scatter")
         self._hook: Any = None
         self._device = torch.device("cpu")
         self._indices: list[list[int]] = []
@@ -52,14 +50,11 @@ class GradientCosines(Measurement):
         self._optimizer = watched.knobs[0].optimizer
         self._device = local_parts(watched.sets[0][:1])[0].device
 
-    def on_cycle_start(self, step: int, settings: Any) -> None:
-        """From now on it looks in before each step. (Replicas of one process share their gradient, so the first stands for all.)"""
+    def on_cycle_start(self, settings: Any) -> None:
+        """A hook before each step. (Replicas of one process share their gradient, so the first stands for all.)"""
         if self._hook is None:
             self._hook = self._optimizer.register_step_pre_hook(self._before_step)
         self._begin()
-
-    def restart(self) -> None:
-        self.reset()
 
     def release(self) -> None:
         if self._hook is not None:
@@ -77,12 +72,14 @@ class GradientCosines(Measurement):
         self._origin = []
         self._found: dict[int, torch.Tensor] = {}  # products, [knob][3], by the step they belong to
 
+    restart = reset
+
     def sample(self, position: int, length: int, schedule_step: int) -> None:
         self._step, self._length = position + 1, length
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._step == 1:  # a window that begins in the middle of a cycle
+        if self._step == 1:  # reset in the middle of a cycle
             self._begin()
         elif self._origin and self._step in self._positions() and not any(callable(x) for x in (*args, *kwargs.values())):
             self._found[self._step] = torch.stack(

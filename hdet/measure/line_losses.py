@@ -1,8 +1,4 @@
-"""Losses of the current batch at any multiplier of the way that a run has come: a weight line on real tensors.
-
-With shared gradients all replicas lie on one line, so any multiplier can be scored without a replica that has it:
-theta(rho) = origin + rho * (mean - origin) (method, section 4).
-"""
+"""Losses of the current batch on a weight line, theta(rho) = origin + rho * (mean - origin) (method, section 4), on real tensors."""
 
 from __future__ import annotations
 
@@ -39,19 +35,17 @@ class LineLosses(Measurement):
     line, and the differences, paired by example, are added up over ranks.
 
     Args:
-        model: whose losses the closure computes: it is in eval mode meanwhile, and buffers, modes and random states are afterwards what
-            they were. None: the closure sees to that.
-        place: "device" or "host": where the mean lives.
-        dtype: of the mean; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves it (and the weights that are kept
-            meanwhile are then a copy for themselves).
+        model: whose losses the closure computes. It is in eval mode meanwhile; buffers, modes and random states are restored. None: the
+            closure sees to that.
+        place: "device" or "host": where the mean lives. Memory: one copy of the parameters, beside the snapshot.
+        dtype: of the mean; None: float32, or the parameters' own if that is wider. torch.bfloat16 halves it, but then the weights need a
+            copy of their own while points are scored.
 
     Settings in a plan: ``origin``, a snapshot's name; ``since`` and ``until``, steps of the schedule over whose second half the mean is taken,
-    or none: then the line ends where the weights are; ``share``: origin and mean become those over all replicas, which may have begun apart.
+    or none: then the line ends at the weights; ``share``: origin and mean become those over all replicas, which may have begun apart.
 
-    The closure returns the losses of this rank's current batch, one for each example or sequence, shape (examples,), without a graph; or one
-    number, where there are several ranks: the error comes from the scatter. None where this rank sees no loss. Each call for one batch returns as
-    many; batches may differ, and one of a single example is not read. Memory: one copy of the
-    parameters, beside the snapshot.
+    The closure returns the losses of this rank's current batch without a graph, shape (examples,), or one number where there are several
+    ranks, because the error comes from the scatter. None where this rank sees no loss. All calls for one batch return equally many losses.
     """
 
     needs_closure = True
@@ -85,7 +79,7 @@ class LineLosses(Measurement):
         self._owners = watched.owners(rates)  # those that no knob moves are trained too
         self._knobs = len(rates)
 
-    def on_cycle_start(self, step: int, settings: Any) -> None:
+    def on_cycle_start(self, settings: Any) -> None:
         settings = settings_of(settings, origin="", since=None, until=None, share=False)
         if self._line is None or settings["origin"] != self._settings.get("origin"):
             origin = self._watched.snapshot(settings["origin"])
@@ -93,11 +87,10 @@ class LineLosses(Measurement):
             self._seen = None
         self._settings = settings
 
-    def restart(self) -> None:
-        self.release()
-
     def release(self) -> None:
         self._line, self._seen = None, None
+
+    restart = release
 
     def sample(self, position: int, length: int, schedule_step: int) -> None:
         """A sample of the mean after each hundredth of the second half of the interval, and at its end."""
@@ -111,7 +104,7 @@ class LineLosses(Measurement):
         passed = math.ceil((until - schedule_step) / stride) < math.ceil((until - seen) / stride)
         self._seen = schedule_step
         if schedule_step > since + whole / 2 and passed:
-            self._line.add()
+            self._line.mean.add()
 
     def try_closure(self, closure: Closure) -> None:
         with torch.no_grad():
@@ -126,12 +119,12 @@ class LineLosses(Measurement):
         replicas, whole = self._watched.replicas, self._settings["since"] is None
         self._warn_of_other_optimizers()
         if whole:
-            self._line.begin_mean()
-            self._line.add()
+            self._line.mean.reset()
+            self._line.mean.add()
             if self._settings["share"] and replicas.count > len(replicas.local):
                 self._line.share(replicas)
         with self._line.scored() as put, torch.no_grad():
-            # What no knob moves stays at the mean; where the line ends at the weights it is that of the whole model.
+            # What no knob moves stays at the mean; a line that ends at the weights moves the whole model.
             scores = _Scores(
                 lambda rho: put([(rho[0] if whole else 1.0) if k is None else rho[k] for k in self._owners]),
                 self._evaluate(closure), replicas, self._knobs,
@@ -155,9 +148,9 @@ class LineLosses(Measurement):
         state: Mapping[Any, Mapping[str, Any]] = self._watched.optimizer.state
         if not any(kind <= values.keys() for values in state.values() for kind in ADAMS):
             warnings.warn(
-                "a LineController's sweep was found and measured with Adam's two moments, which this optimizer has not: it may find nothing, or a rate "
-                "that is several times too high or too low. In runs of more than 2 000 steps try rule=LineRule(doubling_steps=16), and compare with a fixed "
-                "schedule (docs/choosing.md)",
+                "a LineController's sweep was found and measured with Adam's two moments, which this optimizer has not: it may find nothing, or a "
+                "rate that is several times too high or too low. In runs of more than 2 000 steps try rule=LineRule(doubling_steps=16), and "
+                "compare with a fixed schedule (docs/choosing.md has figures)",
                 stacklevel=5,
             )
 
@@ -198,7 +191,7 @@ class _Scores:
         return self._compared[pair]
 
     def level(self, rho: float) -> tuple[float, float, float]:
-        """Mean loss, its standard error, and how many losses there are over all ranks; of fewer than two there is no error, and 0 stands for it."""
+        """Mean loss, its standard error (0 for fewer than two losses), and how many losses there are over all ranks."""
         n, total, squares = self._sums(self._at(self._point(rho, None)))
         return (*_mean_and_error(n, total, squares), n) if n >= 2 else (total / n if n else 0.0, 0.0, n)
 

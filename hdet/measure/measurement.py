@@ -35,8 +35,6 @@ class Watched:
     """Bound knobs."""
     clock: Clock
     replicas: Replicas
-    gradients: str
-    """"shared" or "local"."""
     multipliers: Callable[[], Sequence[Sequence[float]]]
     """[local replica][knob]: rho of the running cycle."""
     copied: bool
@@ -64,14 +62,14 @@ class Measurement:
     def watch(self, watched: Watched) -> None:
         """Once, before the first step. May refuse (ValueError). Nothing of size is allocated here."""
 
-    def on_cycle_start(self, step: int, settings: Any) -> None:
-        """Before the first optimizer step after ``step`` of them, and after each average, of a cycle whose plan names it with ``settings``."""
+    def on_cycle_start(self, settings: Any) -> None:
+        """Before the first optimizer step after each average of a cycle whose plan names it with ``settings``."""
 
     def reset(self) -> None:
-        """The window begins anew: a cycle has begun, or replicas were averaged ahead of time."""
+        """A cycle has begun, or replicas were averaged ahead of time."""
 
     def restart(self) -> None:
-        """Parameters were loaded, or weights taken back: what is under way is worth nothing."""
+        """Parameters were loaded or restored: drop what is under way."""
 
     def sample(self, position: int, length: int, schedule_step: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""
@@ -80,8 +78,8 @@ class Measurement:
         """In the first step of a cycle that needs one: refuse what would not do later (ValueError)."""
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """At a cycle's end the row of the ``place``-th local replica, float64, to be added up over the replica's ranks; the model has its
-        weights now. On all ranks alike None if there is nothing to tell."""
+        """At a cycle's end: the row of local replica number ``place``, float64, to be added up over the replica's ranks; the model has its
+        weights now. None, on all ranks alike, if there is nothing to tell."""
         return None
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:

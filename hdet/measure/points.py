@@ -35,12 +35,11 @@ class CyclePoints:
     def on_cycle_start(self) -> None:
         """A cycle's average needs no beginning."""
 
-    def restart(self) -> None:
-        self.reset()
-
     def reset(self) -> None:
         for average in self.averages:
             average.reset()
+
+    restart = reset
 
     def sample(self, position: int, length: int) -> None:
         if position > self._after * length and (length - position) % self._every == 0:
@@ -63,12 +62,10 @@ class CyclePoints:
 class LinePoints:
     """All replicas on one line, each at the multiplier of the cycle that ends: origin + rho_r (average - origin), by knob.
 
-    The origin is where an interval of several cycles began, the average that of the mean trajectory over its later part. A replica's own
-    weights are the mean's and (rho_r - 1) s, with a new rho_r and a new s in each cycle. So each replica averages its own, and at the
-    interval's end these are averaged over replicas: that is the mean trajectory's average, the same to the bit on all replicas, whatever the
-    optimizer and however multipliers were assigned, for one all_reduce. At the ends of cycles alone replicas are equal and no all_reduce is
-    needed, but those are too few samples to take the noise out; and to take (rho_r - 1) s off each sample, s would have to be known, which a
-    decay of the weights mixes with them.
+    The origin is where an interval of several cycles began, the average that of the mean trajectory over its later part. Each replica
+    averages its own weights, mean + (rho_r - 1) s, and at the interval's end these averages are averaged over replicas. That is the mean
+    trajectory's average for one all_reduce, the same to the bit on all replicas, whatever the optimizer and the assignment of multipliers.
+    (Samples at the ends of cycles would need no all_reduce, but are too few to take the noise out.)
 
     Args:
         owners: the number of the knob that moves each tensor, or None.
@@ -108,7 +105,7 @@ class LinePoints:
     def _make_line(self) -> WeightLine:
         line = WeightLine(self._replicas[0], self._masters[0], self._dtype, self._place)
         for own, masters in zip(self._replicas[1:], self._masters[1:], strict=True):
-            line.follow(own, masters)
+            line.mean.follow(own, masters)
         return line
 
     def reset(self) -> None:
@@ -121,7 +118,7 @@ class LinePoints:
         left = (self._cycles - self._done - 1) * interval + length - position
         whole = self._cycles * interval
         if self._line is not None and whole - left > self._after * whole and left % self._every == 0:
-            self._line.add()
+            self._line.mean.add()
         self._done += position == length
 
     @property

@@ -1,10 +1,10 @@
-"""Averages of weights over time, and the line from where an interval began through the average of where it has been since."""
+"""Averages of weights over time, and the line from an interval's beginning through such an average."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ class AveragedWeights:
         dtype: of the copy, where it is not to be the default.
         place: "device", or "host" for the host's memory, to and from which a copy then travels at every sample.
         origin: what is subtracted from each sample. In 16 bits most samples, which count 1 / n, would be rounded away, unless what is
-            averaged is as small as the way from there.
+            averaged is as small as the displacement from there.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AveragedWeights:
             source.lerp(1.0 / self.samples)  # 1 copies, whatever stands there
 
     def _fit(self) -> None:
-        """A model that has been cast or moved since needs other room, or its weights would come back from an `exchange` rounded."""
+        """A model that was cast or moved needs other memory, or an `exchange` would round its weights."""
         for i, tensor in enumerate(local_parts(self.tensors)):
             if tensor.dtype != self._dtypes[i] or (tensor.device != self.means[i].device and self._place == "device"):
                 self.means[i], self._dtypes[i] = room_for(tensor, self._dtype, self._place), tensor.dtype
@@ -85,8 +85,8 @@ class AveragedWeights:
 class WeightLine:
     """The line from some weights (the origin) through the mean of where a run has been since, and any point on it.
 
-    Two copies of the tensors, one if an ``origin`` (local shards) is given; ``masters``, ``dtype`` and ``place`` as in `AveragedWeights`. In 16 bits the mean is that of the way from the
-    origin, so that what is rounded is the displacement and not the weights.
+    Two copies of the tensors, one if an ``origin`` (local shards) is given; ``masters``, ``dtype`` and ``place`` as in `AveragedWeights`. In
+    16 bits the mean is that of the displacement from the origin, so that this is rounded and not the weights.
     """
 
     def __init__(
@@ -100,24 +100,13 @@ class WeightLine:
         self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
         self.origin = [room_for(t, dtype, place) for t in local_parts(self._tensors)] if origin is None else list(origin)
         self._from_origin = bool(self.origin) and self.origin[0].dtype.itemsize < 4
-        self._mean = AveragedWeights(tensors, masters, dtype, place, self.origin if self._from_origin else None)
-
-    def follow(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
-        """As `AveragedWeights.follow`; where an interval begins all replicas of a process are equal."""
-        self._mean.follow(tensors, masters)
+        self.mean = AveragedWeights(tensors, masters, dtype, place, self.origin if self._from_origin else None)
 
     @torch.no_grad()
     def begin(self) -> None:
         for origin, tensor, master in zip(self.origin, local_parts(self._tensors), local_masters(self._masters()), strict=True):
             origin.copy_(value_at(tensor, master))
-        self.begin_mean()
-
-    def begin_mean(self) -> None:
-        """The origin stays, the mean begins anew."""
-        self._mean.reset()
-
-    def add(self) -> None:
-        self._mean.add()
+        self.mean.reset()
 
     @torch.no_grad()
     def share(self, replicas: Replicas) -> None:
@@ -125,7 +114,7 @@ class WeightLine:
 
         Where they live in the host's memory tensor by tensor, because some backends only see the device.
         """
-        for room, tensor in zip((*self.origin, *self._mean.means), 2 * local_parts(self._tensors), strict=True):
+        for room, tensor in zip((*self.origin, *self.mean.means), 2 * local_parts(self._tensors), strict=True):
             beside = room.to(tensor.device)
             BucketedAverage([beside], replicas)()
             if beside is not room:
@@ -136,12 +125,12 @@ class WeightLine:
         """Gives ``put``: ``put(rho)`` makes the tensors origin + rho[i] * (mean - origin); afterwards they are what they were, to the bit.
 
         ``tensors``: the same ones of another replica in this process. A tensor whose mean has its dtype is kept in the mean's memory
-        meanwhile, so there is no third copy: not in 16 bits, where the way from point to point would be lost in rounding.
+        meanwhile, so there is no third copy; not in 16 bits, where small steps between points would be lost in rounding.
         """
-        spots: list[_Spot] = []
+        spots: list[_Swapped | _Copied] = []
         with torch.no_grad():
             for tensor, origin, mean in zip(
-                local_parts(self._tensors if tensors is None else tensors), self.origin, self._mean.means, strict=True
+                local_parts(self._tensors if tensors is None else tensors), self.origin, self.mean.means, strict=True
             ):
                 swaps = mean.dtype == tensor.dtype and tensor.itemsize >= 4
                 spots.append(_Swapped(tensor, origin, mean) if swaps else _Copied(tensor, origin, mean, self._from_origin))
@@ -176,7 +165,7 @@ class _Source:
             plan.lerp(weight)
 
     def _plan(self) -> None:
-        """One for each device and each way of doing it; made anew if a tensor has moved."""
+        """A plan for each device and implementation; made anew if a tensor has moved."""
         masters, own = local_masters(self._masters()), local_parts(self._tensors)
         addresses = [t.data_ptr() for pair in zip(own, masters, strict=True) for t in pair if t is not None]
         if self._plans and addresses == self._addresses:
@@ -215,18 +204,9 @@ class _ByHand:
             mean.copy_(value if weight == 1 else torch.lerp(mean.to(value.device, value.dtype), value, weight))
 
 
-class _Spot(Protocol):
-    """A tensor while points are scored."""
-
-    def put(self, rho: float) -> None:
-        """It becomes origin + rho * (mean - origin)."""
-
-    def leave(self) -> None:
-        """It is what it was, and so are origin and mean (but for rounding)."""
-
-
 class _Swapped:
-    """What the tensor held lies in the mean's memory meanwhile."""
+    """A tensor while points are scored: `put` makes it origin + rho * (mean - origin), `leave` what it was. Its content waits in the mean's
+    memory."""
 
     def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor) -> None:
         self._tensor, self.origin, self._mean = tensor, origin, mean
@@ -249,7 +229,7 @@ class _Swapped:
 
 
 class _Copied:
-    """What the tensor held lies in memory of its own meanwhile."""
+    """As `_Swapped`, but the tensor's content waits in memory of its own."""
 
     def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, from_origin: bool) -> None:
         self._tensor, self.origin, self._mean, self._from_origin = tensor, origin, mean, from_origin

@@ -14,7 +14,7 @@ from hdet.kernels.spec.interface import COUPLED
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
-from . import line, lists
+from . import displacement, lists
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies, local_gradients
 from .state import LINE_KEYS, REPLICA_KEYS, kept_masters, like_first, reset_master, state_sets
@@ -160,7 +160,7 @@ class FusedOptimizer(Stepper):
     def refresh_masters(self) -> None:
         """Masters (or bases) become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
         if self._on_line:
-            line.take_over(self._lines(), self._rho_of, exactly=True)
+            displacement.take_over(self._lines(), self._rho_of, exactly=True)
         for param, state in self.state.items():
             for tensor, master in zip(state_sets(state, param), kept_masters(state), strict=False):
                 reset_master(tensor, master)
@@ -176,7 +176,7 @@ class FusedOptimizer(Stepper):
         if self._on_line:
             self._take_over()
             known = {param: state for param, state in self._lines() if param.dtype != torch.float32}
-            return [line.at(known[p], self._rho_of(p)[replica]) if p in known else None for p in params]
+            return [displacement.at(known[p], self._rho_of(p)[replica]) if p in known else None for p in params]
         if self.master_weights is None:
             return [None] * len(params)
         self._take_over()
@@ -254,7 +254,7 @@ class FusedOptimizer(Stepper):
         parameter is not."""
         for param, value in zip(params, values, strict=True):
             if "base" in self.state.get(param, {}):
-                line.meet(param, self.state[param], value)
+                displacement.meet(param, self.state[param], value)
             else:
                 for tensor in self._replicas_of(param):
                     tensor.copy_(value)
@@ -294,5 +294,5 @@ class FusedOptimizer(Stepper):
             torch.autograd.graph.increment_version(planned.written)
         for param, state in lines:
             if param not in stepped:
-                line.meet(param, state, line.at(state, line.mean_rho(self._rho_of(param), shares)))
+                displacement.meet(param, state, displacement.at(state, displacement.mean_rho(self._rho_of(param), shares)))
         return {param for param, _ in lines}

@@ -17,7 +17,7 @@ from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 
 from . import lists
-from .line import LineWatch
+from .displacement import LineWatch
 from .state import REPLICA_KEYS, adopt, kept_masters, state_sets
 
 Hyper = tuple[Any, ...]

@@ -19,8 +19,8 @@ from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
 from . import step_plans as plans
+from .displacement import LineWatch
 from .finish import Averaging, ShardedClip
-from .line import LineWatch
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
 from .step_plans import Hyper, Part, Planned, Watch
 

@@ -1,11 +1,9 @@
-"""Everything an Ensemble refuses, before it touches the optimizer; and what all ranks must agree on."""
+"""Everything an Ensemble refuses before it touches the optimizer."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,33 +11,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import __version__ as version
 from ..converge import ExactLocal, Plain
 from ..converge.bucketed_average import check_averageable
 from ..core.controller import Controller
 from ..core.design import columns
 from ..core.divergence import Divergence
-from ..core.engine import STATE_VERSION, Engine
 from ..core.evidence import Run
 from ..knobs import Bound
 from ..policies import Sync
 from ..replicas import Replicas
-from ..replicas.agreement import digest
 from ..replicas.refusals import check_wrapper
 from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts
 from .snapshot import keeps_weights
 
-__all__ = [
-    "agreement",
-    "averaged_tensors",
-    "check_arguments",
-    "check_controller",
-    "check_gradients",
-    "check_knobs",
-    "design_of",
-    "in_order",
-]
+__all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_knobs", "design_of"]
 
 
 def check_arguments(
@@ -182,10 +168,10 @@ def check_knobs(
             raise ValueError(
                 f"the knob {knob.name!r} acts on gradients, of which co-resident replicas have one: explore it with one process per replica"
             )
-        if not knob.valid_on_train_loss and not _judges_held_out(controller):
+        if not knob.valid_on_train_loss and controller is not None and not controller.judges_held_out:
             raise ValueError(
                 f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
-                f"{getattr(controller, 'name', '')!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
+                f"{controller.name!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
                 "not trained on and a loss_fn without regularisation; or controller=None"
             )
     if keeps_weights(optimizer):
@@ -194,11 +180,6 @@ def check_knobs(
         _check_moments([knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0], knobs, gradients, moments)
     if isinstance(sync.converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
-
-
-def _judges_held_out(controller: Controller | None) -> bool:
-    """Nobody judges, or somebody who has said that what it scores is held out and unregularised."""
-    return controller is None or controller.judges_held_out
 
 
 def _check_weights_in_state(optimizer: Optimizer, part: bool, moments: str | None) -> None:
@@ -258,138 +239,3 @@ def check_controller(controller: Controller | None, run: Run) -> None:
             f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs}: "
             "use LearningRate(groups=None) for one common knob, or more replicas"
         )
-
-
-def agreement(
-    engine: Engine,
-    parameters: Sequence[torch.Tensor],
-    knobs: Sequence[Bound],
-    *,
-    optimizer: Optimizer,
-    scheduler: Any,
-    modules: Sequence[nn.Module],
-    **settings: object,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
-
-    ``modules`` know names of parameters. ``settings``: further ones, by name; compared by their repr.
-    """
-    clock, controller = engine.clock, engine.controller
-    state = {} if scheduler is None else _comparable(scheduler.state_dict())
-    state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
-    # Lists are by parameter group, of which a pipeline's stages may have different ones.
-    lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
-    common = {
-        "the version of hdet (digest)": digest(version),
-        "the version of the state": STATE_VERSION,
-        "seed": engine.seed % (1 << 52),
-        "sync_interval": clock.sync_interval,
-        "warmup_steps": clock.warmup_steps,
-        "total_steps": -1 if clock.total_steps is None else clock.total_steps,
-        **{f"{name} (digest)" if not isinstance(value, int) else name: _whole(value) for name, value in settings.items()},
-        "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in engine.knobs]),
-        "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
-        "the state (digest)": digest(engine.state_dict()),
-        "the scheduler's class and settings (digest)": digest((_kind(scheduler), [(k, v) for k, v in state.items() if k not in lists])),
-    }
-    # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
-    known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
-    groups = [
-        {key: value for key, value in group.items() if key not in _OF_THE_MACHINE and (known or key in _USUAL)}
-        for group in optimizer.param_groups
-    ]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    by_member = {
-        "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)],
-        "the names of the parameters": _names(parameters, optimizer, modules),
-        "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs],
-        "the scheduler's settings by parameter group": lists,
-        "the optimizer's class and settings": (
-            _kind(optimizer), sizes, _comparable(groups), _comparable([getattr(optimizer, name, None) for name in _OF_FUSED]),
-        ),
-    }  # fmt: skip
-    return common, {f"{name} (digest)": digest(value) for name, value in by_member.items()}
-
-
-_OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Of a parameter group, what changes nothing in its results; and names, which are compared by themselves."""
-_USUAL = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay", "maximize")
-_OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at")
-"""Settings that hdet's optimizers do not keep in their groups."""
-
-
-def in_order(fingerprints: torch.Tensor) -> tuple[int, int]:
-    """(digest of what there is, digest of what there is in this order), of a row for each tensor. Reads them from their device."""
-    rows = [digest(row) for row in fingerprints.tolist()]
-    return digest(sorted(rows)), digest(rows)
-
-
-def _names(parameters: Sequence[torch.Tensor], optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[str | None]:
-    """Of parameters and buffers, where a model or the optimizer knows them."""
-    known: dict[int, str] = {}
-    for group in optimizer.param_groups:
-        known.update((id(p), name) for p, name in zip(group["params"], group.get("param_names") or (), strict=False))
-    for module in modules:
-        known.update((id(tensor), name) for named in (module.named_parameters(), module.named_buffers()) for name, tensor in named)
-    return [known.get(id(p)) for p in parameters]
-
-
-def _kind(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def _comparable(value: Any) -> Any:
-    """Plain data; of everything else the class, because a repr may hold an address."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, Mapping):
-        return {str(key): _comparable(item) for key, item in sorted(value.items(), key=lambda item: str(item[0]))}
-    if isinstance(value, (list, tuple)):
-        return [_comparable(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else _kind(value)
-
-
-def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
-    """Are gradients what they were said to be? ``norm``: of this rank's in the first step; None: it has left that out, and nothing is
-    said, nor of norms that are not finite or 0. One all_reduce, unless this process is alone.
-
-    Raises:
-        ValueError: they are to be shared, and differ. Warns if they are to be local, and are the same on all replicas.
-    """
-    if replicas.world_group is None:
-        return
-    square = torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2
-    norms = [math.sqrt(x) for x in replicas.sum_rows(square.to(device)).flatten().tolist()]
-    if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
-        return
-    if gradients == "shared" and max(norms) > 1.001 * min(norms):
-        listed = ", ".join(f"{x:.6g}" for x in norms[:8])
-        raise ValueError(
-            f"gradients='shared', but the first step's gradients differ between replicas (norms {listed}): wrap the model in "
-            "DistributedDataParallel or all-reduce them, or pass gradients='local'"
-        )
-    if gradients == "local" and len(set(norms)) == 1:
-        warnings.warn(
-            "gradients='local', but the first step's gradients are the same on all replicas: under DistributedDataParallel run the "
-            "backward pass inside no_sync(), and give each replica batches of its own",
-            stacklevel=4,
-        )
-
-
-def _settings(controller: Any) -> list[tuple[str, Any]]:
-    """The plain attributes of a controller and of its rule; what it keeps for itself may depend on the step, which scalers skip rank by rank."""
-    plain = [
-        (name, value)
-        for name, value in sorted(vars(controller).items())
-        if not name.startswith("_") and (is_dataclass(value) or _is_plain(value))
-    ]
-    parts = [value for name, value in sorted(vars(controller).items()) if isinstance(value, Controller)]
-    return plain + [setting for part in parts for setting in _settings(part)]
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else digest(value)

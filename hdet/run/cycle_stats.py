@@ -1,6 +1,6 @@
-"""The stats of a cycle: one row of numbers per replica, added up over its ranks, the same on every rank of all replicas.
+"""Cycle statistics: one row of numbers per replica, added up over its ranks, the same on every rank of all replicas.
 
-A row is (loss sum, weight, a mark of the schedule's values), and only where more is to be compared more: 3N numbers a cycle for every layout.
+A row is (loss sum, weight, a mark of the schedule's values), with more columns only where more is compared: 3N numbers a cycle.
 All ranks of a replica add to its row: micro-batches, context-parallel ranks and pipeline stages add up (a stage without a loss adds nothing), and
 ranks that see the same loss (tensor parallel) cancel in the ratio. A parameter that is not finite makes the weight NaN, which no loss can.
 """
@@ -11,18 +11,67 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from ..converge import Masters, all_finite, digest
+from ..core.divergence import Divergence, Verdict, judge
+from ..core.plan import Average, Plan
+from ..core.validate import within
 from ..profiling import ranged
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
-from .loss_meter import LossMeter
 
-__all__ = ["CycleStats", "LocalReplica", "gather_stats", "local_replicas", "masters_of", "parse"]
+__all__ = ["CycleStats", "LocalReplica", "LossMeter", "gather_stats", "local_replicas", "masters_of", "parse", "verdict_on"]
+
+
+class LossMeter:
+    """Weighted sum of scalar losses in float64 on ``device``; `add` never waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros(2, dtype=torch.float64, device=device)  # (sum of weight * loss, sum of tensor weights)
+        self._weight = 0.0
+
+    def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
+        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens). Weight 0 counts nothing.
+
+        Raises:
+            ValueError: a loss that is not one floating-point number; a weight that is negative or NaN (the sign of a
+                tensor is not looked at: that would wait for the device).
+        """
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1 or not loss.is_floating_point():
+                raise ValueError(
+                    f"loss must be one floating-point number, got a {loss.dtype} tensor of shape {tuple(loss.shape)}: pass loss.mean()"
+                )
+            loss = loss.detach().reshape(())
+        elif not isinstance(loss, Real):  # numpy's scalars too
+            raise ValueError(f"loss must be a scalar tensor or a number, got {type(loss).__name__}")
+        if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1:
+                raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
+            weight = weight.detach().reshape(()).to(self._total)
+            self._total[1].add_(weight)
+            self._total[0].add_(torch.where(weight == 0, 0.0, weight * loss))
+            return
+        self._weight += within(weight, "weight", "[0, inf)")
+        if weight == 0:
+            return  # nothing of it counts, not even a NaN
+        if isinstance(loss, torch.Tensor) and loss.device != self._total.device:
+            loss = loss.to(self._total.device, non_blocking=True)
+        self._total[0].add_(loss, alpha=weight) if isinstance(loss, torch.Tensor) else self._total[0].add_(loss * weight)
+
+    def stats(self) -> torch.Tensor:
+        """(2,) float64 on the device: weighted sum and weight. A weight that is NaN makes the sum NaN and is 0 itself."""
+        total, weight = self._total[0], self._total[1] + self._weight
+        return torch.stack([torch.where(weight.isnan(), weight, total), weight.nan_to_num(0.0, posinf=math.inf)])
+
+    def reset(self) -> None:
+        self._total.zero_()
+        self._weight = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +123,23 @@ class CycleStats(NamedTuple):
     """Mean training loss over the cycle; None if it has none, or one that must not count."""
     votes: bool
     """May its probe count? Not with broken parameters, nor with a training loss that was NaN or infinite."""
+
+
+def verdict_on(
+    stats: Sequence[CycleStats], plan: Plan, divergence: Divergence, level: float | None, controller: str
+) -> tuple[Verdict, list[float | None]]:
+    """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back.
+
+    Raises:
+        ValueError: the plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell.
+    """
+    if plan.judged:
+        return judge(divergence, [s.finite for s in stats], [s.raw_loss for s in stats], level), [s.loss for s in stats]
+    if all(stat.finite and stat.raw_loss is None for stat in stats):
+        raise ValueError(f"the controller {controller!r} reads the training losses too: call step(loss, closure=...), or observe(loss)")
+    # One replica that broke breaks the average of all: its loss may not be left out then.
+    count = all(stat.votes for stat in stats) or not isinstance(plan.end, Average)
+    return Verdict(list(range(len(stats))), roll_back=False, level=None, notes=[]), [stat.loss if count else None for stat in stats]
 
 
 @ranged("hdet.cycle_stats")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,27 +18,23 @@ __all__ = ["FanOut"]
 
 
 class FanOut:
-    """Wraps ``optimizer.step`` of one instance.
+    """Wraps ``optimizer.step`` of one instance. The wrapper asks whichever FanOut the optimizer has, so it is put on once.
 
-    A step pre-hook and post-hook would not do: torch skips post-hooks when a step raises, and the multiplied value would
-    stay behind. A post-hook only notices steps that have gone past the wrapper, which are refused. An optimizer with a ``multipliers``
-    list, [replica][group] (hdet's fused ones), takes those of rates through it instead, for all sets of parameters that it steps; other
-    hyperparameters are set for the duration of the step there too. Knobs that act in the forward pass are left alone: `Ensemble.explore`
-    moves them.
+    Hooks would not do: torch skips post-hooks when a step raises, and the multiplied value would stay behind. An optimizer with a
+    ``multipliers`` list, [replica][group] (hdet's fused ones), takes those of rates through it, for all sets of parameters that it steps.
+    Knobs of the forward pass are moved by `exploring` only.
 
-    ``moved`` tells whether a step has been done since the last average.
-    ``stepped`` tells whether one has been done since `take_stepped`: the scheduler counts, not this wrapper, so that a
-    phantom step of a checkpoint library or several calls per training step count once. ``skippable``: replicas may leave out a step
-    each by itself, and count it nevertheless.
+    A step in which every group's rate is 0 moves nothing and is passed through: checkpoint libraries make an optimizer's state so.
 
-    A step in which every group's rate is 0 moves nothing and is passed through as if nobody had called: checkpoint libraries make
-    an optimizer's state that way.
+    Args:
+        first_replica: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
+        on_cycle_start: called before the first step after an average.
+        skippable: replicas may skip a step each by itself, and count it nevertheless.
+        take_writes: called before each step that is fanned out, and before the optimizer's state is saved.
 
-    ``first_replica``: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
-    ``on_cycle_start`` is called before the first step after an average. ``take_writes`` is called before each step that is fanned out, and before the
-    optimizer's state is saved: somebody may have written other values since.
-
-    The wrapper asks whichever FanOut the optimizer has, so one is enough for all that come one after the other.
+    Attributes:
+        moved: has a step been done since the last average?
+        stepped: has one been done since `take_stepped`? The scheduler counts, so that several calls for one step count once.
     """
 
     def __init__(
@@ -56,6 +52,9 @@ class FanOut:
         self._on_cycle_start, self._cycle_started, self._skippable, self._take_writes = on_cycle_start, False, skippable, take_writes
         self._stepping = False
         self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
+        self._first = first_replica
+        self.explored: int | None = None
+        """Number of the local replica whose values are in force outside of a step."""
         self.stepped = False
         self.moved = True  # since the last average; unknown at the beginning
         self.gradient_norm: torch.Tensor | None = None
@@ -74,7 +73,7 @@ class FanOut:
 
     def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``inner``, which is the optimizer's step, at this replica's values."""
-        if self._stepping:  # a second wrapper on the way
+        if self._stepping:  # called by a second wrapper
             return inner(*args, **kwargs)
         self._stepping = True
         try:
@@ -128,9 +127,8 @@ class FanOut:
         self.moved = self._cycle_started = False
 
     def unknown(self, rewrite: Callable[[], None]) -> None:
-        """Parameters may have been loaded: nothing is known of them, and a step before that is not one of what goes on from here. The optimizer's
-        state may be yet to come, with the values of the moment when it was saved: ``rewrite`` puts back those of the run that goes on, which may
-        have begun its sweep anew."""
+        """Parameters may have been loaded: nothing is known of them, and earlier steps do not count. If the optimizer's state is loaded later,
+        ``rewrite`` replaces its values by those of this run."""
         self.moved, self._cycle_started, self.stepped = True, False, False
         self._awaits_state()
         self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
@@ -157,6 +155,25 @@ class FanOut:
                     row[index] = knob.effective(i, float(multiplier))
         return row
 
+    @contextmanager
+    def exploring(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
+        """Inside, those of the knobs of the forward pass have the values of this process's replica number ``place``."""
+        if self.explored is not None:
+            if self.explored != place:
+                other = self._first + self.explored
+                raise ValueError(f"explore() was called inside that of replica {other}: leave it before the next `use`")
+            yield
+            return
+        self.explored = place
+        try:
+            with ExitStack() as stack:
+                for knob, multiplier in zip(self.knobs, self.multipliers[place], strict=True):
+                    if knob.acts == "forward" and which(knob):
+                        stack.enter_context(knob.fanned_out(multiplier))
+                yield
+        finally:
+            self.explored = None
+
     def take_stepped(self) -> bool:
         """Is there a step to count since the last call?"""
         stepped, self.stepped = self.stepped, False
@@ -166,8 +183,7 @@ class FanOut:
         return True
 
     def close(self) -> None:
-        """Multipliers are 1 from now on, and the wrapper is gone; one that somebody else has wrapped in turn stays in the call chain, and does
-        nothing."""
+        """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in turn it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         for hook in self._hooks:
             hook.remove()
@@ -215,7 +231,7 @@ def _gradient_norm(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
-    """What is averaged and explored is settled when an Ensemble is made: replicas would part for good in a group added later."""
+    """A group that is added later would not be averaged."""
     raise ValueError(
         "add_param_group: this optimizer is driven by an Ensemble, which would not average the new group: add all groups before, "
         "or converge(), close() the Ensemble and make a new one"

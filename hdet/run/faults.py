@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..replicas import Replicas
 from ..replicas.layout import brief
 
-__all__ = ["PATIENCE_S", "ReplicaLost", "during", "is_communication_error"]
+__all__ = ["PATIENCE_S", "Guard", "ReplicaLost", "during", "is_communication_error"]
 
 PATIENCE_S = 3.0
 """seconds for which a rank waits for the others in a roll call; it is over at most one second later, whatever the store does"""
@@ -86,6 +86,33 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]],
         if not (_distributed() and is_communication_error(error)):
             raise
         raise _lost(phase, replicas, where, PATIENCE_S if patience is None else patience) from error
+
+
+class Guard:
+    """`during` for one Ensemble, which refuses to go on after a `ReplicaLost`: ``with guard("average"): ...``."""
+
+    def __init__(self, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> None:
+        self._replicas, self._where = replicas, where
+        self._broken: ReplicaLost | None = None
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if a replica was lost."""
+        if self._broken is not None:
+            raise RuntimeError(
+                f"this Ensemble has lost a replica in cycle {self._broken.cycle} (step {self._broken.step}); its parameters may be half averaged: "
+                "start all ranks again from the last checkpoint"
+            ) from self._broken
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.check_whole()
+        self._replicas.check_group()
+        try:
+            with during(phase, self._replicas, self._where):
+                yield
+        except ReplicaLost as lost:
+            self._broken = lost
+            raise
 
 
 # -- which errors ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def cycle_record(
     - left_out (replicas without a vote); rolled_back (was the cycle taken back?), rollbacks and diverged_total (counts since step 0:
       cycles taken back, replicas left out of an average);
     - record: all that the controller was asked and told, and what it said (`hdet.core.replay.recorded`), from which `replay` decides again;
-    - converge_ms, probe_ms (milliseconds on this rank; reading a line counts as a probe), notes (text).
+    - converge_ms, probe_ms (milliseconds on this rank; a line search counts as a probe), notes (text).
     """
 
     def by_knob(values: Iterable[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All measurements of a run's controller: one call for each moment, whatever there is to measure, if anything."""
+"""All measurements of a run's controller."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Panel:
     # -- a cycle, in this order --------------------------------------------------------------------------------------------
 
     def begin_cycle(self) -> None:
-        """What is not named any more gives its memory back. Raises ValueError for a name that no measurement has."""
+        """Releases what the plan does not name any more. Raises ValueError for a name that no measurement has."""
         self._check_plan()
         for name, measurement in self._all.items():
             if name not in self._engine.plan.measure:
@@ -60,14 +60,14 @@ class Panel:
         self.reset()
 
     def reset(self) -> None:
-        """The window begins anew."""
+        """A cycle begins, or replicas were averaged ahead of time."""
         for _, measurement in self._named():
             measurement.reset()
 
     def on_cycle_start(self) -> None:
         """Before the first optimizer step after an average."""
         for name, measurement in self._used(self._engine.step + self._steps_left):
-            measurement.on_cycle_start(self._engine.step, self._engine.plan.measure[name])
+            measurement.on_cycle_start(self._engine.plan.measure[name])
 
     def check_closure(self, closure: Closure | None) -> None:
         """Raises TypeError for a step without a closure where one is needed, and in the first such step ValueError for one that returns no
@@ -128,12 +128,12 @@ class Panel:
             yield answer
 
     def restart(self) -> None:
-        """Parameters were loaded, or weights taken back: what is under way is worth nothing."""
+        """Parameters were loaded or restored."""
         for measurement in self._all.values():
             measurement.restart()
 
     def release(self) -> None:
-        """The Ensemble is given up: let go of the optimizer, and of the memory."""
+        """The Ensemble is closed."""
         for measurement in self._all.values():
             measurement.release()
 
@@ -141,8 +141,8 @@ class Panel:
         missing = sorted(self._engine.plan.measure.keys() - self._all.keys())
         if missing:
             raise ValueError(
-                f"the controller {self._engine.controller_name!r} measures {missing[0]!r}, and has no measurement of that name: put one into its `measurements`; a rule "
-                "is given to the controller that brings what it needs, as in ProbeController(rule=...)"
+                f"the controller {self._engine.controller_name!r} measures {missing[0]!r}, and has no measurement of that name: put one into its "
+                "`measurements`; a rule is given to the controller that brings what it needs, as in ProbeController(rule=...)"
             )
 
     # -- where the run is --------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Panel:
         return ((name, self._all[name]) for name in self._engine.plan.measure)
 
     def _used(self, cycle_end: int) -> Iterator[tuple[str, Measurement]]:
-        """Those whose measurement at the end of the cycle is of any use. The same on every rank, because controllers run on equal inputs."""
+        """Those of a cycle from which the controller may learn. The same on every rank, because controllers run on equal inputs."""
         return self._named() if self._engine.controls(cycle_end) else iter(())
 
     @property

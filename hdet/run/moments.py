@@ -2,10 +2,10 @@
 
 Under shared gradients the moments are equal on all replicas and there is nothing to choose. Under local gradients they are not:
 
-- ``keep``: each replica goes on with its own. Nothing travels; the first steps after an average use directions that were learned
-  elsewhere. The optimizer's state differs between replicas, so a checkpoint holds one for each.
-- ``average``: the mean of the moments, as of the parameters. Twice to three times the traffic of a cycle (Adam), equal state everywhere.
-- ``reset``: as before the first step, counters included, so that bias correction begins anew. Nothing travels; each cycle pays a warm-up.
+- ``keep``: each replica goes on with its own. No traffic; the first steps after an average use directions that were learned elsewhere. A
+  checkpoint holds one state for each replica.
+- ``average``: the mean of the moments, as of the parameters. Two to three times the traffic of a cycle (Adam).
+- ``reset``: as before the first step, counters included. No traffic; each cycle pays a warm-up.
 """
 
 from __future__ import annotations

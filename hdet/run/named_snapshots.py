@@ -1,26 +1,30 @@
-"""Named snapshots of a run: parameters, and with them, if a plan asks for it, buffers and the optimizer's state, to go back to."""
+"""Named snapshots of a run: parameters, and, if a plan asks for it, buffers and the optimizer's state, to be restored."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..converge import Masters
 from ..core.plan import SnapshotOf
 from ..kernels.spec.rounding import split
 from ..measure.weight_line import local_masters, room_for, value_at
+from ..replicas import Replicas
+from ..tensors.buffers import BufferCopies
 from ..tensors.dtensor import local_parts
-from .run_start import RunStart
+from ..tensors.module_hooks import Hook
+from .snapshot import Snapshot
 
 __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """What plans ask to be kept (`Plan.snapshots`): each is taken before the first step of the cycle that names it first, and given up with the
-    first that does not.
+    """`Plan.snapshots`: each is taken before the first step of the first cycle that names it, and given up with the first that does not.
 
     Args:
         trained: the parameters of this process's (first) replica, in the order of the optimizer's groups, with their ``masters``.
@@ -37,7 +41,7 @@ class Snapshots:
         self._kept: dict[str, _Snapshot] = {}
 
     def begin_cycle(self, wanted: Mapping[str, SnapshotOf]) -> None:
-        """Give up what is not wanted any more, and expect what is new."""
+        """Free what is not wanted any more, and prepare what is new."""
         for name in self._kept.keys() - wanted.keys():
             self._kept.pop(name).close()
         for name in wanted.keys() - self._kept.keys():
@@ -56,12 +60,22 @@ class Snapshots:
         """Parameters of the (first) local replica, and what else the snapshot has. Raises ValueError if there is none of that name."""
         self._of(name).restore(self._trained, self._masters)
 
-    def moved(self) -> str | None:
-        """The name of a parameter of a model that is not this optimizer's, and has moved since a snapshot with state was taken, on this rank."""
-        return next((name for snapshot in self._kept.values() if (name := snapshot.moved()) is not None), None)
+    def check_alone(self, replicas: Replicas, device: torch.device) -> str | None:
+        """A message if another optimizer has moved parameters of the model since a snapshot with state was taken. On all ranks alike: a shard
+        may have moved on one of them only. One all_reduce."""
+        name = next((name for snapshot in self._kept.values() if (name := snapshot.moved()) is not None), None)
+        moved = torch.full((1,), float(name is not None), dtype=torch.float64, device=device)
+        if not replicas.sum_rows(*[moved] * len(replicas.local)).any():
+            return None
+        which = "a parameter of the controller's model on another rank" if name is None else f"the controller's model has {name!r}, which"
+        return (
+            f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with "
+            "it, and its state not be restored. Put all parameters into one optimizer, as groups; or step the other one only when "
+            "ensemble.sweeping is False. (All else has been restored to the first step.)"
+        )
 
     def forget(self) -> None:
-        """Other weights have been loaded: those that are wanted are taken anew."""
+        """Other weights have been loaded: all are taken anew."""
         for snapshot in self._kept.values():
             snapshot.forget()
 
@@ -82,7 +96,7 @@ class _Snapshot:
     def __init__(self, wanted: SnapshotOf, optimizer: Optimizer, model: nn.Module | None, copied: bool) -> None:
         self._optimizer = optimizer
         self._place, self._dtype = wanted.place, None if wanted.dtype is None else getattr(torch, wanted.dtype)
-        self._rest = RunStart(optimizer, model, wanted.place, copied) if wanted.state else None
+        self._rest = _Rest(optimizer, model, wanted.place, copied) if wanted.state else None
         self.weights: list[torch.Tensor] = []
         if self._rest is not None:
             self._rest.expect()
@@ -129,3 +143,122 @@ class _Snapshot:
         self.weights = []
         if self._rest is not None:
             self._rest.close()
+
+
+class _Rest:
+    """All that a sweep changes but the optimizer's own parameters, as it was at the first step.
+
+    - The optimizer's state, with moments that were loaded; without masters, which follow their parameters.
+    - The model's buffers. A forward pass changes them before the Ensemble sees anything of the step. So they are copied by a hook before the
+      first one in training mode, and again after a `load_state_dict`; where no such pass is seen, at the first step.
+    - Parameters of the model that this optimizer does not have. Frozen ones only if they are no larger than what is trained; else they are
+      assumed not to move.
+
+    Args:
+        model: None: there is only the optimizer's state.
+        place: "device" or "host": where the copies live, until `close`.
+        copied: the optimizer has copies of the model's parameters, which follow them; parameters of others are then ignored.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, place: str, copied: bool = False) -> None:
+        self._optimizer, self._model, self._place, self._copied = optimizer, model, place, copied
+        self._buffers = None if model is None else BufferCopies(model, place == "host")
+        self._snapshot: Snapshot | None = None
+        self._others: list[tuple[str, nn.Parameter]] = []
+        self._left_out: list[tuple[str, nn.Parameter, int]] = []
+        self._before_forward: list[RemovableHandle] = []
+        self._after_load: list[RemovableHandle] = []
+        self._traced = False
+
+    def expect(self) -> None:
+        """It is still to come, with the next first step."""
+        self.close()
+        if self._model is None or not any(module._buffers for module in self._model.modules()):
+            return
+        again = Hook(self._look_again)
+        self._after_load = [module.register_load_state_dict_post_hook(again) for module in self._hookable()]
+        self._look_again()
+
+    def _hookable(self) -> list[nn.Module]:
+        """Scripted modules take no hooks."""
+        assert self._model is not None
+        return [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+    def _look_again(self, *_: object) -> None:
+        """Buffers have been loaded: they are copied before the next forward pass."""
+        assert self._model is not None and self._buffers is not None
+        self._buffers.forget()
+        if not self._before_forward:
+            hook = Hook(self._look, traced=self._look_while_tracing)
+            # Also those that have buffers, because a loop may call parts of its model by themselves.
+            hooked = [module for module in self._hookable() if module is self._model or module._buffers]
+            self._before_forward = [module.register_forward_pre_hook(hook) for module in hooked]
+
+    def _look(self, module: nn.Module, _: object) -> None:
+        if module.training and self._buffers is not None:
+            if self._after_load and not self._buffers.taken:
+                self._buffers.take()
+            self._release()
+
+    def _look_while_tracing(self) -> None:
+        self._traced = True
+        if self._after_load and self._buffers is not None and not self._buffers.taken:
+            self._buffers.take()
+
+    def _release(self) -> None:
+        """The hooks of a compiled model stay without effect: removing them would compile it again."""
+        if not self._traced:
+            _remove(self._before_forward)
+
+    def take(self) -> None:
+        """At the first step, before it has changed anything."""
+        own = {id(p): p for group in self._optimizer.param_groups for p in group["params"]}
+        others = [] if self._model is None or self._copied else [(n, p) for n, p in self._model.named_parameters() if id(p) not in own]
+        resting = local_parts([p for _, p in others if not p.requires_grad])
+        fits = sum(p.nbytes for p in resting) <= sum(p.nbytes for p in local_parts(list(own.values())))
+        self._others = [(name, p) for name, p in others if p.requires_grad or fits]
+        self._left_out = [] if fits else [(name, p, _version(p)) for name, p in others if not p.requires_grad]
+        self._snapshot = Snapshot([p for _, p in self._others], self._optimizer, self._place, weights=False)
+        self._snapshot.take()
+        if self._buffers is not None and not self._buffers.taken:
+            self._buffers.take()
+        _remove(self._after_load)
+
+    def put_back(self) -> None:
+        assert self._snapshot is not None, "take comes first"
+        self._snapshot.restore()
+        written = next((name for name, p, version in self._left_out if _version(p) != version), None)
+        if written is not None:
+            warnings.warn(
+                f"the frozen parameter {written!r} was written in the search, and is not taken back: frozen parameters are kept only where they are no "
+                "more than what is trained. Begin to write it (a teacher's average, for instance) when ensemble.sweeping is False",
+                stacklevel=6,
+            )
+        if self._buffers is not None:
+            self._buffers.put_back()
+
+    def moved(self) -> str | None:
+        """The name of a parameter that asks for gradients, is not this optimizer's, and is not what it was, on this rank."""
+        if self._snapshot is None:
+            return None
+        thawed = next((name for name, p, version in self._left_out if p.requires_grad and _version(p) != version), None)
+        return thawed or next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._snapshot.moved(i)), None)
+
+    def close(self) -> None:
+        """It is not needed any more: its memory is free."""
+        self._snapshot, self._others, self._left_out = None, [], []
+        if self._buffers is not None:
+            self._buffers.forget()
+        self._release()
+        _remove(self._after_load)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts what is written to it, without a look at it."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..converge import Average, Task
+from ..converge.plain import PlainAverage
 from ..core.divergence import Divergence
 from ..core.rules.softmax import softmax_weights
 from ..policies import Sync
@@ -30,7 +31,7 @@ class ReplicaWeights:
 
     Args:
         tensors: parameters, then buffers; DTensors stand for their shards.
-        sync: `Sync`; its way of averaging is unused if one process holds all replicas, whose optimizer averages them.
+        sync: `Sync`; its ``converge`` is unused if one process holds all replicas, whose optimizer averages them.
         divergence: `Divergence`.
         modules: what is known to hold these parameters.
     """
@@ -47,7 +48,7 @@ class ReplicaWeights:
         self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
         self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
         task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes, sync.gradients)
-        self._average: Average = _Coresident(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+        self.average: Average = _Coresident(optimizer) if len(self.local) > 1 else sync.converge.build(task)
         self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
         self._tied, self._refresh, self.modules = list(sync.tied), sync.refresh, list(modules)
         self._starts = None if divergence.rollback is None else CycleStarts(self.tensors, optimizer, divergence.rollback)
@@ -58,20 +59,6 @@ class ReplicaWeights:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return local_parts(self.tensors[:1])[0].device
-
-    @property
-    def idle(self) -> bool:
-        """Nothing of an average is under way or kept back."""
-        return self._average.idle
-
-    @property
-    def companions(self) -> int:
-        """Sets of parameters that the optimizer steps at the base rate beside the replica's own."""
-        return self._average.companions
-
-    def mean(self) -> list[torch.Tensor] | None:
-        """The mean of the replicas now, if this rank has it; see `Average.mean`."""
-        return self._average.mean()
 
     def mark(self) -> float | None:
         """What peers must have alike for this cycle's average, as a number for the stats; None: nothing but what was agreed on."""
@@ -94,10 +81,6 @@ class ReplicaWeights:
                 + ("" if self.tensors.model is None else " (or the model's buffers differ, which are averaged too)")
             )
 
-    def close(self) -> None:
-        """Give the optimizer back as it was before."""
-        self._average.close()
-
     # -- in the course of a cycle ----------------------------------------------------------------------------------------
 
     def on_cycle_start(self) -> None:
@@ -106,30 +89,26 @@ class ReplicaWeights:
             self._starts.advance()
 
     def loaded(self) -> None:
-        """Parameters may have been loaded: no earlier ones are of any use."""
+        """Parameters may have been loaded: earlier ones are dropped."""
         if self._starts is not None:
             self._starts.forget()
 
-    def acts_after(self, position: int) -> bool:
-        """Has the way of averaging anything to do after this step, which does not end the cycle?"""
-        return self._average.acts_after(position)
-
     def after_step(self, position: int) -> list[str]:
-        """Let it. Returns notes for the record."""
-        notes = self._average.after_step(position)
+        """What `Average.acts_after` has announced. Returns notes for the record."""
+        notes = self.average.after_step(position)
         self._publish()
         return notes
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        """Eq. 3, by the chosen way, at the end of a cycle. Returns notes for the record."""
-        notes = self._average.end_cycle(weights)
+        """Eq. 3 at the end of a cycle, as `Sync.converge` says. Returns notes for the record."""
+        notes = self.average.end_cycle(weights)
         self.moments.converge(weights)
         self._publish()
         return notes
 
     def complete(self, weights: Sequence[float]) -> None:
-        """Eq. 3 now, plainly and exactly, whatever the way of averaging. Moments only if they are averaged: it is no end of a cycle."""
-        self._average.complete(weights)
+        """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no end of a cycle."""
+        self.average.complete(weights)
         if self.moments.policy == "average":
             self.moments.converge(weights)
         self._publish()
@@ -137,11 +116,11 @@ class ReplicaWeights:
     def roll_back(self, attempt: int) -> None:
         """Parameters and the optimizer's state as they were before the cycle's first step (`CycleStarts.go_back`), and equal on all replicas.
 
-        They need not have been: after a noisy start, or where a way of averaging never makes them so.
+        They need not have been: after a noisy start, or where an average never makes them so.
         """
         assert self._starts is not None, "rollback needs a snapshot"
         self._starts.go_back(attempt)
-        self._average.complete([1 / self.replicas.count] * self.replicas.count)
+        self.average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
     def took_back(self) -> None:
@@ -199,30 +178,8 @@ def average_weights(kind: str, healthy: Sequence[int], losses: Sequence[float | 
     return weights
 
 
-class _Coresident(Average):
+class _Coresident(PlainAverage):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
-    idle = True
-    companions = 0
-
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def acts_after(self, position: int) -> bool:
-        return False
-
-    def after_step(self, position: int) -> list[str]:
-        return []
-
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        self._optimizer.average_replicas(weights)
-        return []
-
-    def complete(self, weights: Sequence[float]) -> None:
-        self._optimizer.average_replicas(weights)
-
-    def mean(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
+        self._hooks, self._plain, self.idle = [], optimizer.average_replicas, True

@@ -17,7 +17,7 @@ from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
 from ..replicas.layout import brief
 from .forecast import RATE, highest_factors, means, rehearse
-from .torch_schedulers import WAY_OUT, TorchSchedulers
+from .torch_schedulers import REMEDY, TorchSchedulers
 
 __all__ = ["Schedule", "Scheduler", "plain"]
 
@@ -32,7 +32,7 @@ class Scheduler(Protocol):
 
 
 class Schedule:
-    """A scheduler, or constant values, and the knobs of a run; only those of parameter groups does it move. Others may write, too: `take_writes`."""
+    """A scheduler, which moves knobs of parameter groups, or constant values. Others may write, too: `take_writes`."""
 
     def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
@@ -73,10 +73,8 @@ class Schedule:
     # -- what others write -----------------------------------------------------------------------------------------------
 
     def take_writes(self, engine: Engine) -> None:
-        """What somebody else has written since `write`. A torch scheduler's value is the schedule's, and corrected; any other is the base value
-        in force, in which the correction is counted already: what the schedule's would be follows from it.
-
-        Costs a comparison for each value where nobody has written, and never waits for a device then.
+        """What somebody else has written since `write`. A torch scheduler's value is the schedule's, and is corrected; any other is the base
+        value in force, from which the schedule's follows. If nobody has written, it costs a comparison for each value.
 
         Raises:
             ValueError: it cannot be told which of these it is; nothing is changed then. Or this is inside `rescheduling`.
@@ -138,14 +136,14 @@ class Schedule:
                 return
 
     def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:
-        """Once: whoever writes a schedule of his own in each step would wonder why no correction does anything."""
+        """Warns once, because no correction has an effect under a schedule that is written by hand in each step."""
         if self._told or not by_hand or (self._others is not None and self._others.claims(by_hand)):
             return
         self._told = True
         knob, _, value = by_hand[0]
         warnings.warn(
             f"{knob.name} was set to {float(value):g} while a correction of it is in force: this is taken as the base value in force, and further "
-            f"corrections will be relative to it. If it is a schedule's value, to be corrected, {WAY_OUT}",
+            f"corrections will be relative to it. If it is a schedule's value, to be corrected, {REMEDY}",
             stacklevel=5,
         )
 

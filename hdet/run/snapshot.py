@@ -1,4 +1,4 @@
-"""What parameters and an optimizer's state were at a moment, to be put back: a cycle that diverged, and the beginning of a run."""
+"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged, and after a sweep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
+from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
-from ..optim.line import meet
 from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts
@@ -49,8 +49,7 @@ def keeps_weights(optimizer: Optimizer) -> bool:
 def reset_moments(optimizer: Optimizer) -> None:
     """The state as before the first step; masters and other replicas' parameters stay.
 
-    Of one of hdet's optimizers zeros, in place: plans know where it is. That of any other is dropped, and made by it as it makes it: not all
-    begins as zeros. What it counts in its groups is for `GroupNumbers`.
+    hdet's optimizers get zeros in place, because their plans hold the addresses. The state of others is dropped, and they make it again.
     """
     _put_back(optimizer, {}, weights=False)
 
@@ -100,8 +99,7 @@ def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
 
 
 class GroupNumbers:
-    """What an optimizer that is neither torch's nor ours counts in its groups, as some do: steps, or the distance that it has found. As they
-    are now, to be put back."""
+    """A copy of what an optimizer that is neither torch's nor ours counts in its groups: steps, or the distance that it has found."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         known = type(_inner(optimizer)).__module__.startswith(("torch.optim.", "hdet."))
@@ -178,8 +176,8 @@ class Snapshot:
 class CycleStarts:
     """The beginnings of the running cycle and of the accepted one before it.
 
-    A cycle may be accepted although its last steps have ruined it, because its mean loss is still good. Then no rate helps from where
-    the next one begins, and going back has to go further.
+    A cycle whose last steps have ruined it may be accepted, because its mean loss is still good. Then no rate helps from its end, and the
+    beginning before has to be restored.
     """
 
     def __init__(self, tensors: Averaged, optimizer: Optimizer, place: str) -> None:
@@ -194,7 +192,7 @@ class CycleStarts:
         self._went_back = False
 
     def forget(self) -> None:
-        """Other parameters have been loaded: the next cycle begins with them, and there is none before it."""
+        """Other parameters have been loaded: there is no cycle before the next one."""
         self._went_back = False
         self._now.forget()
         self._before.forget()

@@ -20,9 +20,9 @@ from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content, put
 from ..tensors.eval_mode import eval_mode
 
-__all__ = ["WAY_OUT", "TorchSchedulers"]
+__all__ = ["REMEDY", "TorchSchedulers"]
 
-WAY_OUT = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
+REMEDY = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
 Write = tuple[GroupKnob, int, Any]
 """(knob, number of its cell, what stands there)"""
 _Place = tuple[GroupKnob, int]
@@ -31,9 +31,9 @@ _Place = tuple[GroupKnob, int]
 class TorchSchedulers:
     """The torch schedulers of one optimizer that the user steps, built at any time: all but ``own``, the Ensemble's.
 
-    A scheduler is judged by what it does, and not by its name: it is copied onto copies of the groups with what the Ensemble had left there.
-    If the copy's step ends at what stands in the group now, the scheduler wrote it, and the same step from the schedule's own value gives
-    the schedule's next one. This holds for schedulers that compute from what stands there as for those that compute from scratch.
+    Each is copied onto copies of the groups, with the values that the Ensemble had left there. If the copy's step ends at the value in the
+    group now, the scheduler wrote it, and the same step from the schedule's own value gives the schedule's next one. This holds for
+    schedulers that compute from the group's value and for those that compute from scratch.
     """
 
     def __init__(self, optimizer: Optimizer, own: Any = None) -> None:
@@ -47,16 +47,16 @@ class TorchSchedulers:
         self.begin()
 
     def begin(self) -> None:
-        """The groups hold the schedule's own values: torch's constructors take what stands there for the rates that a schedule begins with."""
+        """The groups hold the schedule's own values, so a scheduler that is constructed now begins with the right ones."""
         self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
 
     def note(self) -> None:
-        """Everything that stands in the groups is accounted for: who steps from now on may have written what comes."""
+        """All values in the groups are accounted for: only schedulers that step from now on may have written later ones."""
         for scheduler in self._known:
             self._noted[scheduler] = _position(scheduler)
 
     def forget(self) -> None:
-        """Anybody may have written: nobody has looked before."""
+        """Any of them may have written."""
         self._noted.clear()
 
     def moved(self) -> list[LRScheduler]:
@@ -64,7 +64,7 @@ class TorchSchedulers:
         return [one for one in self._known if self._noted.get(one) != _position(one)]
 
     def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
-        """[write]: the schedule's own value, where a scheduler has written, or nobody; None for what somebody else has.
+        """[write]: the schedule's own value, where a scheduler or nobody has written; None for anybody else's writes.
 
         Raises:
             ValueError: it cannot be told which of these it is; names the scheduler and the way out.
@@ -80,7 +80,7 @@ class TorchSchedulers:
             if any(other and own is None for other, own in zip(foreign, found, strict=True)) and self._look_again():
                 self._explain(found, writes, [[one] for one in self.moved()])
             for one in self.moved():  # several times, as accelerate steps those that it has prepared
-                self._explain(found, writes, [[one]], ways=(_several(self._steps_of(one)),))
+                self._explain(found, writes, [[one]], replays=(_several(self._steps_of(one)),))
             self._explain(found, writes, list(itertools.permutations(self.moved(), 2)))  # one after the other, by hand
             for n, (knob, i, value) in enumerate(writes):
                 if found[n] is None and foreign[n]:
@@ -91,7 +91,7 @@ class TorchSchedulers:
         return found
 
     def claims(self, writes: Sequence[tuple[Bound, int, Any]]) -> bool:
-        """Does a scheduler that has stepped say that these rates are its own, though not how it came to them?"""
+        """Are these the last rates of a scheduler that has stepped, though its step could not be replayed?"""
         stepped = [getattr(one, "_last_lr", []) for one in self.moved()]
         return all(
             isinstance(knob, GroupKnob)
@@ -128,27 +128,27 @@ class TorchSchedulers:
     # -- what they say ---------------------------------------------------------------------------------------------------
 
     def _explain(
-        self, found: list[Any], writes: Sequence[Write], chains: Sequence[Sequence[LRScheduler]], ways: Sequence[_Way] | None = None
+        self, found: list[Any], writes: Sequence[Write], chains: Sequence[Sequence[LRScheduler]], replays: Sequence[_Replay] | None = None
     ) -> None:
-        """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other; ``ways``: how."""
-        for way in ways or (_next, _told):
+        """Fill in what is None and can be told. ``chains``: who may have stepped, one after the other; ``replays``: how."""
+        for replay in replays or (_next, _told):
             missing = [n for n, own in enumerate(found) if own is None]
             for chain in chains if missing else ():
-                now = self._after(chain, way, self._left) or {}
+                now = self._after(chain, replay, self._left) or {}
                 matching = [n for n in missing if now and _equal(now[writes[n][:2]], writes[n][2])]
-                own = (self._after(chain, way, self._scheduled) or {}) if matching else {}
+                own = (self._after(chain, replay, self._scheduled) or {}) if matching else {}
                 for n in matching if own else ():
                     knob, i, value = writes[n]
                     answer = own[knob, i]
                     if found[n] is not None and not _equal(answer, found[n]):
                         raise ValueError(
                             f"{_name(knob, i)} is {float(value):g}, and {_names(self.moved())} could all have written it, which would mean "
-                            f"different things while a correction is in force: {WAY_OUT}"
+                            f"different things while a correction is in force: {REMEDY}"
                         )
                     self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=_equal(answer, value))
                     found[n] = answer
 
-    def _after(self, chain: Sequence[LRScheduler], way: _Way, start: Mapping[_Place, Any]) -> dict[_Place, Any] | None:
+    def _after(self, chain: Sequence[LRScheduler], replay: _Replay, start: Mapping[_Place, Any]) -> dict[_Place, Any] | None:
         """What copies of these schedulers make of ``start``; None where one cannot be asked."""
         groups = [{key: content(value) for key, value in group.items()} for group in self._optimizer.param_groups]
         stand_in: Any = _StandIn(self._optimizer, groups)
@@ -158,7 +158,7 @@ class TorchSchedulers:
         for scheduler in chain:
             try:
                 with eval_mode(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
-                    way(_twin(scheduler, stand_in), groups)
+                    replay(_twin(scheduler, stand_in), groups)
             except Exception:  # noqa: BLE001 - a user's class, which was never meant to be asked: it is refused where that matters
                 return None
         return {place: cell.get() for place, cell in copies.items()}
@@ -169,16 +169,16 @@ class TorchSchedulers:
         return max(1, *(b - a for a, b in zip(then, now, strict=True))) if len(then) == len(now) else 1
 
     def _check_not_several(self, knob: GroupKnob, i: int, value: Any) -> None:
-        """Several steps between two looks are replayed; those that cannot be are taken for nobody's."""
+        """Raises ValueError where a scheduler has stepped several times, and replaying its steps does not explain the value."""
         several = [one for one in self.moved() if self._steps_of(one) > 1 and not isinstance(one, ReduceLROnPlateau)]
         if several and knob.key == "lr":
             raise ValueError(
                 f"{_name(knob, i)} is {float(value):g}, and {_names(several)} has stepped several times since the last step of the optimizer, which "
-                f"does not lead there from what was there, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                f"does not lead there from what was there, so nobody knows whether the correction in force is in this value: {REMEDY}"
             )
 
     def _check_not_from_scratch(self, knob: GroupKnob, i: int, value: Any) -> None:
-        """What was written over a value from scratch may be relative to it, and so without the correction, or to what stood there before."""
+        """Raises ValueError where somebody has written over the value of a scheduler that computes from scratch: relative to which value?"""
         other = {place: 2.0 * abs(float(left)) + 1.0 for place, left in self._left.items()}
         for scheduler in self.moved():
             if isinstance(scheduler, ReduceLROnPlateau):  # it reduces what stands there
@@ -188,14 +188,14 @@ class TorchSchedulers:
                 if knob.key == "lr":
                     raise ValueError(
                         f"{_name(knob, i)} is {float(value):g}, {_names([scheduler])} has stepped, and what its get_lr() gives cannot be asked on "
-                        f"a copy, so nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                        f"a copy, so nobody knows whether the correction in force is in this value: {REMEDY}"
                     )
                 continue
             left, scheduled, third = (result[knob, i] for result in results if result is not None)
             if _equal(left, third) and _equal(scheduled, third):
                 raise ValueError(
                     f"{_name(knob, i)} is {float(value):g}, but {_names([scheduler])}, which computes from scratch and has stepped, gives "
-                    f"{float(third):g}: somebody has written over it, and nobody knows whether the correction in force is in this value: {WAY_OUT}"
+                    f"{float(third):g}: somebody has written over it, and nobody knows whether the correction in force is in this value: {REMEDY}"
                 )
 
     def _check_begun_on_own_rates(self, scheduler: LRScheduler, knob: GroupKnob, i: int, *, from_scratch: bool) -> None:
@@ -210,7 +210,7 @@ class TorchSchedulers:
 
 # -- copies --------------------------------------------------------------------------------------------------------------
 
-_Way = Callable[[LRScheduler, list[dict[str, Any]]], None]
+_Replay = Callable[[LRScheduler, list[dict[str, Any]]], None]
 
 
 class _StandIn:
@@ -254,17 +254,17 @@ def _next(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
         _write(groups, twin.get_lr())
 
 
-def _several(steps: int) -> _Way:
+def _several(steps: int) -> _Replay:
     """What its last ``steps`` steps wrote, one after the other. Those of schedulers made of others are not replayed."""
 
-    def way(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
+    def replay(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:
         if isinstance(twin, (ChainedScheduler, SequentialLR)):
             raise NotImplementedError
         end = twin.last_epoch
         for twin.last_epoch in range(end - steps + 1, end + 1):
             _write(groups, twin.get_lr())
 
-    return way
+    return replay
 
 
 def _told(twin: LRScheduler, groups: list[dict[str, Any]]) -> None:

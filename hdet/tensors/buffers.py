@@ -1,7 +1,7 @@
-"""What a run owns beside its parameters: buffers by module and name, as they are when they are asked for; and copies of what it owns.
+"""Buffers by module and name, and copies of tensors.
 
-A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and `model.double()` does: a list of tensors that was
-made before has the old ones.
+A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and `model.double()` does. So buffers are looked up
+whenever they are needed.
 """
 
 from __future__ import annotations

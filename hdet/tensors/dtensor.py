@@ -13,22 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
-    "FullSums",
-    "alike",
-    "check_alike",
-    "gradient_on",
-    "is_partial",
-    "is_sharded",
-    "like",
-    "local",
-    "local_parts",
-    "local_state",
-    "locals_of",
-    "part_of",
-    "reshard",
-    "sharding_dims",
-    "state_like",
-]
+    "FullSums", "alike", "check_alike", "gradient_on", "is_partial", "is_sharded", "like", "local", "local_parts",
+    "local_state", "locals_of", "part_of", "reshard", "sharding_dims", "state_like",
+]  # fmt: skip
 
 
 def is_sharded(tensor: object) -> bool:

@@ -1,4 +1,4 @@
-"""A look at a model that leaves no trace: how probe and line evaluate in the middle of a run."""
+"""Evaluation in the middle of a run, after which the model is exactly as before."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ __all__ = ["eval_mode"]
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients inside; afterwards module modes, buffers and every random state are exactly as before.
 
-    Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state. Modes are changed by `train`, which a module
-    may have of its own (adapters add themselves to their weights in eval mode): the parameters in such a module are exactly as before, too,
-    at the price of a copy meanwhile.
+    Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state. A module with a ``train`` of its own may change
+    its parameters (adapters merge into their weights in eval mode): these are copied and restored, too.
     """
     modes = [(module, module.training) for module in model.modules()]
     # By name too: a module may put a new tensor in the place of a buffer.

@@ -12,9 +12,9 @@ import torch
 from hdet.cli.display import banner
 from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.files import read_history
 from hdet.cli.job.place import Place, choose_device, join
 from hdet.cli.job.processes import Workers
+from hdet.cli.job.run_files import read_history
 
 from .harness import Finished, one_line, run_cli, tiny, wait_until_gone
 from .test_runs import same

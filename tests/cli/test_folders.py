@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, Recorder, truncate_history
 from hdet.cli.job.processes import Workers
+from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, Recorder, truncate_history
 from hdet.cli.main import main
 
 from .harness import Finished, one_line, run_cli, tiny

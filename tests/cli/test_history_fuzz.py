@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.files import CONFIG, HISTORY, RunFolderError, read_history, truncate_history
+from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_history, truncate_history
 from hdet.cli.main import main
 from hdet.cli.report import RunFiles, plot, print_table
 

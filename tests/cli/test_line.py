@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet.cli.display import banner
 from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.files import read_history
 from hdet.cli.job.model import cross_entropy, window_losses
 from hdet.cli.job.place import choose_device
+from hdet.cli.job.run_files import read_history
 from hdet.cli.main import main
 from hdet.cli.train import default_interval, default_replicas
 

@@ -11,7 +11,7 @@ import torch
 
 from hdet.cli.job.checkpoint import load_checkpoint, save_checkpoint
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
+from hdet.cli.job.run_files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
 from hdet.owned_folder import atomic_file
 
 

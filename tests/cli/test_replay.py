@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY, read_history
+from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, read_history
 from hdet.cli.main import main
 
 from .harness import run_cli, tiny

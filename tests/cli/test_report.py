@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hdet.cli.job.files import CONFIG, HISTORY, Recorder, read_history
+from hdet.cli.job.run_files import CONFIG, HISTORY, Recorder, read_history
 from hdet.cli.main import main
 
 from .harness import Finished, one_line

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdet.cli.job.checkpoint import save_checkpoint
-from hdet.cli.job.files import CHECKPOINT, CONFIG, HISTORY
+from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY
 from hdet.cli.main import main
 
 from .harness import Finished, one_line

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hdet.cli.job.checkpoint import load_checkpoint
-from hdet.cli.job.files import read_history
+from hdet.cli.job.run_files import read_history
 
 from ..limits import HANG_S
 from .harness import ROOT, Finished, run_cli, tiny, wait_until_gone

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hdet.core.rules import line_search as reading
-from hdet.core.rules.line_search import Found
+from hdet.core.rules.line_search import LineSearch
 from hdet.core.rules.range_test import clear_rise
 
 Difference = Callable[[float, float], tuple[float, float]]
@@ -26,7 +26,7 @@ def asked(function: Callable[..., Any], difference: Difference, *more: float) ->
             return end.value
 
 
-def search_line(difference: Difference, significant: float, farthest: float) -> Found:
+def search_line(difference: Difference, significant: float, farthest: float) -> LineSearch:
     return asked(reading.search_line, difference, significant, farthest)
 
 
@@ -64,7 +64,7 @@ def test_the_minimum_along_the_line_is_found(best: float, found: float, higher: 
 
 def test_the_slope_is_by_the_logarithm_of_rho_and_t_has_the_direction() -> None:
     read = search_line(line(lambda rho: 3 * math.log(rho)), 1.5, 256.0)
-    assert read.slope == pytest.approx(3.0) and read.across == pytest.approx(6 * math.log(2) / 1e-3)
+    assert read.slope == pytest.approx(3.0) and read.t == pytest.approx(6 * math.log(2) / 1e-3)
     assert search_line(line(lambda rho: -3 * math.log(rho)), 1.5, 256.0).slope == pytest.approx(-3.0)
 
 

@@ -58,7 +58,7 @@ def test_tensors_stay_tensors() -> None:
     ("settings", "message"),
     [
         ({"kind": "cubic"}, "scale must be one of 'log'"),
-        ({"kind": "linear", "unit": 0.0}, "unit must be a positive number"),
+        ({"kind": "linear", "unit": 0.0}, "unit must be a number in \\(0, inf\\)"),
         ({"low": 1.0, "high": 1.0}, "low < high"),
         ({"low": math.nan}, "low < high"),
         ({"low": -2.0, "high": -1.0}, "scale='linear'"),

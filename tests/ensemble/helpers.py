@@ -15,6 +15,6 @@ def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else optimizer
     own = list(net.parameters())
     return Watched(
-        optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(), "shared",
+        optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(),
         lambda: [[1.0]], False, lambda name: [],
     )  # fmt: skip

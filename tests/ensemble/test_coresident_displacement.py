@@ -10,9 +10,9 @@ import torch
 
 import hdet
 from hdet.core.plan import Adopt, Keep, Plan
+from tests.harness import Run, loss_of, model, probe
 
-from .helpers import CoresidentRun, loss_of, model, probe
-from .test_coresident_ensemble import ORDERS, restored, saved
+from .test_coresident_ensemble import ORDERS
 
 ADAMW = partial(hdet.FusedAdamW, decay_at="base")
 SGD = partial(hdet.FusedSGD, momentum=0.9)
@@ -24,8 +24,8 @@ CASES = {
 }
 
 
-def pair(settings: dict[str, Any], count: int = 3, **stored: Any) -> tuple[CoresidentRun, CoresidentRun]:
-    return CoresidentRun(count, **settings, storage="displacement"), CoresidentRun(count, **{**settings, **stored})
+def pair(settings: dict[str, Any], count: int = 3, **stored: Any) -> tuple[Run, Run]:
+    return Run(together=count, **settings, storage="displacement"), Run(together=count, **{**settings, **stored})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,7 +37,7 @@ def test_is_the_run_with_stored_parameters(case: str) -> None:
         ours.step()
         theirs.step()
         assert ours.ensemble.in_sync == theirs.ensemble.in_sync == ((step + 1) % 5 == 0)
-        for one, other in zip(ours.weights(), theirs.weights(), strict=True):
+        for one, other in zip(ours.all_weights(), theirs.all_weights(), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2 * 3 * (step + 1) * 1.1 * 2.0**-24)
     a, b = ours.ensemble.history, theirs.ensemble.history
     assert a is not None and b is not None and a["losses"] == pytest.approx(b["losses"], rel=1e-5)
@@ -58,7 +58,7 @@ def test_bfloat16_is_the_run_with_masters(optimizer: Any) -> None:
     assert len(histories[0]) == 4
     for one, other in zip(*histories, strict=True):
         assert one == pytest.approx(other, rel=2.0**-7)
-    assert len({w.numpy().tobytes() for w in (w.float() for w in ours.weights())}) == 1
+    assert len({w.numpy().tobytes() for w in (w.float() for w in ours.all_weights())}) == 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -66,26 +66,26 @@ def test_bfloat16_is_the_run_with_masters(optimizer: Any) -> None:
 @pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)], ids=["at the end of a cycle", "in the middle"])
 def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, dtype: torch.dtype, order: tuple[str, ...]) -> None:
     settings = {"optimizer": ADAMW, "weight_decay": 0.1, "controller": controller, "dtype": dtype, "storage": "displacement"}
-    straight = CoresidentRun(3, **settings).steps(at)
-    state = saved(straight)
+    straight = Run(together=3, **settings).steps(at)
+    state = straight.saved()
     straight.steps(12)
-    resumed = restored(CoresidentRun(3, **settings), state, order, at).steps(12)
-    assert all(torch.equal(a, b) for a, b in zip(straight.weights(), resumed.weights(), strict=True))
-    assert saved(straight)["ensemble"] == saved(resumed)["ensemble"]
+    resumed = Run(together=3, **settings).loaded(state, order).steps(12)
+    assert all(torch.equal(a, b) for a, b in zip(straight.all_weights(), resumed.all_weights(), strict=True))
+    assert straight.saved()["ensemble"] == resumed.saved()["ensemble"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(dtype: torch.dtype, attempts: int) -> None:
     settings = {"optimizer": ADAMW, "weight_decay": 0.1, "dtype": dtype, "storage": "displacement"}
-    run = CoresidentRun(3, divergence=hdet.Divergence(rollback="device"), **settings).steps(10)
-    twin = CoresidentRun(3, **settings).steps(10)
+    run = Run(together=3, divergence=hdet.Divergence(rollback="device"), **settings).steps(10)
+    twin = Run(together=3, **settings).steps(10)
     for _ in range(attempts):
         for _ in range(5):
             run.step({k: float("nan") for k in range(3)})
     if attempts == 1:
         assert run.ensemble.history is not None and any("taken back" in note for note in run.ensemble.history["notes"])
-        assert all(torch.equal(a, b) for a, b in zip(run.weights(), twin.weights(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(run.all_weights(), twin.all_weights(), strict=True))
         for param, other in zip(run.net.parameters(), twin.net.parameters(), strict=True):
             state, expected = run.optimizer.state[param], twin.optimizer.state[other]
             for key in ("base", "displacement", "scale", "exp_avg", "step"):
@@ -111,20 +111,20 @@ class Ends(hdet.Controller):
 
 
 def test_adopting_a_replica_makes_all_of_them_it() -> None:
-    run = CoresidentRun(3, optimizer=ADAMW, storage="displacement", controller=lambda net: Ends(Adopt(2))).steps(4)
+    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=lambda net: Ends(Adopt(2))).steps(4)
     run.backward()
     run.optimizer.step()
-    expected = run.weights()[2]
+    expected = run.all_weights()[2]
     run.ensemble.step()
-    assert all(torch.equal(w, expected) for w in run.weights())
+    assert all(torch.equal(w, expected) for w in run.all_weights())
 
 
 def test_replicas_that_are_kept_apart_cannot_get_other_rates() -> None:
-    run = CoresidentRun(3, optimizer=ADAMW, storage="displacement", controller=lambda net: Ends(Keep())).steps(5)
-    before = run.weights()
+    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=lambda net: Ends(Keep())).steps(5)
+    before = run.all_weights()
     with pytest.raises(ValueError, match=r"multipliers changed .* while the replicas are apart"):
         run.steps(1)
-    assert all(torch.equal(a, b) for a, b in zip(before, run.weights(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.all_weights(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +160,7 @@ def test_a_sweep_goes_back_to_the_first_step(dtype: torch.dtype) -> None:
 )
 def test_what_would_leave_the_line_is_refused_when_the_ensemble_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CoresidentRun(2, storage="displacement", **settings)
+        Run(together=2, storage="displacement", **settings)
 
 
 def test_bounds_and_unknown_storage_are_refused() -> None:
@@ -175,7 +175,7 @@ def test_bounds_and_unknown_storage_are_refused() -> None:
 
 def test_the_probe_sees_the_value_behind_rounded_parameters() -> None:
     """At a tiny rate the parameters stand still."""
-    run = CoresidentRun(2, optimizer=ADAMW, dtype=torch.bfloat16, lr=1e-7, storage="displacement", controller=probe_of).steps(3)
+    run = Run(together=2, optimizer=ADAMW, dtype=torch.bfloat16, lr=1e-7, storage="displacement", controller=probe_of).steps(3)
     for k in range(2):
         values = run.optimizer.masters(list(run.net.parameters()), k)
         for value, param in zip(values, run.net.parameters(), strict=True):

@@ -171,7 +171,7 @@ def test_the_probe_changes_nothing() -> None:
 
     probe = BatchLosses(noisy_loss, [batch(i) for i in range(8)], 8, net)
     probe.watch(watched(net, optimizer))
-    probe.on_cycle_start(0, None)
+    probe.on_cycle_start(None)
     for position in range(1, 11):
         optimizer.zero_grad()
         loss_of(net, batch(position)).backward()
@@ -215,7 +215,7 @@ def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     net = torch.nn.Linear(1, 1, bias=False)
     probe = BatchLosses(lambda m, _: m.weight.sum(), [0] * 8, 8, net, average_every=2, average_from=0.5)
     probe.watch(watched(net))
-    probe.on_cycle_start(0, None)
+    probe.on_cycle_start(None)
     for position in range(1, 11):
         with torch.no_grad():
             net.weight.fill_(position)

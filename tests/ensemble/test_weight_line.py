@@ -80,7 +80,7 @@ def test_a_line_follows_masters(masters: str) -> None:
     for _ in range(4):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        line.add()
+        line.mean.add()
         values.append(1 - 1e-4 * (len(values) + 1))
     assert torch.equal(parameter, torch.ones_like(parameter))
     with line.scored() as put:  # far out on it, where bfloat16 shows the displacement
@@ -106,7 +106,7 @@ def line_of(of: torch.dtype, step: float, **settings: Any) -> tuple[list[torch.T
     for _ in range(2):
         for t in tensors:
             t.add_(step * torch.randn_like(t))
-        line.add()
+        line.mean.add()
         seen.append([t.double().clone() for t in tensors])
     for t in tensors:
         t.add_(step * torch.randn_like(t))
@@ -173,7 +173,7 @@ def shared(rank: int, world: int, dtype: torch.dtype | None) -> Any:
     line.begin()
     for t in tensors:
         t.add_(torch.randn_like(t))
-    line.add()
+    line.mean.add()
     own = ends(line, tensors)
     line.share(hdet.Replicas.default())
     return own, ends(line, tensors)

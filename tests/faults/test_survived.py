@@ -166,7 +166,7 @@ def test_what_never_gets_better_ends_in_one_error_on_every_rank(rollback: str | 
 
 
 def start_differently(rank: int, world: int) -> dict[str, tuple[str, str]]:
-    from hdet.run import compatibility as checks
+    from hdet.run import same_run as checks
 
     def versions() -> Training:
         checks.version = f"0.{rank}"

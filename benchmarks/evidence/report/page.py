@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hdet.cli.job.files import RunFolderError, read_history
+from hdet.cli.job.run_files import RunFolderError, read_history
 
 from .curves import Record
 from .hero import hero_tables

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.files import CHECKPOINT, Kinds, RunFolderError, check_kinds
+from hdet.cli.job.run_files import CHECKPOINT, Kinds, RunFolderError, check_kinds
 from hdet.core.schema import COUNT, Instance, Number, Optional
 from hdet.owned_folder import atomic_file
 

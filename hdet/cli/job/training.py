@@ -20,9 +20,9 @@ import hdet
 from hdet.cli.job.checkpoint import load_checkpoint, save_checkpoint
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.data import Batch, Corpus, load_corpus, sample_batch
-from hdet.cli.job.files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, truncate_history
 from hdet.cli.job.model import GPT, GPTConfig, cross_entropy, window_losses
 from hdet.cli.job.place import Place
+from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, truncate_history
 from hdet.core.controller import Controller
 from hdet.owned_folder import atomic_file
 

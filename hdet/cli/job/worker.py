@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.job.files import encode
 from hdet.cli.job.place import Place, join
+from hdet.cli.job.run_files import encode
 from hdet.cli.job.training import RunSpec, train_all
 
 

@@ -1,16 +1,16 @@
-"""The line's rule: where the run's rate has to be, from training losses alone. No replicas, no probe data, any layout.
+"""The line's rule: which rate the run needs, from training losses alone. No replicas, no probe data, any layout.
 
 With shared gradients all replicas lie on one line, so any multiplier can be scored without a replica that has it:
-theta(rho) = origin + rho * (average - origin) (method, section 4). The rule has three parts (docs/choosing.md):
+theta(rho) = origin + rho * (average - origin) (method, section 4). The rule has three parts (measured in docs/choosing.md):
 
-1. *Coarse scan*: a few steps far below the user's rate, then one look along the line from the beginning of the run: at which rho is the loss
-   above that of the untrained model? The answer is a scale, whatever the rate was.
-2. *Sweep*: from far below that, the rate doubles from doubling to doubling until training breaks or more does not help (`sweep`). What
-   follows is an estimate of the best mean rate of the run, within a factor of two, and the schedule's shape says what that is at its peak.
-   Then weights and moments are taken back to the beginning, at 5 to 9 % of the run (160 steps at most), and the rate rises gently: from a 16th,
-   evenly by the logarithm. A user's rate that lies in a band around the estimate stays.
-3. *Late*: the line is read twice more. Late searches are greedy, they vote for rates that are too low by a factor of up to three or so;
-   only what is far beyond that counts: a minimum at rho >= 4.
+1. *Coarse scan*: a few steps far below the user's rate, then one search along the line from the beginning of the run: at which rho is the
+   loss above that of the untrained model? This divergence threshold is a scale, whatever the rate was.
+2. *Sweep*: from far below that threshold the rate doubles every few steps, until training breaks or more does not help (`range_test`).
+   This gives the best mean rate of the run within a factor of two, and with the schedule's shape the best peak. Then weights and moments
+   are restored to the beginning, at 5 to 9 % of the run (160 steps at most), and the rate rises from a 16th, evenly by the logarithm.
+   The user's rate stays if it lies in a band around the estimate.
+3. *Late*: two more line searches. They are greedy and vote for rates that are too low by a factor of up to about three, so only a minimum
+   at rho >= 4 counts.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Compare, Decision, Learned, Level, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, Kind, ListOf, Number, Row
-from .line_search import FARTHEST, Asking, Found, divergence_threshold, search_line
+from ..validate import whole, within
+from .line_search import FARTHEST, Asking, LineSearch, divergence_threshold, search_line
 from .range_test import Doubling, Outcome, clear_rise, outcome
 
 __all__ = ["LINE", "LineRule"]
 
 LINE = "line"
-"""The measurement: a weight line, which answers `Level` and `Compare`. Its settings in a plan: ``origin`` (name of the snapshot through which it
-goes), and the steps of the schedule ``since`` and ``until``, over whose second half its other point is averaged; without these it is where the
-weights are."""
+"""The measurement: a weight line, which answers `Level` and `Compare`. Its settings in a plan: ``origin``, the name of a snapshot, and the
+schedule's steps ``since`` and ``until``, over whose second half its other point is averaged; without these that point is the weights."""
 
 OPENING = 1 / 16
 """of the user's rate, in the run's first steps: on top of the schedule's own beginning, so that the first steps spoil nothing"""
 DOUBLING, STEPS = 0.0075, 8
-"""Of the run, and at most so many steps. What a doubling shows depends on its steps: with more of them less rate is sufficient for the same gain, which
-says nothing of a longer run's best rate (docs/evidence.md)."""
+"""Part of the run in which the rate doubles, and steps at most. With more steps less rate gives the same gain, which says nothing of a
+longer run's best rate (docs/evidence.md)."""
 BELOW = 32.0
 """The first doubling ends at the divergence threshold over this."""
 LIMIT = 0.15
@@ -50,23 +50,23 @@ RISE, FROM = 0.08, 16.0
 BAND = (0.7, 2.5)
 """The user's rate stays if the estimate, as a multiple of it, lies within."""
 ENOUGH, UNSURE = 64.0, 10.0
-"""Losses in a doubling, examples times steps: the least with which the rule was found. With fewer an estimate scatters by factors, and the band is so
-many times wider either way: a rate that is off by orders of magnitude is still seen, one that is not cannot be judged."""
+"""Least losses in a doubling (examples times steps) for which the rule was measured. With fewer an estimate scatters by factors, and the
+band is so many times wider either way: only a rate that is off by orders of magnitude is then seen."""
 LATE = (0.26, 0.4)
 """of the run: where the late searches fall"""
 FAR = 4.0
 """rho of a late search that counts"""
 BROKEN = 1e20
-"""A mean loss in which one is not finite, because of the weights or of the mini-batch: each such loss is taken for far more."""
-COARSE_SCAN, SWEEP, READ, DONE = 0, 1, 2, 3
+"""A mean loss above this contains one that is not finite (`LineLosses` puts 1e30 there), because of the weights or of the mini-batch."""
+COARSE_SCAN, SWEEP, RISEN, DONE = 0, 1, 2, 3
 PATIENCE = 32
-"""Steps in a row whose batches have fewer than two examples: a closure that gives one number for all, which it did not at first."""
+"""Steps in a row with fewer than two losses, after which the closure is taken to return one number for all examples."""
 TOO_FEW = (
     "the closure gave {:g} losses over all ranks, but the error of a difference comes from the scatter over examples: return one loss for each "
     "example, e.g. cross_entropy(..., reduction='none').mean(-1)"
 )
 LONGEST = 0.1
-"""A cycle's longest part of the run: what was found is in force, and late intervals end, where cycles do."""
+"""A cycle's longest part of the run, because the rule acts at the ends of cycles."""
 BEGINNING = "beginning"
 """The snapshot that a sweep goes back to."""
 
@@ -78,12 +78,11 @@ class LineRule(Controller):
         significant: |t| of a paired difference that counts.
         farthest: the largest rho that late searches score, and one over the smallest.
         freeze_after: see `Controller`; a sweep that is under way then ends without a result.
-        doubling_steps: steps in which the rate doubles, at most, in the sweep of a run that is long enough (`DOUBLING`). 8 is right for Adam, 16 for SGD.
-        late: read the line twice more after the sweep? If not, it is `finished` when the rate that the sweep has found is in force.
+        doubling_steps: most steps in which the rate doubles in a sweep (fewer in a short run, `DOUBLING`). 8 is right for Adam, 16 for SGD.
+        late: search the line twice more after the sweep? If not, it is `finished` when the rate that the sweep has found is in force.
         snapshot: where and how the run's beginning, and that of a late interval, are kept.
 
-    Several knobs are swept together, so their ratios are the user's; the late searches tell them apart. Knobs that are no learning rates are left
-    alone.
+    Several knobs are swept together, so their ratios are the user's; the late searches tell them apart.
     """
 
     name = "line"
@@ -106,44 +105,26 @@ class LineRule(Controller):
         snapshot: SnapshotOf | None = None,
     ) -> None:
         super().__init__(freeze_after)
-        if type(doubling_steps) is not int or doubling_steps < 1:
-            raise ValueError(f"doubling_steps must be a whole number above 0, got {doubling_steps!r}")
-        self.doubling_steps = doubling_steps
-        for name, value, least in (("significant", significant, 0), ("farthest", farthest, 4)):
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > least):
-                raise ValueError(f"{name} must be a number above {least}, got {value!r}")
-        self.significant, self.farthest = significant, farthest
+        self.doubling_steps = whole(doubling_steps, "doubling_steps")
+        self.significant, self.farthest = within(significant, "significant", "(0, inf)"), within(farthest, "farthest", "(4, inf)")
         self.searches_late, self.snapshot = late, SnapshotOf() if snapshot is None else snapshot
         self.phase = float(COARSE_SCAN)
-        self.began = 0.0
-        """The step at which coarse scan and sweep began."""
-        self.ended = 0.0
-        """The step at which the last doubling ended."""
-        self.untrained: list[float] = []
-        """An `Doubling` at rate 0."""
-        self.doublings: list[list[float]] = []
-        self.total = self.cycles = 0.0
-        """Of the doubling under way: the sum of its cycles' mean losses, and how many have one."""
-        self.missing = 0
-        """How many have none."""
-        self.batches = 1.0
-        """Of how many steps."""
-        self.threshold = 0.0
-        """The line's, as a part of the schedule's peak."""
-        self.late = 0.0
-        """Late searches that were taken."""
-        self.scheduled = 0.0
-        """The schedule at the end of the doubling before the last, as a part of its peak."""
-        self.risen = 0.0
-        """The step at which the rate that was found is in force."""
-        self.since = 0.0
-        """The step at which the late interval under way began."""
-        self._total, self._interval = 0, 1
-        self._last_loss: float | None = None  # the training loss that the last doubling showed, if any
-        self._compared = False
+        self.began = self.ended = 0.0  # steps at which coarse scan and sweep began, and at which the last doubling ended
+        self.untrained: list[float] = []  # a `Doubling` at rate 0
+        self.doublings: list[list[float]] = []  # those of the sweep so far
+        self.total = self.cycles = 0.0  # of the doubling under way: the sum of its cycles' mean losses, and how many have one
+        self.missing = 0  # how many have none
+        self.batches = 1.0  # of the last doubling: its steps that have a loss
+        self.threshold = 0.0  # the divergence threshold, as a part of the schedule's peak
+        self.late = 0.0  # late searches that are done
+        self.scheduled = 0.0  # the schedule at the end of the doubling before the last, as a part of its peak
+        self.risen = 0.0  # the step at which the rate that was found is in force
+        self.since = 0.0  # the step at which the late interval under way began
+        self._total, self._interval = 0, 1  # steps of the run and of a cycle
+        self._last_loss: float | None = None  # mean training loss of the last doubling, if it has one
+        self._compared = False  # were the closure's losses compared with those given to step?
         self._examples = 0.0  # losses over all ranks, in the last answer
-        self.unread = 0
-        """Readings in a row that were left out, because the batch had fewer than two examples: the next step's is read in their place."""
+        self.unread = 0  # cycle ends in a row that were skipped, because the batch had fewer than two examples
 
     @property
     def idle(self) -> bool:
@@ -155,12 +136,12 @@ class LineRule(Controller):
 
     @property
     def sweeping(self) -> bool:
-        """Are the weights those of coarse scan and sweep, which will be taken back?"""
+        """Are the weights those of coarse scan and sweep, which will be restored?"""
         return self.phase in (COARSE_SCAN, SWEEP)
 
     def start(self, run: Run) -> None:
-        """Raises ValueError for a run that has no length, too long cycles, a warm-up of the controller, no learning rate, bounds or products of
-        rates that would part in a sweep, or replicas that do not train alike where it reads."""
+        """Raises ValueError for a run without a length, with too long cycles, a warm-up of the controller, or no learning rate; with bounds or
+        products of rates, which would part in a sweep; or with replicas that do not train alike."""
         super().start(run)
         if run.total_steps is None:
             raise ValueError("the line's intervals are parts of the run: pass total_steps, or a scheduler that has it")
@@ -173,22 +154,17 @@ class LineRule(Controller):
         if self.idle:
             return math.inf
         if self.sweeping:
-            return self.ended + steps_per_doubling(total_steps, sync_interval, self.doubling_steps)
+            return self.ended + self._steps_per_doubling(total_steps, sync_interval)
         return max(LATE[int(self.late)] * total_steps, self.risen) if self.searches_late else self.risen
 
     def plan(self, now: Moment) -> Plan:
-        """Short cycles in coarse scan and sweep, which go back to the run's beginning; after those the first ends at a multiple of T."""
+        """Short cycles in coarse scan and sweep, which keep the run's beginning; the first one after them ends at a multiple of T."""
         if self.idle:
             return Plan(self._interval - now.step % self._interval, spread=False)
         if self.sweeping:
-            steps = 1 if self.unread else min(self._interval, steps_per_doubling(self._total, self._interval, self.doubling_steps))
-            return Plan(
-                steps,
-                spread=False,
-                judged=False,
-                measure={LINE: {"origin": BEGINNING, "share": self.phase == COARSE_SCAN}},
-                snapshots={BEGINNING: self.snapshot},
-            )
+            steps = 1 if self.unread else min(self._interval, self._steps_per_doubling(self._total, self._interval))
+            line: dict[str, Any] = {"origin": BEGINNING, "share": self.phase == COARSE_SCAN}
+            return Plan(steps, spread=False, judged=False, measure={LINE: line}, snapshots={BEGINNING: self.snapshot})
         steps = 1 if self.unread else self._interval - now.step % self._interval
         if not self.searches_late:
             return Plan(steps, spread=False)
@@ -198,7 +174,7 @@ class LineRule(Controller):
         return Plan(steps, spread=False, measure={LINE: line}, snapshots={origin: replace(self.snapshot, state=False)})
 
     def restart(self, now: Moment) -> None:
-        """A sweep begins again, here: the weights that it would go back to are lost. So does a late interval."""
+        """A sweep begins again here, because the weights that it would restore are lost. So does a late interval."""
         self.since, self.unread = float(now.schedule_step), 0
         if self.sweeping:
             self.phase, self.doublings, self.total, self.cycles, self.missing = float(COARSE_SCAN), [], 0.0, 0.0, 0
@@ -212,16 +188,16 @@ class LineRule(Controller):
             self.total += sum(losses) / len(losses) if losses else 0.0
         if evidence.step < self.next_end(evidence.total_steps or 0, evidence.sync_interval):
             return self._nothing(evidence)
-        if self.phase == READ and not self.searches_late:
+        if self.phase == RISEN and not self.searches_late:
             self.phase = float(DONE)
             return self._nothing(evidence)
         level, _, self._examples = yield Level(LINE, 1.0)
         self.unread = 0 if self._examples >= 2 else self.unread + 1
         if self.unread:
             return self._leave_out(evidence)
-        if self.phase == READ:
-            return (yield from self._read(evidence))
-        # The next cycle is read in the place of one whose mini-batch is bad, and not the weights, or that ends where the schedule is at 0.
+        if self.phase == RISEN:
+            return (yield from self._search_late(evidence))
+        # A cycle whose mini-batch is bad (and not the weights), or that ends where the schedule is at 0, is skipped.
         bad = level >= BROKEN and (yield Level(LINE, 0.0))[0] >= BROKEN
         if bad or _value(evidence) <= 0:
             why = "nothing finite so far" if bad else "the schedule is at 0"
@@ -243,7 +219,7 @@ class LineRule(Controller):
         self.missing = 0  # of a doubling that begins anew
 
     def _leave_out(self, evidence: Evidence) -> Learned:
-        """The batch has fewer than two examples, so nothing has an error: the interval goes on. Raises ValueError after `PATIENCE` of them."""
+        """With fewer than two examples nothing has a standard error: the interval goes on. Raises ValueError after `PATIENCE` of them."""
         if self.unread >= PATIENCE:
             raise ValueError(TOO_FEW.format(self._examples))
         note = "the line was not read: the batch has less than two examples; the next one is read in its place"
@@ -252,22 +228,27 @@ class LineRule(Controller):
     # -- coarse scan and sweep --------------------------------------------------------------------------------------------------
 
     def _doublings_loss(self, evidence: Evidence, level: float) -> float:
-        """Mean training loss of the doubling that ends; infinite where the weights that it ends with are broken.
+        """Mean training loss of the doubling that ends; infinite where its last weights are broken.
 
-        A mini-batch may have no finite loss, and a scaler may have skipped its step: what has none is left out, and where that is most of the
-        doubling the current batch, whose loss is ``level``, stands for it.
+        A mini-batch may have no finite loss, and a scaler may have skipped its step: such cycles are left out. Where they are most of the
+        doubling, ``level``, the loss of the current batch, stands for it.
         """
-        self.batches = max(1.0, self.cycles * min(evidence.sync_interval, self._doubling(evidence)))
+        self.batches = max(1.0, self.cycles * min(evidence.sync_interval, self._steps_of(evidence)))
         shown = self._last_loss = self.total / self.cycles if self.cycles and self.cycles >= self.missing else None
         self.total, self.cycles, self.missing = 0.0, 0.0, 0
         return math.inf if level >= BROKEN else level if shown is None else shown
 
     def _used(self, evidence: Evidence) -> float:
-        """Part of the run since the coarse scan began, or of as much of it as has doublings of ``doubling_steps`` steps: there are 20 of them at most."""
+        """Steps since the coarse scan began, as a part of the run; of a long run as a part of so much that 20 doublings are 15 %."""
         return (evidence.step - self.began) / min(evidence.total_steps or 1, self.doubling_steps / DOUBLING)
 
-    def _doubling(self, evidence: Evidence) -> int:
-        return steps_per_doubling(evidence.total_steps or 0, evidence.sync_interval, self.doubling_steps)
+    def _steps_of(self, evidence: Evidence) -> int:
+        return self._steps_per_doubling(evidence.total_steps or 0, evidence.sync_interval)
+
+    def _steps_per_doubling(self, total_steps: int, sync_interval: int) -> int:
+        """`DOUBLING` of the run, but at most `doubling_steps`, in whole cycles; or a part of a cycle, where one would be twice as many."""
+        steps = min(DOUBLING * total_steps, self.doubling_steps)
+        return round(steps / sync_interval) * sync_interval or max(1, round(steps))
 
     def _coarse_scan(self, evidence: Evidence, loss: float) -> Asking[Learned]:
         now, late = _value(evidence), self._used(evidence) >= LIMIT
@@ -280,24 +261,22 @@ class LineRule(Controller):
         if along >= FARTHEST / 2 and (yield compared(FARTHEST, 0.0))[0] == 0:
             if late:
                 return self._end(evidence, None, "the weights do not move")
-            factor = 1 / OPENING
-            note = "the weights do not move: higher"
-            return Learned([Decision(factor=factor, ramp=self._doubling(evidence), note=note) for _ in evidence.knobs])
+            higher = Decision(factor=1 / OPENING, ramp=self._steps_of(evidence), note="the weights do not move: higher")
+            return Learned([higher for _ in evidence.knobs])
         self.threshold = now * along
         self.untrained = [0.0, level, error / math.sqrt(self.batches)]
         yield from self._compare_losses(level)
         self.phase, self.scheduled = float(SWEEP), 0.0
-        return self._towards(
-            evidence, self.threshold / BELOW, f"the divergence threshold is at {self.threshold:.3g} of the schedule's peak", restart=True
-        )
+        note = f"the divergence threshold is at {self.threshold:.3g} of the schedule's peak"
+        return self._towards(evidence, self.threshold / BELOW, note, restart=True)
 
     def _compare_losses(self, begun: float) -> Asking[None]:
-        """Once: what this rule is told and what it reads had better be the same losses. ``begun``: of the current batch at the beginning."""
+        """Once: warns if ``step(loss)`` and the closure give different losses. ``begun``: of the current batch at the run's beginning."""
         told, self._last_loss = self._last_loss, None
         if self._compared or told is None:
             return
         self._compared = True
-        # What the doubling began with and what it ended with: a rate that is far too high may have moved the loss meanwhile.
+        # Between its beginning and its end, because a rate that is far too high may have moved the loss meanwhile.
         read, error, _ = yield Level(LINE, 1.0)
         beyond = max(told - max(read, begun), min(read, begun) - told)
         if beyond > max(abs(told), abs(read)) / 3 and beyond > 3 * error:
@@ -309,7 +288,7 @@ class LineRule(Controller):
 
     def _sweep(self, evidence: Evidence, loss: float) -> Asking[Learned]:
         now = _value(evidence)
-        # Whether something was learned; a pass over the batch that tells nothing new afterwards.
+        # The t tells whether anything was learned; when that is known the forward pass is saved.
         t = 0.0 if self._so_far().best is not None else (yield compared(1.0, 0.0))[1]
         self.doublings.append([now / math.sqrt(2), loss, (yield Level(LINE, 1.0))[1] / math.sqrt(self.batches), t])
         found = self._so_far()
@@ -332,12 +311,12 @@ class LineRule(Controller):
         return outcome(untrained, [Doubling(*row) for row in self.doublings], clear_rise(untrained.loss, untrained.error))
 
     def _towards(self, evidence: Evidence, goal: float, note: str, restart: bool = False) -> Learned:
-        """To be at ``goal`` at the next doubling's end, as far as the schedule's own growth can be told from its last."""
+        """To be at ``goal`` at the next doubling's end, if the schedule grows as it did in the last."""
         now = evidence.scheduled[0] / evidence.peak[0] if evidence.peak[0] > 0 else 1.0
         growth = min(2.0, max(0.5, now / self.scheduled)) if self.scheduled > 0 else 1.0
         self.scheduled = now
         factor = goal / (_value(evidence) * growth)
-        decision = Decision(factor=factor, ramp=self._doubling(evidence), ramp_from=0.5 if restart else None, note=note)
+        decision = Decision(factor=factor, ramp=self._steps_of(evidence), ramp_from=0.5 if restart else None, note=note)
         return Learned([decision for _ in evidence.knobs], Restore(BEGINNING) if restart else None)
 
     def _from(self, evidence: Evidence, goal: float, note: str) -> Learned:
@@ -346,8 +325,8 @@ class LineRule(Controller):
 
     def _end(self, evidence: Evidence, best: float | None, note: str) -> Learned:
         """Back to the beginning, and from there to the estimate, or to the user's own values."""
-        self.phase = float(READ)
-        losses = self._doubling(evidence) * self._examples
+        self.phase = float(RISEN)
+        losses = self._steps_of(evidence) * self._examples
         width = 1.0 if losses >= ENOUGH else UNSURE
         stays = best is None or BAND[0] / width <= best <= BAND[1] * width
         if best is not None:
@@ -357,18 +336,14 @@ class LineRule(Controller):
                     f" (from {losses:g} losses to a doubling of the rate: only what is off by a factor of {BAND[1] * width:g} can be told)"
                 )
         goal = 1.0 if best is None or stays else best
-        over = round(RISE * (evidence.total_steps or 0))
-        self.risen = float(evidence.step + over)
-        self.since = float(evidence.step)
-        decisions = [
-            Decision(factor=goal / correction, ramp=over, ramp_from=1 / FROM, note=f"{note}: begun again")
-            for correction in evidence.corrections
-        ]
-        return Learned(decisions, Restore(BEGINNING))
+        ramp = round(RISE * (evidence.total_steps or 0))
+        self.risen, self.since = float(evidence.step + ramp), float(evidence.step)
+        rise = Decision(ramp=ramp, ramp_from=1 / FROM, note=f"{note}: begun again")
+        return Learned([replace(rise, factor=goal / correction) for correction in evidence.corrections], Restore(BEGINNING))
 
     # -- late ------------------------------------------------------------------------------------------------------------
 
-    def _read(self, evidence: Evidence) -> Asking[Learned]:
+    def _search_late(self, evidence: Evidence) -> Asking[Learned]:
         while self.late < len(LATE) and LATE[int(self.late)] * (evidence.total_steps or 0) <= evidence.step:
             self.late += 1
         if self.late >= len(LATE):
@@ -376,36 +351,29 @@ class LineRule(Controller):
         self.since = float(evidence.step)
         decisions = []
         for k in range(len(evidence.knobs)):
-            reading = yield from search_line(partial(Compare, LINE, knob=k), self.significant, self.farthest)
-            decisions.append(_late(reading, evidence.total_steps or 0))
+            found = yield from search_line(partial(Compare, LINE, knob=k), self.significant, self.farthest)
+            decisions.append(_late(found, evidence.total_steps or 0))
         return Learned(decisions)
 
 
-def _late(reading: Found, total_steps: int) -> Decision:
-    """Half of the way in rho where that is far; a rise takes 2 % of the run for each doubling, 10 % at most."""
-    rho = reading.rho or 1.0
-    far = rho >= FAR
-    factor = rho / 2 if far else 1.0
+def _late(found: LineSearch, total_steps: int) -> Decision:
+    """To half of rho where that is far; a rise takes 2 % of the run for each doubling, 10 % at most."""
+    rho = found.rho or 1.0
+    factor = rho / 2 if rho >= FAR else 1.0
     return Decision(
-        factor=factor, ramp=round(0.02 * total_steps * min(max(math.log2(factor), 1.0), 5.0)), slope=reading.slope,
-        error=abs(reading.slope / reading.across) if reading.across else None, t=reading.across,
-        note=f"far too low: rho {rho:.3g}" if far else "",
+        factor=factor, ramp=round(0.02 * total_steps * min(max(math.log2(factor), 1.0), 5.0)), slope=found.slope,
+        error=abs(found.slope / found.t) if found.t else None, t=found.t,
+        note=f"far too low: rho {rho:.3g}" if rho >= FAR else "",
     )  # fmt: skip
 
 
-def steps_per_doubling(total_steps: int, sync_interval: int, most: int = STEPS) -> int:
-    """`DOUBLING` of the run, but not above ``most``, in whole cycles; less than one where that would be twice as many."""
-    steps = min(DOUBLING * total_steps, most)
-    return round(steps / sync_interval) * sync_interval or max(1, round(steps))
-
-
 def _peak_over_mean(evidence: Evidence) -> float:
-    """Of the schedule: what the rate has to be on the mean, it has to be so many times at the peak."""
+    """Of the schedule: converts a mean rate to a peak."""
     return evidence.peak[0] / evidence.mean[0] if evidence.mean[0] > 0 else 1.0
 
 
 def _value(evidence: Evidence) -> float:
-    """The value in force as a part of its schedule's peak; in a sweep knobs move together, and the first stands for all."""
+    """The value in force as a part of its schedule's peak; in a sweep knobs move together, so the first stands for all."""
     return evidence.values[0] / evidence.peak[0] if evidence.peak[0] > 0 else evidence.corrections[0]
 
 
@@ -444,7 +412,7 @@ def check_swept(run: Run) -> None:
 
 
 def check_alike(run: Run, alone: bool) -> None:
-    """Raises ValueError where replicas are not equal where the line is read; ``alone``: to the end, for no other controller follows."""
+    """Raises ValueError where replicas are not equal during the searches; ``alone``: to the end, for no other controller follows."""
     others = [knob.name for knob in run.knobs if not knob.rate]
     if alone and others:
         raise ValueError(

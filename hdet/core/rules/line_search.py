@@ -1,4 +1,4 @@
-"""What a weight line says: where the loss is lowest along it, and how sure that is. Each function asks its questions as it goes."""
+"""Searches along a weight line: for the lowest loss, and for the divergence threshold. Generators that yield their questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..plan import Question
 
-__all__ = ["FARTHEST", "Asking", "Difference", "Found", "divergence_threshold", "minimum", "search_line"]
+__all__ = ["FARTHEST", "Asking", "Difference", "LineSearch", "divergence_threshold", "minimum", "search_line"]
 
 Difference = Callable[[float, float], Question]
 """(a, b) -> the question for the mean over the examples of L(theta(a)) - L(theta(b)), and its t"""
@@ -16,21 +16,23 @@ T = TypeVar("T")
 Asking = Generator[Question, Any, T]
 
 FARTHEST = 4.0**16
-"""multiplier beyond which no threshold is looked for"""
+"""largest multiplier at which a threshold is looked for"""
 
 
-class Found(NamedTuple):
-    across: float
-    """t of rho = 2 against 1/2"""
+class LineSearch(NamedTuple):
+    """The result of `search_line`."""
+
+    t: float
+    """of the loss at rho = 2 against that at 1/2"""
     slope: float
     """d loss / d ln(rho) at 1, between rho = 1/2 and 2"""
     rho: float | None
     """Where the loss is lowest; None where no difference is significant."""
     higher: bool
-    """Is it lower further along?"""
+    """Is the loss lower at a larger rho?"""
 
 
-def search_line(difference: Difference, significant: float, farthest: float) -> Asking[Found]:
+def search_line(difference: Difference, significant: float, farthest: float) -> Asking[LineSearch]:
     """Score rho = 1/2, 1, 2 and go on where the loss falls."""
     up = yield difference(2.0, 1.0)
     down = yield difference(0.5, 1.0)
@@ -47,7 +49,7 @@ def search_line(difference: Difference, significant: float, farthest: float) -> 
         rho = rho if rho >= farthest else (yield from minimum(difference, rho))
     elif max(abs(up[1]), abs(down[1]), abs(across[1])) > significant:
         rho = yield from minimum(difference, 0.5 if up[1] > 0 > down[1] else 1.0)
-    return Found(across[1], across[0] / (2 * math.log(2)), rho, higher)
+    return LineSearch(across[1], across[0] / (2 * math.log(2)), rho, higher)
 
 
 def minimum(difference: Difference, rho: float) -> Asking[float]:
@@ -63,7 +65,8 @@ def divergence_threshold(
 ) -> Asking[float]:
     """The first rho, within a factor of 2, at which the loss along a line is clearly above that of its beginning.
 
-    A line says roughly how far is too far, whatever the rate it was found at. ``rise``: of the mean loss, which is clear whatever its t is: see `range_test.clear_rise`.
+    It is a scale for rates that hardly depends on the rate of the steps that made the line. ``rise``: a rise of the mean loss that counts
+    whatever its t is (`range_test.clear_rise`).
     """
 
     def beyond(rho: float) -> Asking[bool]:

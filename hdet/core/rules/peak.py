@@ -9,6 +9,7 @@ from ..controller import Controller
 from ..evidence import Evidence
 from ..plan import Decision
 from ..schema import Flag, Kind, ListOf, Number
+from ..validate import within
 
 __all__ = ["LARGEST_T", "PeakController", "gated", "ratio"]
 
@@ -31,12 +32,12 @@ class PeakController(Controller):
 
     def __init__(self, step: float, dead: float, scale: float, begin: float, end: float, bound: float, freeze_after: float | None) -> None:
         super().__init__(freeze_after)
-        check_gate(step, dead, scale)
+        within(step, "step", "(0, inf)")
+        within(scale, "scale", "(0, inf)")
+        within(dead, "dead", "[0, inf)", "it counts standard errors")
         for name, value in (("begin", begin), ("end", end)):
-            if not (_is_number(value) and 0 <= value <= 1):
-                raise ValueError(f"{name} must be a part of the peak, in [0, 1], got {value!r}")
-        if not (_is_number(bound) and bound > 1):
-            raise ValueError(f"bound must be a number above 1, got {bound!r}")
+            within(value, name, "[0, 1]", "it is a part of the schedule's peak")
+        within(bound, "bound", "(1, inf)")
         self.step, self.dead, self.scale = step, dead, scale
         self.begin, self.end, self.bound = begin, end, bound
         self.begin_run(0)
@@ -90,16 +91,3 @@ def ratio(slope: float, error: float) -> float:
 def gated(t: float, step: float, dead: float, scale: float) -> float:
     """The move of ln(correction) for a vote: -step * tanh((|t| - dead) / scale), with the sign of t; 0 for |t| <= dead."""
     return math.copysign(step * math.tanh(max(abs(t) - dead, 0.0) / scale), -t)
-
-
-def check_gate(step: float, dead: float, scale: float) -> None:
-    """Raises ValueError for settings of `gated` that cannot be used."""
-    for name, value in (("step", step), ("scale", scale)):
-        if not (_is_number(value) and value > 0):
-            raise ValueError(f"{name} must be a positive number, got {value!r}")
-    if not (_is_number(dead) and dead >= 0):
-        raise ValueError(f"dead must be a number of standard errors >= 0, got {dead!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..evidence import Evidence
 from ..schema import POSITIVE, Flag, Kind, ListOf
+from ..validate import within
 from .peak import PeakController
 
 __all__ = ["PooledController"]
@@ -38,10 +39,8 @@ class PooledController(PeakController):
         bound: float = 1e3,
         freeze_after: float | None = None,
     ) -> None:
-        if not 0 <= memory < 1:
-            raise ValueError(f"memory must lie in [0, 1), got {memory!r}")
-        if not (math.isfinite(reach) and reach > 0):
-            raise ValueError(f"reach must be a positive number, got {reach!r}")
+        within(memory, "memory", "[0, 1)")
+        within(reach, "reach", "(0, inf)")
         super().__init__(step, dead, scale, begin, end, bound, freeze_after)
         self.memory, self.reach = memory, reach
 

@@ -13,9 +13,9 @@ mini-batches by its standard error; t < 0 says that a higher value was better. T
 
 Of these 1, 4 and 5 are `PeakController`'s.
 
-With local gradients each replica's way has noise of its own, which all mini-batches see alike, so that their scatter does not tell of it. It is
-in what the regression over replicas leaves unexplained, pooled over cycles, and is added to the error. (With N - 1 knobs nothing is
-left, and the error is too small.)
+With local gradients each replica's weights have noise of their own, which is the same in all mini-batches, so their scatter does not show it.
+The residual of the regression over replicas does; it is pooled over cycles and added to the error. (With N - 1 knobs there is no residual,
+and the error is too small.)
 """
 
 from __future__ import annotations

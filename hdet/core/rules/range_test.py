@@ -1,10 +1,9 @@
 """Where training breaks, and what rate follows from it: one sweep through the rates, a doubling at a time, from far below.
 
-At the beginning of a run the rate doubles from doubling to doubling while the training losses of each are averaged. Two rates show, in
-problems as different as a transformer, a convolutional net without normalisation and a recommender, always in the same relation to the best
-mean rate of a run, whatever the schedule (docs/evidence.md): the one from which on more rate does not help, and the one at which what was
-learned is lost again. Both are features of many steps and of size, not of a slope: noise hardly moves them, and the greedy bias, by which short looks ahead vote
-for rates that are too low, does not touch them.
+At the beginning of a run the rate doubles every few steps, and the training losses of each doubling are averaged. Two rates show: the one
+from which on more rate does not help, and the one at which what was learned is lost again. Their relation to the best mean rate of a run was
+the same for a transformer, a convolutional net without normalisation and a recommender, whatever the schedule (docs/evidence.md). Both are
+large effects over many steps and not slopes, so noise hardly moves them, and they do not have the greedy bias of short looks ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GAINED = 0.85
 PROGRESS = 0.05
 """A further part of the gain that counts as progress."""
 STALLED, PLAIN = 5.0, 2.5
-"""Octaves without progress after which none is expected, nor a break; and for how many one counts whose error is below that of progress."""
+"""Doublings without progress after which neither progress nor a break is expected; and how many one counts for whose error is below `PROGRESS`."""
 CLEAR = 4.0
 """Standard errors of a doubling's mean by which more is lost than there was. (Where a few examples make both, see `clear_rise`.)"""
 LEARNED, PAIRED = 8.0, 5.0
@@ -63,8 +62,8 @@ class Outcome(NamedTuple):
 
 
 def clear_rise(level: float, error: float) -> float:
-    """A rise above the untrained model's loss (``level``, with one standard error of it) that counts whatever its own error is: to twice as much, and clear
-    of ``error``. Where the losses of a few examples explode their mean is not significant however high it gets: its error is as high, t about 1."""
+    """A rise above the untrained model's loss ``level`` (with its standard error) that counts whatever its own error is: to twice as much,
+    and clear of ``error``. Where the losses of a few examples explode, the error is as high as the mean, and t stays about 1."""
     return abs(level) + LEARNED * error
 
 

@@ -10,6 +10,7 @@ from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision
 from ..schema import POSITIVE, Kind, ListOf, Number
+from ..validate import within
 
 __all__ = ["SoftmaxController", "gamma_floor", "gamma_printed", "momentum_update", "signal", "softmax_weights"]
 
@@ -84,16 +85,13 @@ class SoftmaxController(Controller):
     ) -> None:
         super().__init__(freeze_after)
         for name, value in (("temperature", temperature), ("div_factor", div_factor), ("final_div_factor", final_div_factor)):
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        if not (isinstance(step_size, (int, float)) and 0 <= step_size <= 100):
-            raise ValueError(f"step_size must be a number in [0, 100], got {step_size!r}")
-        if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}")
+            within(value, name, "(0, inf)")
+        within(step_size, "step_size", "[0, 100]")
+        within(momentum, "momentum", "[0, 1)")
         if decay not in (None, "floor", "printed"):
             raise ValueError(f"decay must be None, 'floor' or 'printed', got {decay!r}")
         self.temperature, self.step_size, self.momentum, self.decay = temperature, step_size, momentum, decay
-        self.div_factor, self.final_div_factor = div_factor, final_div_factor
+        self.div_factor, self.final_div_factor, self.leaves_schedule = div_factor, final_div_factor, decay is not None
         self.velocities: list[float] = []
         self.gammas: list[float] = []
         self.ceilings: list[float] = []
@@ -117,10 +115,6 @@ class SoftmaxController(Controller):
     def hold(self, evidence: Evidence) -> list[Decision]:
         self.velocities = [0.0] * len(self.velocities)
         return [replace(decision, note="") for decision in self.decide(replace(evidence, losses=[None] * len(evidence.losses)))]
-
-    @property
-    def leaves_schedule(self) -> bool:  # type: ignore[override]
-        return self.decay is not None
 
     def start(self, run: Run) -> None:
         """Refuse, before it begins, a run in which the decay could not be computed.

@@ -10,8 +10,8 @@ import torch
 
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.data import Corpus
-from hdet.cli.job.files import CONFIG, HISTORY, RunFolderError, read_config, read_history
 from hdet.cli.job.place import Place
+from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_config, read_history
 from hdet.cli.job.training import Run, RunSpec
 from hdet.core.replay import replay
 
