@@ -71,8 +71,9 @@ def loss_of(net: nn.Module, data: Batch) -> torch.Tensor:
     return losses_of(net, data).mean()
 
 
-def probe(net: nn.Module, **settings: Any) -> hdet.ProbeController:
-    return hdet.ProbeController(loss_of, lambda cycle: [batch(10_000 + 8 * cycle + i) for i in range(8)], model=net, **settings)
+def probe(net: nn.Module, first: int = 10_000, **settings: Any) -> hdet.ProbeController:
+    """On batches from number ``first`` on."""
+    return hdet.ProbeController(loss_of, lambda cycle: [batch(first + 8 * cycle + i) for i in range(8)], model=net, **settings)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------------

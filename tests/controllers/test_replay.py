@@ -21,17 +21,17 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
     "slope": (lambda m: hdet.SlopeController(dead=0.3, freeze_after=0.6), {"lr": 3e-4}),
     "rank": (lambda m: hdet.RankController(dead=0.2), {"lr": 1e-4}),
     "hypergradient": (lambda m: hdet.HypergradientController(), {}),
-    "probe": (lambda m: probe(m, interval=1), {"lr": 1e-5}),
-    "probe of several cycles": (lambda m: probe(m), {"every": 1, "lr": 1e-4}),
+    "probe": (lambda m: probe(m, 10**7, interval=1), {"lr": 1e-5}),
+    "probe of several cycles": (lambda m: probe(m, 10**7), {"every": 1, "lr": 1e-4}),
     "probe, cycles taken back": (
-        lambda m: probe(m, interval=1),
+        lambda m: probe(m, 10**7, interval=1),
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
     "line": (lambda m: hdet.LineController(m), {"together": 1, "lr": 1e-5, "total": 400}),
     "line, then probe": (
-        lambda m: hdet.SequentialController(hdet.LineController(m, late=False), probe(m)), {"every": 4, "lr": 1e-5, "total": 400}
+        lambda m: hdet.SequentialController(hdet.LineController(m, late=False), probe(m, 10**7)), {"every": 4, "lr": 1e-5, "total": 400}
     ),
-    "a shadow": (lambda m: hdet.Shadow(probe(m, interval=1)), {"lr": 1e-5}),
+    "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7, interval=1)), {"lr": 1e-5}),
 }  # fmt: skip
 
 
