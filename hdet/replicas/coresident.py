@@ -59,8 +59,9 @@ class CoresidentReplicas(Replicas):
         num_replicas: K >= 2.
         storage: "parameters": each replica is a set of parameters, with a set of masters where the optimizer keeps them. "displacement":
             replicas that share gradients lie on one line, so a float32 base and displacement say where all of them are, and each set of
-            parameters is its point on it, rounded. For parameters of 16 bits: 18 + 2 K bytes each with AdamW and its gradient, where float32
-            masters make it 10 + 6 K, and the average of a cycle is nearly free. float32 parameters take 8 bytes more than stored ones.
+            parameters is its point on it, rounded. It is for parameters of 16 bits: 18 + 2 K bytes each with AdamW and its gradient, where
+            float32 masters make it 10 + 6 K, and a step moves 30 + 2 K bytes instead of 18 + 10 K. In float32 it saves nothing: 8 bytes
+            more than stored sets, and on a CPU slower (``python -m benchmarks.replicas``).
             The optimizer has no ``master_weights``, and decay that is 0 or at the base rate (``decay_at="base"``); the rate is a knob
             without bounds; a cycle that ends with `Keep` is followed by one with the same multipliers. Everything else is refused by name.
 
