@@ -19,8 +19,9 @@ HELD = ("Start", "How-to", "Help")
 def sentences(text: str) -> list[str]:
     """The sentences of a page's prose."""
     text = re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"^(\s*)(```|~~~).*?^\1\2[^\S\n]*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^\s*([|#]|!!!|:::).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^([^\S\n]*)(```|~~~)[^\n]*\n.*?^\1\2[^\S\n]*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(    \S.*\n)+(?=\n)", "\n", text, flags=re.MULTILINE)  # an indented block
+    text = re.sub(r"^[^\S\n]*([|#]|!!!|:::).*$", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", text)
     text = re.sub(r"`[^`]+`", "code", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -51,6 +52,8 @@ def main() -> int:
     long = 0
     print(f"{'page':24} sentences  words, mean  limit")
     for page, held in pages():
+        if not page.exists():  # MkDocs says so
+            continue
         text = page.read_text(encoding="utf-8")
         mean = mean_length(text)
         long += held and mean > LIMIT
