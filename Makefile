@@ -1,11 +1,11 @@
-# make demo: from a clean clone to a trained model.   make test: the whole suite.   Both create .venv first.
+# make demo: from a clean clone to a trained model.   make test: the whole suite.   make docs: the site.   All create .venv first.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu lint wheel clean
+.PHONY: demo test docs gpu lint wheel clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -24,6 +24,15 @@ demo: $(BIN)/hdet.stamp
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope --ignore tests/faults
 	$(BIN)/python -m pytest -q tests/faults
+
+$(BIN)/docs.stamp: $(BIN)/hdet.stamp
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	touch $@
+
+# The site, into build/site; nothing is fetched but the extra's packages. A broken link, anchor or docstring reference ends it; so do long sentences.
+docs: $(BIN)/docs.stamp
+	$(BIN)/python docs/sentences.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
 # RESULTS=folder gets copies of what is written.

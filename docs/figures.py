@@ -9,11 +9,11 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.patches import FancyBboxPatch  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
 
-from hdet.core.spread import assignment, multipliers  # noqa: E402
+from hdet.core.spread import assignment, multipliers
 
 FOLDER = Path(__file__).parent / "figures"
 COLOURS = ["#3b6fb6", "#59a14f", "#e08a2e", "#c4474f"]
@@ -94,7 +94,9 @@ def correction(axes: Axes) -> None:
     parts = [i / 400 for i in range(401)]
     factors = [1.0 if p < 0.15 else 1.6 if p < 0.22 else 2.4 for p in parts]
     axes.plot(parts, [schedule(p) for p in parts], color=GREY, linestyle="--", label="schedule")
-    axes.plot(parts, [schedule(p) * c for p, c in zip(parts, factors, strict=True)], color="black", label="base value = schedule x correction")
+    axes.plot(
+        parts, [schedule(p) * c for p, c in zip(parts, factors, strict=True)], color="black", label="base value = schedule x correction"
+    )
     axes.step(parts, factors, color=COLOURS[2], linewidth=1, label="correction: what the controller has learned")
     axes.set(xlabel="part of the run", yticks=[0, 1, 2])
     axes.legend(frameon=False, fontsize=8)

@@ -17,9 +17,8 @@ def on_post_build(config: Any) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
         page = site / Path(path).relative_to("docs").with_suffix(".html") if path.startswith("docs/") and path.endswith(".md") else None
-        if not (ROOT / path).exists() or (page is not None and not page.exists()):
-            broken.append(target)
-        elif anchor and (page is None or f'id="{anchor}"' not in page.read_text(encoding="utf-8")):
+        there = (ROOT / path).exists() and (page is None or page.exists())
+        if not there or (anchor and (page is None or f'id="{anchor}"' not in page.read_text(encoding="utf-8"))):
             broken.append(target)
     if broken:
         raise PluginError(f"README.md links to what is not there: {', '.join(broken)}")

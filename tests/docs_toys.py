@@ -123,10 +123,10 @@ def as_torchrun() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
-def run(source: str, where: str, torchrun: bool) -> Names:
-    """Executes a block in a folder of its own. Returns its names."""
+def run(source: str, where: str, torchrun: bool = False, **given: Any) -> Names:
+    """Executes a block in a folder of its own, with ``given`` in the place of toys. Returns its names."""
     torch.manual_seed(0)
-    names, before = Names(__name__="__main__"), (Path.cwd(), dict(os.environ))
+    names, before = Names(given, __name__="__main__"), (Path.cwd(), dict(os.environ))
     store = None
     if torchrun:
         dist.destroy_process_group()

@@ -68,12 +68,14 @@ def test_the_block_runs_as_written(block: Block) -> None:
     if settings:
         run_ranks(run_on_rank, int(settings.get("ranks") or 1), block.source, str(block), "torchrun" in settings)
     else:
-        run(block.source, str(block), torchrun=False)
+        run(block.source, str(block))
 
 
 def test_all_blocks_are_found() -> None:
     assert len(BLOCKS) == sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES) > 20
-    [first, second, third] = blocks(ROOT, "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU -->\n\n```python\n3\n```\n")
+    [first, second, third] = blocks(
+        ROOT, "<!-- run: ranks=2 -->\n```python\n1\n```\n\n```python\n2\n```\n<!-- not run: no GPU -->\n\n```python\n3\n```\n"
+    )
     assert (first.how, second.how, third.how) == ("ranks=2", "", "no GPU") and third.left_out and not first.left_out
     assert [block.source for block in (first, second, third)] == ["1\n", "2\n", "3\n"]
 
@@ -93,7 +95,9 @@ def test_names_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    shown = re.findall(r"^::: hdet\.(\S+)$", "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE)
+    shown = re.findall(
+        r"^::: hdet\.(\S+)$", "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/api").glob("*.md")), re.MULTILINE
+    )
     modules = {"checkpoint", "converge", "kernels", "__version__"}
     wanted = {name for name in hdet.__all__ if name not in modules}
     for module in modules - {"__version__"}:
