@@ -32,7 +32,7 @@ $(BIN)/docs.stamp: $(BIN)/hdet.stamp
 # The site, into build/site; nothing is fetched but the extra's packages. A broken link, anchor or docstring reference ends it; so do long sentences.
 docs: $(BIN)/docs.stamp
 	$(BIN)/python docs/sentences.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
 # RESULTS=folder gets copies of what is written.
