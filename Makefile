@@ -1,4 +1,4 @@
-# make demo: from a clean clone to a trained model.   make test: the whole suite.   Both create .venv first.
+# make demo: from a clean clone to a trained model.   make test: the whole suite.   make docs: the site.   All create .venv first.
 # make test-matrix: the suite on the oldest and newest Python, torch and Triton that are supported, each in an environment of its own.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
@@ -11,7 +11,7 @@ PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
 MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*  newest:$(PYTHON):torch+triton
 
-.PHONY: demo test test-matrix gpu lint wheel clean
+.PHONY: demo test test-matrix docs gpu lint wheel clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -50,6 +50,15 @@ test-matrix:
 	        echo "$$what: passed" >>$$summary; \
 	    fi; \
 	done; echo; cat $$summary; exit $$bad
+
+$(BIN)/docs.stamp: $(BIN)/hdet.stamp
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	touch $@
+
+# The site, into build/site; nothing is fetched but the extra's packages. A broken link, anchor or docstring reference ends it; so do long sentences.
+docs: $(BIN)/docs.stamp
+	$(BIN)/python docs/sentences.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # No environment and no pip: the module is built in place, with the pybind11, cmake and ninja that are there, and any setuptools.
 # RESULTS=folder gets copies of what is written.
