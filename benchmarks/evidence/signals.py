@@ -120,9 +120,9 @@ class LineEars(hdet.Controller):
     def learn(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
         if evidence.step in self.moments:
             measured = yield from search_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
-            error = abs(measured.slope / measured.across) if measured.across else None
+            error = abs(measured.slope / measured.t) if measured.t else None
             self.heard = evidence.step
-            self.said.append(_said("line", self.moments[evidence.step], measured.slope, error, measured.across))
+            self.said.append(_said("line", self.moments[evidence.step], measured.slope, error, measured.t))
         return _nothing(evidence)
 
 

@@ -8,7 +8,6 @@ import itertools
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ..knobs import Bound, GroupKnob
-from ..knobs.cells import content, put
+from ..knobs.cells import content, group_cell, put
 from ..tensors.eval_mode import eval_mode
 
 __all__ = ["REMEDY", "TorchSchedulers"]
@@ -152,7 +151,7 @@ class TorchSchedulers:
         """What copies of these schedulers make of ``start``; None where one cannot be asked."""
         groups = [{key: content(value) for key, value in group.items()} for group in self._optimizer.param_groups]
         stand_in: Any = _StandIn(self._optimizer, groups)
-        copies: dict[_Place, Any] = {(knob, i): replace(cell, optimizer=stand_in) for (knob, i), cell in self._cells.items()}
+        copies: dict[_Place, Any] = {(knob, i): group_cell(stand_in, *cell.place[1]) for (knob, i), cell in self._cells.items()}
         for place, cell in copies.items():
             cell.set(start[place])
         for scheduler in chain:

@@ -140,7 +140,7 @@ class Waits(hdet.ProbeRule):
 
 
 def processes(rank: int, world: int) -> Any:
-    run = Run(rank, controller=lambda net: Scored(net, every=2), interval=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
+    run = Run(rank, controller=lambda net: Scored(net, interval=2), every=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
     trajectory, rhos = [run.weights()], []
     for _ in range(12):
         rhos.append(run.ensemble.multipliers["lr"])

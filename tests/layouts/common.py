@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hdet
-from tests.ensemble import helpers
+from tests import harness
 from tests.harness import policies
 from tests.reference import method
 
@@ -19,11 +19,11 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def model() -> nn.Sequential:
-    return helpers.model().double()
+    return harness.model().double()
 
 
 def batch(step: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = helpers.batch(100 * step + shard)
+    x, y = harness.batch(100 * step + shard)
     return x.double(), y.double()
 
 
