@@ -6,6 +6,14 @@
 // written in whole 32-byte sectors; eight floats in a row for each thread would touch every sector twice, and stores are not
 // merged. A 16-bit stream is then accessed in 8 bytes, twice. Where all streams of a chunk have 16 bits ("wide") the groups of a
 // thread follow each other, and an access is 16 bytes again.
+//
+// Words that all kernels here use:
+//   turn     one pass of a thread through its loop: eight elements of each stream, or one at the ends of a chunk
+//   head     elements of a chunk before the first boundary at which an access of full width is aligned; they are done one by one
+//   tail     the elements after the last full turn, likewise
+//   wide     all streams of the chunk have 16 bits: one access of 16 bytes takes eight elements
+//   narrow   (csrc/cpu/blocks.h) to round float32 to the 16 bits of a stream
+//   in step  a stream whose elements after the head are aligned too, so that it can be accessed in vectors
 #pragma once
 
 #include <cstdint>
