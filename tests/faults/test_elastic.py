@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..cli.harness import ROOT, wait_until_gone
 from ..distributed import run_ranks
-from ..jobs.harness import ROOT, wait_until_gone
 from ..limits import HANG_S
 from . import elastic_worker
 from .elastic_worker import KILL_AT, SAVE_EVERY, STEPS
