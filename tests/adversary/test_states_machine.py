@@ -1,6 +1,6 @@
 """Checkpoints whose contents are wrong although every checksum is right: refused in one line and nothing has changed, or the run goes on.
 
-States of an Ensemble by themselves are fuzzed in tests/ensemble, single values of manifests in tests/checkpoint, histories in tests/jobs; here
+States of an Ensemble by themselves are fuzzed in tests/ensemble, single values of manifests in tests/checkpoint, histories in tests/cli; here
 several things are wrong at once, in a whole checkpoint of a whole run.
 """
 
