@@ -1,4 +1,4 @@
-"""What travels to a device between steps, and what a capture refuses: hdet/kernels/native/mirrors.py, on tables in host memory."""
+"""What travels to a device between steps, and what a capture refuses: hdet/kernels/spec/mirrors.py, on tables in host memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
 from hdet.kernels.native import Memory, cuda
-from hdet.kernels.native.mirrors import Mirrors
 from hdet.kernels.native.step import NativeStepPlan
+from hdet.kernels.spec.mirrors import Mirrors
 
 
 def check_rates(backend: str) -> None:

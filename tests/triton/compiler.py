@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from hdet.kernels.native.mirrors import Mirrors
+from hdet.kernels.spec.mirrors import Mirrors
 from hdet.kernels.triton.launch import COMPILER, Memory
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -22,8 +22,8 @@ from torch import Tensor
 from hdet.profiling import ranged
 
 from .. import native
+from ..spec.mirrors import Mirrors, captured
 from .backend import NativeBackend
-from .mirrors import Mirrors, captured
 
 if native.missing is None:
     from hdet import _C

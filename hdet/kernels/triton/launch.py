@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ...profiling import ranged
-from ..native.mirrors import Mirrors, captured
+from ..spec.mirrors import Mirrors, captured
 
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
