@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import lists
 from .state import state_sets
+from .version_watch import VersionWatch
 
 Lines = Iterable[tuple[Tensor, dict[str, Any]]]
 """parameters, and their states with the keys of state.LINE_KEYS"""
@@ -45,8 +45,8 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
     return ((one == other) | (one.isnan() & other.isnan())).all()
 
 
-class LineWatch:
-    """Notices what others write to replicas on a line, by the versions that autograd counts, as `step_plans.Watch` does for masters.
+class LineWatch(VersionWatch):
+    """Notices what others write to replicas on a line.
 
     What all replicas have been given alike is taken over into the base. Anything else would take them off their line, and is refused.
     """
@@ -55,23 +55,14 @@ class LineWatch:
         """`rho_of`: the multipliers of a parameter, one for each replica."""
         ours = list(stepped)
         self.lines, self._rho_of = [*ours, *others], rho_of
-        self.params = list(chain.from_iterable(state_sets(state, param) for param, state in self.lines))
-        self.per_step = sum(len(state_sets(state, param)) for param, state in ours)
-        self.sum = -1  # nothing is known yet
-
-    def refresh(self) -> None:
-        """What has been written up to now is known."""
-        self.sum = sum(map(lists.version, self.params))
+        params = list(chain.from_iterable(state_sets(state, param) for param, state in self.lines))
+        super().__init__(params, sum(len(state_sets(state, param)) for param, state in ours))
 
     def check(self) -> None:
         """Raises ValueError, before anything is changed, if replicas have left their line."""
-        if sum(map(lists.version, self.params)) != self.sum:
+        if self.written():
             take_over(self.lines, self._rho_of)
             self.refresh()
-
-    def wrote(self) -> None:
-        """Our own step has counted up the versions of what it writes to by one."""
-        self.sum += self.per_step
 
 
 def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly: bool = False) -> None:

@@ -17,8 +17,8 @@ from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 
 from . import lists
-from .displacement import LineWatch
 from .state import REPLICA_KEYS, adopt, kept_masters, state_sets
+from .version_watch import VersionWatch
 
 Hyper = tuple[Any, ...]
 """lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of StepSettings, numbers or tensors"""
@@ -26,12 +26,11 @@ Hyper = tuple[Any, ...]
 _NUMBERS = frozenset((float, int, bool))
 
 
-class Watch:
+class Watch(VersionWatch):
     """Notices in-place changes by others to parameters that have float32 masters.
 
-    Every write under autograd's eyes counts up the version of its tensor, also load_state_dict of a model. Versions only grow, so
-    their sum tells. A write through `.data` or by a foreign kernel is not seen. Masters are written by `check` and `adopt` alone; the
-    first check looks at all of them. A DTensor and its shard count apart, and both are watched; a shard may move.
+    Masters are written by `check` and `adopt` alone; the first check looks at all of them. A DTensor and its shard count apart, and
+    both are watched; a shard may move.
     """
 
     def __init__(self, stepped: Iterable[tuple[Tensor, dict[str, Any]]], others: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -39,9 +38,8 @@ class Watch:
         ours = [pair for param, state in stepped for pair in _watched(param, state)]
         self.pairs = [*ours, *(pair for param, state in others for pair in _watched(param, state))]
         self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
+        super().__init__([], len(with_shards([param for param, _ in ours])))
         self._look()
-        self.per_step = len(with_shards([param for param, _ in ours]))
-        self.sum = -1  # nothing is known yet
 
     def _look(self) -> None:
         self.params = with_shards([param for param, _ in self.pairs])
@@ -57,17 +55,9 @@ class Watch:
             self._look()
         self.refresh()
 
-    def refresh(self) -> None:
-        """What has been written up to now is known."""
-        self.sum = sum(map(lists.version, self.params))
-
     def check(self) -> None:
-        if self.params and (sum(map(lists.version, self.params)) != self.sum or self._moved()):
+        if self.params and (self.written() or self._moved()):
             self.adopt()
-
-    def wrote(self) -> None:
-        """Our own step has counted up the versions of what it writes to by one."""
-        self.sum += self.per_step
 
 
 @dataclass(frozen=True)
@@ -99,7 +89,7 @@ class Planned:
         written: list[Tensor],
         entries: Mapping[int, dict[str, Any]],
         states: Mapping[int, dict[str, Any]],
-        watch: Watch | LineWatch,
+        watch: VersionWatch,
     ) -> None:
         self.params, self.sizes, self.absent, self.flags, self.parts = params, sizes, absent, flags, parts
         self.entries, self.places = entries, list(states)

@@ -23,6 +23,7 @@ from .displacement import LineWatch
 from .finish import Averaging, ShardedClip
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
 from .step_plans import Hyper, Part, Planned, Watch
+from .version_watch import VersionWatch
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -303,9 +304,7 @@ class Stepper(Optimizer):
         )
         return kernels.rank_one_plan(line, self.backend)
 
-    def _watch(
-        self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], others: Sequence[tuple[Tensor, dict[str, Any]]]
-    ) -> Watch | LineWatch:
+    def _watch(self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], others: Sequence[tuple[Tensor, dict[str, Any]]]) -> VersionWatch:
         if not self._on_line:
             return Watch(stepped, others)
         return LineWatch(stepped, [(param, state) for param, state in others if "base" in state], self._rho_of)
