@@ -52,7 +52,7 @@ def disturbed(images: Tensor, generator: torch.Generator) -> Tensor:
     return shifted + NOISE * torch.randn(shifted.shape, generator=generator)
 
 
-def _generator(*key: object) -> torch.Generator:
+def seeded(*key: object) -> torch.Generator:
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -72,7 +72,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def batch(seed: int, step: int) -> Batch:
     images, labels, _, _ = data()
-    generator = _generator("train", seed, step)
+    generator = seeded("train", seed, step)
     chosen = torch.randint(len(images), (IMAGES,), generator=generator)
     return disturbed(images[chosen], generator), labels[chosen]
 
@@ -86,7 +86,7 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 def held_out() -> Batch:
     """The 500 other images, each disturbed four times: the task of training, on other handwriting."""
     _, _, images, labels = data()
-    return disturbed(images.repeat(4, 1, 1, 1), _generator("validation")), labels.repeat(4)
+    return disturbed(images.repeat(4, 1, 1, 1), seeded("validation")), labels.repeat(4)
 
 
 DIGITS = Problem(

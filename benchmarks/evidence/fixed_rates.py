@@ -1,0 +1,98 @@
+"""Fixed rates on every workload: the final held-out loss against the peak, for runs of several lengths, each with a schedule of its own.
+
+    python -m benchmarks.evidence.fixed_rates [--workloads llama ...] [--lengths 60 ... 10000] [--exponents -6 ... 6] [--seeds 1]
+                                              [--jobs 2] [--quick] [--json FILE]
+
+Rates are 2^exponent times the one that people would write first. A short run with its own warm-up and fall is what an annealed trial is; so
+the same table tells what trials would have said, and what was right for the whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from . import command
+from .runs import Record, Task, finite, identity
+from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, WORKLOADS
+
+RESULTS = "benchmarks/results/evidence/fixed-rates.jsonl"
+LENGTHS = (60, 120, 240, 480, 1500)
+
+
+def run(workload: str, exponent: int, seed: int, steps: int) -> Record:
+    """One line of the results."""
+    chosen, began = WORKLOADS[workload], time.perf_counter()
+    problem, rate = chosen.problem, chosen.rate * 2.0**exponent
+    model = problem.build(seed)
+    optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
+    schedule = SCHEDULES[chosen.schedule](optimizer, steps)
+    least, broken = math.inf, False
+    for step in range(steps):
+        loss = problem.losses(model, problem.batch(seed, step)).mean()
+        loss.backward()
+        broken = not math.isfinite(loss.item())
+        if broken:
+            break
+        least = min(least, loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    validation = math.inf if broken else problem.validate(model)
+    return {
+        "benchmark": "fixed-rates", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps,
+        "validation": finite(validation), "untrained": untrained(workload, seed), "seconds": time.perf_counter() - began, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+@cache
+def untrained(workload: str, seed: int) -> float:
+    problem = WORKLOADS[workload].problem
+    return problem.validate(problem.build(seed))
+
+
+key = identity("workload", "exponent", "seed", "steps")
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """The short ones first."""
+    for seed in range(options.seeds):
+        for steps in options.lengths:
+            for workload in options.workloads:
+                for exponent in options.exponents:
+                    yield {"workload": workload, "exponent": exponent, "seed": seed, "steps": steps}
+
+
+def table(records: Sequence[Record]) -> str:
+    """By workload and length: the mean over seeds of each rate's loss, the best one marked."""
+    lines = []
+    for workload in dict.fromkeys(record["workload"] for record in records):
+        for steps in sorted({record["steps"] for record in records if record["workload"] == workload}):
+            found: dict[int, list[float]] = {}
+            for record in records:
+                if (record["workload"], record["steps"]) == (workload, steps):
+                    loss = record["validation"]
+                    found.setdefault(record["exponent"], []).append(record["untrained"] if loss is None else min(loss, record["untrained"]))
+            means = {exponent: sum(losses) / len(losses) for exponent, losses in sorted(found.items())}
+            best = min(means, key=means.__getitem__)
+            cells = "  ".join(f"{'*' if e == best else ''}{e:+d}: {loss:.4g}" for e, loss in means.items())
+            lines.append(f"{workload:12s} {steps:6d}  {cells}\n")
+    return "".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command.parser(__doc__, RESULTS, "one workload, 20 steps, two rates", seeds=1)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(DEVELOPMENT))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--exponents", type=int, nargs="+", default=list(range(-6, 7)))
+    options = command.parsed(parser, arguments, workloads=["small"], lengths=[20], exponents=[0, 3], seeds=1)
+    print(table(command.complete(run, tasks(options), key, options)), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Problems as people train them: a model, data, an optimizer, a schedule, and the rate that one would write first.
+
+Rules and constants are found on the workloads of the development half. Those of the test half are run once a rule is frozen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+import hdet
+
+from ..problems import PROBLEMS, Problem
+from .finetuning import ADAPTERS, FINETUNING
+from .images import DIFFUSION, RESNET, VIT
+from .language import EXPERTS, LLAMA, RECURRENT
+from .tables import REGRESSION, SMALL
+
+__all__ = ["DEVELOPMENT", "OPTIMIZERS", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
+
+OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
+    "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
+    "adamw-0.95": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.95)),
+    "sgd": lambda groups, rate: hdet.FusedSGD(groups, lr=rate, momentum=0.9),
+    "lion": lambda groups, rate: hdet.FusedLion(groups, lr=rate),
+}
+WARMUP = 0.05
+
+
+def _shape(name: str, part: float) -> float:
+    """Of the peak, at a part of the run in [0, 1)."""
+    if part < WARMUP:
+        return part / WARMUP
+    if name == "wsd":
+        return min(1.0, (1 - part) / 0.2)
+    after = (part - WARMUP) / (1 - WARMUP)
+    return 1 - after if name == "linear" else 0.5 * (1 + math.cos(math.pi * after))
+
+
+def _schedule(name: str) -> Callable[[Optimizer, int], LRScheduler]:
+    return lambda optimizer, steps: LambdaLR(optimizer, lambda step: max(_shape(name, (step + 1) / (steps + 1)), 0.0))
+
+
+SCHEDULES = {name: _schedule(name) for name in ("cosine", "wsd", "linear")}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A problem, and how it is trained."""
+
+    problem: Problem
+    optimizer: str
+    schedule: str
+    rate: float
+    """The peak that people would write first."""
+
+    @property
+    def name(self) -> str:
+        return self.problem.name
+
+
+def _named(*workloads: Workload) -> dict[str, Workload]:
+    return {workload.name: workload for workload in workloads}
+
+
+DEVELOPMENT = _named(
+    Workload(LLAMA, "adamw-0.999", "cosine", 1e-3),
+    Workload(RECURRENT, "adamw-0.999", "cosine", 1e-3),
+    Workload(PROBLEMS["transformer"], "adamw-0.95", "wsd", 1e-3),
+    Workload(PROBLEMS["digits"], "adamw-0.95", "wsd", 1e-3),
+    Workload(PROBLEMS["recsys"], "adamw-0.95", "wsd", 1e-3),
+    Workload(REGRESSION, "adamw-0.999", "cosine", 1e-3),
+    Workload(SMALL, "adamw-0.999", "linear", 1e-3),
+    Workload(RESNET, "sgd", "cosine", 0.1),
+)
+"""The three old problems, and those of which facts were known before: none of them can judge a rule."""
+TEST = _named(
+    Workload(VIT, "adamw-0.999", "cosine", 1e-3),
+    Workload(DIFFUSION, "adamw-0.999", "wsd", 1e-3),
+    Workload(EXPERTS, "adamw-0.95", "cosine", 1e-3),
+    Workload(FINETUNING, "adamw-0.999", "linear", 1e-4),
+    Workload(ADAPTERS, "lion", "linear", 1e-4),
+)
+WORKLOADS = {**DEVELOPMENT, **TEST}

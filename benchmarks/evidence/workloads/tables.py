@@ -1,0 +1,90 @@
+"""A regression whose loss falls by orders of magnitude, and a small noisy set that is seen many times."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from sklearn.datasets import load_breast_cancer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..problems.digits import seeded
+from ..problems.problem import Batch, Problem, mean_loss
+from .groups import decaying_matrices
+
+ROWS, INPUTS = 32, 6
+WRONG = 0.15
+"""part of the training labels that are flipped"""
+
+
+def _network(seed: int, inputs: int, width: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))
+
+
+def _smooth(x: Tensor) -> Tensor:
+    """Friedman's function of six inputs in [-1, 1], the last of no effect; without noise, standard deviation near 1."""
+    u = (x + 1) / 2
+    return (10 * torch.sin(torch.pi * u[:, 0] * u[:, 1]) + 20 * (u[:, 2] - 0.5) ** 2 + 10 * u[:, 3] + 5 * u[:, 4] - 14.4) / 4.9
+
+
+def _points(key: tuple[object, ...], count: int) -> Batch:
+    x = 2 * torch.rand(count, INPUTS, generator=seeded("regression", *key)) - 1
+    return x, _smooth(x)
+
+
+def _squares(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return (model(x) - y).square()
+
+
+@cache
+def _cells() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training rows and their labels, of which some are wrong; held-out rows and their right labels."""
+    data = load_breast_cancer()
+    x, y = torch.tensor(data.data, dtype=torch.float32), torch.tensor(data.target, dtype=torch.float32)
+    x = (x - x.mean(0)) / x.std(0)
+    order, wrong = (
+        torch.randperm(len(x), generator=seeded("small", "split")),
+        torch.rand(len(x), generator=seeded("small", "wrong")) < WRONG,
+    )
+    train, held_out = order[:256], order[256:]
+    return x[train], torch.where(wrong, 1 - y, y)[train], x[held_out], y[held_out]
+
+
+def _rows(seed: int, step: int) -> Batch:
+    """Epoch by epoch, each in an order of its own."""
+    x, y, _, _ = _cells()
+    epoch, place = divmod(step * ROWS, len(x))
+    chosen = torch.randperm(len(x), generator=seeded("small", seed, epoch))[place : place + ROWS]
+    return x[chosen], y[chosen]
+
+
+def _coin_losses(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
+
+
+REGRESSION = Problem(
+    name="regression",
+    steps=1500,
+    batch_size=ROWS,
+    build=lambda seed: _network(seed, INPUTS, 64),
+    groups=lambda model: decaying_matrices(model, 0.0),
+    batch=lambda seed, step: _points((seed, step), ROWS),
+    spare=lambda seed, step, number: _points((seed, "spare", number), ROWS),
+    losses=_squares,
+    validate=lambda model: mean_loss(model, _squares, [_points(("validation",), 4096)]),
+)
+SMALL = Problem(
+    name="small",
+    steps=1500,
+    batch_size=ROWS,
+    build=lambda seed: _network(seed, 30, 32),
+    groups=lambda model: decaying_matrices(model, 0.01),
+    batch=_rows,
+    spare=lambda seed, step, number: _rows(seed, 10_000_000 + number),
+    losses=_coin_losses,
+    validate=lambda model: mean_loss(model, _coin_losses, [_cells()[2:]]),
+)
