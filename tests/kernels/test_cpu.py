@@ -18,13 +18,13 @@ from .table import BF16, CASES, F16, F32, I16, Case, Format
 from .test_gradients import with_exchange
 
 MIXED = (
-    Format(average=F32),
-    Format(BF16, None, BF16, BF16, BF16, BF16),
+    Format(),
+    Format(BF16, None, BF16, BF16, BF16),
     Format(BF16, I16, BF16),
     Format(F16, F32, F16, F32, BF16),
     Format(BF16, F32, F32, BF16),
 )
-# enough for a parallel region, every kind of stream, and both ways of finishing
+# enough for a parallel region, and every kind of stream
 WIDE = [
     Case("one replica", sizes=(3, 5 * CHUNK + 1, 0, 17, 2 * CHUNK, 40), shifts=(1,), max_norm=1.0),
     Case(
@@ -35,10 +35,7 @@ WIDE = [
         rows=2,
         shifts=(0, 1, 2, 3),
         max_norm=1.0,
-        average_weights=(1.0, 0.25),
         stochastic=9,
-        finish="mean",
-        weights=(0.2,) * 5,
         zero_gradients=True,
     ),
 ]

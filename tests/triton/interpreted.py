@@ -23,8 +23,9 @@ from hdet.kernels.triton import launch as triton_launch
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
-from tests.kernels import test_average, test_gradients, test_memory, test_norm, test_pair, test_rank_one
-from tests.kernels.cases import CHUNK, SIZES, Guarded
+from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_pair, test_rank_one
+from tests.kernels.cases import CHUNK, SIZES
+from tests.kernels.lines import RULES, line_left
 from tests.kernels.problem import check
 from tests.kernels.table import CASES, STORAGE, Case
 
@@ -34,12 +35,9 @@ from .twin import Twin
 def cut(case: Case) -> Case:
     """Seven tensors, the first and the last; 5 replicas, one more than a batch, for 8 or 16; one step if nothing changes between steps."""
     sizes = case.sizes if len(case.sizes) <= 7 else case.sizes[:4] + case.sizes[-3:]
-    changes = case.changing or case.spoiled or case.special or case.found_inf or len(case.average_weights) > 1
+    changes = case.changing or case.spoiled or case.special or case.found_inf
     case = replace(case, sizes=sizes, steps=min(case.steps, 2) if changes else 1)
-    if case.replicas <= 5 or case.name.startswith("6:"):
-        return case
-    total = sum(case.weights[:5])
-    return replace(case, replicas=5, weights=tuple(w / total for w in case.weights[:5]))
+    return case if case.replicas <= 5 or case.name.startswith("6:") else replace(case, replicas=5)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -69,7 +67,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (test_average, test_gradients, test_norm, test_pair, test_rank_one):
+    for module in (cases, test_average, test_gradients, test_norm, test_pair):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -218,47 +216,16 @@ def test_norm_edges() -> None:
 # rank one
 
 
-@pytest.mark.parametrize("rule", test_rank_one.RULES)
-def test_a_line_has_the_bits_of_the_cpu(rule: str) -> None:
-    found = []
-    for backend in ("cpu", "triton"):
-        sizes = [0, 7, CHUNK + 1]
-        line = test_rank_one.Line(rule, sizes, 3, backend, torch.bfloat16, moments=torch.bfloat16, stochastic=11)
-        for turn in range(5):
-            gradients = Guarded(sizes, 0, turn)
-            options = StepOptions(max_norm=1.0, zero_gradients=turn == 0)
-            if turn in (1, 2):
-                options = replace(options, finish="mean", weights=[0.5, 0.0, 0.5])
-            if turn == 3:
-                gradients.tensors[1][0] = math.nan
-            line.plan.step(gradients.tensors, test_rank_one.settings_of(rule, [0.5, 1.0, 1.5]), options)
-            gradients.assert_guards()
-            assert (turn != 0) or not any(g.any() for g in gradients.tensors)
-        line.plan.converge([0.25, 0.5, 0.25])
-        line.plan.step(Guarded(sizes, 0, 9).tensors, test_rank_one.settings_of(rule, [0.25, 1.0, 1.75]))
-        found.append(line.everything())
-        for part in (line.base, line.displacement, *line.outputs, line.first, line.second):
-            part.assert_guards()
+@pytest.mark.parametrize("rule", RULES)
+def test_lines(rule: str) -> None:
+    formats = (torch.bfloat16, torch.float32, torch.bfloat16) if rule != "sgd" else (torch.float16,) * 3
+    found = [line_left(rule, 3, formats, [7, 0, CHUNK + 1], backend) for backend in ("cpu", "triton")]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("rule", test_rank_one.RULES)
-def test_infinities_and_nan_on_a_line(rule: str) -> None:
     test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_of_16_bits(dtype: torch.dtype) -> None:
-    test_rank_one.test_outputs_of_16_bits_are_the_rounded_ones(dtype, "triton")
-
-
-@pytest.mark.parametrize("after_mean", [False, True])
-def test_skipped_steps_on_a_line(after_mean: bool) -> None:
-    test_rank_one.test_a_skipped_step_moves_nothing_but_folds(after_mean, "triton")
-
-
 def test_lines_that_stay_and_lines_that_are_refused() -> None:
-    test_rank_one.test_converge_before_any_step_and_after_a_mean_changes_nothing("triton")
+    test_rank_one.test_a_converge_of_replicas_that_are_together_changes_nothing("triton")
     test_rank_one.test_what_would_leave_the_line_is_refused_before_anything_changes("triton")
 
 
