@@ -17,9 +17,8 @@ from triton.runtime import interpreter
 
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
-from hdet.kernels.spec import rounding
+from hdet.kernels.spec import mirrors, rounding
 from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
-from hdet.kernels.triton import launch as triton_launch
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
@@ -218,7 +217,7 @@ def test_norm_edges() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_lines(rule: str) -> None:
-    formats = (torch.bfloat16, torch.float32, torch.bfloat16) if rule != "sgd" else (torch.float16,) * 3
+    formats = (torch.bfloat16, torch.float32, torch.bfloat16) if rule != "sgd" else (torch.float16, torch.float16, torch.float32)
     found = [line_left(rule, 3, formats, [7, 0, CHUNK + 1], backend) for backend in ("cpu", "triton")]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
@@ -268,7 +267,7 @@ def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> Non
 
 def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, table = Memory(torch.device("cpu")), torch.zeros(2)
-    monkeypatch.setattr(triton_launch, "_capturing", lambda device: True)
+    monkeypatch.setattr(mirrors, "_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"before the capture run one step .* optimizer.write_hyperparameters"):
         memory.refresh(torch.ones(2), table)
     assert table.tolist() == [0.0, 0.0]
@@ -280,7 +279,7 @@ def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.Mon
 def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be compiled and loaded under capture: the norm's, and another end of a step."""
     p, g, capturing = torch.zeros(3), torch.ones(3), [False]
-    monkeypatch.setattr(triton_launch, "_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(mirrors, "_capturing", lambda device: capturing[0])
     plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
     plan.step([g], [StepSettings(0.5)])
     for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):

@@ -18,6 +18,7 @@ from torch import Tensor
 from hdet import _C, kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.native import cuda
+from hdet.kernels.spec import mirrors
 from hdet.kernels.spec.interface import PLAIN
 
 from ..cases import CHUNK, SIZES, Guarded
@@ -301,16 +302,16 @@ def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
 
 def test_tables_that_a_graph_holds_outlive_their_plan() -> None:
     _, plan, gradients, settings = prepared()
-    count = len(cuda.captured)
+    count = len(mirrors.captured)
     plan.step(gradients, settings)
-    assert len(cuda.captured) == count
+    assert len(mirrors.captured) == count
     state.capturing = True
     plan.step(gradients, settings)
     plan.step(gradients, settings)
     addresses = {address for _, address in state.used}
     del plan
-    assert len(cuda.captured) == count + 1, "once for each plan"
-    assert addresses == {table.data_ptr() for table in cuda.captured[-1]}
+    assert len(mirrors.captured) == count + 1, "once for each plan"
+    assert addresses == {table.data_ptr() for table in mirrors.captured[-1]}
 
 
 @pytest.mark.parametrize("how", [{"lr": 0.3}, {"weight_decay": 0.7}, {"beta1": 0.3, "beta2": 0.4}, {"multipliers": [1.7]}])
