@@ -129,6 +129,8 @@ def test_philox_gives_the_published_numbers(numbers: ctypes.CDLL, seed: int, cou
     out = (ctypes.c_uint32 * 4)()
     numbers.philox_words(ctypes.c_uint64(seed), (ctypes.c_uint32 * 4)(*counter), out)
     assert list(out) == expected
+    words = rounding.philox(seed, tuple(torch.tensor([c]) for c in counter))  # type: ignore[arg-type]
+    assert [int(word) for word in words] == expected
 
 
 def test_every_part_of_a_place_is_in_the_random_numbers(numbers: ctypes.CDLL) -> None:

@@ -66,18 +66,6 @@ def exactly(x: Tensor) -> Bounded:
     return Bounded(x, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_copies_are_the_product_rounded_once(backend: str, sizes: list[int], scale: float) -> None:
-    pair = Pair(sizes, [(F32, None)], [(F32, None)], backend)
-    sources, _ = pair.values()
-    pair.plan.copy(scale)
-    for source, destination in zip(sources, pair.destinations, strict=True):
-        assert torch.equal(destination.cpu(), torch.tensor(scale, dtype=F32) * source.float())
-    pair.assert_sources_untouched(sources)
-
-
 @pytest.mark.parametrize("operation", ["copy", "scaled copy", "lerp", "lerp to the end"])
 @pytest.mark.parametrize("destination", KINDS, ids=str)
 @pytest.mark.parametrize("source", SOURCES, ids=str)

@@ -100,17 +100,6 @@ def test_a_tensor_as_the_rate(rule: Rule, dtype: torch.dtype, backend: str) -> N
     pair.check()
 
 
-def test_a_float_becomes_a_tensor_of_the_same_value_that_then_changes() -> None:
-    pair = Pair(make=lambda params, cls: cls(params, lr=0.5))
-    for step in pair.run(6):
-        for optimizer in (pair.a, pair.b):
-            if step == 2:
-                optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-            elif step > 2:
-                optimizer.param_groups[0]["lr"].mul_(0.5)
-    pair.check()
-
-
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_a_multiplier_is_a_scaled_rate(rule: Rule) -> None:
     pair = Pair(rule)

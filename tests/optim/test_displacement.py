@@ -87,27 +87,6 @@ def test_memory_is_a_base_a_displacement_and_the_sets() -> None:
     assert sum(t.nbytes for t in held) == (18 + 2 * 3) * params[0].numel()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=names)
-def test_a_state_from_the_middle_of_a_cycle_resumes_bitwise(rule: Rule, dtype: torch.dtype) -> None:
-    ours, a, sets = on_line(rule, dtype)
-    run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
-    saved, model = copy.deepcopy(a.state_dict()), [param.detach().clone() for param in ours]
-    theirs, b, others = on_line(rule, dtype)
-    run(b, theirs, range(7, 9))
-    b.load_state_dict(saved)
-    with torch.no_grad():
-        for param, value in zip(theirs, model, strict=True):
-            param.copy_(value)
-    for optimizer, params in ((a, ours), (b, theirs)):
-        run(optimizer, params, range(3, 5))
-        optimizer.average_replicas(WEIGHTS)
-        run(optimizer, params, range(5, 6))
-    for k in range(3):
-        assert_equal(sets[k], others[k])
-        assert_equal(exact(a, k), exact(b, k))
-
-
 def test_saving_and_looking_change_nothing() -> None:
     (ours, a, sets), (theirs, b, others) = on_line(dtype=torch.bfloat16), on_line(dtype=torch.bfloat16)
     for step in range(6):

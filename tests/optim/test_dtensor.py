@@ -123,25 +123,6 @@ def test_shards_step_as_the_full_tensors_would(sizes: tuple[int, ...], placement
     run_ranks(same_bits_as_plain, math.prod(sizes), sizes, placements)
 
 
-def a_rank_without_an_element(rank: int, world_size: int) -> None:
-    mesh, param = mesh_of(2), Parameter(torch.ones(1, 3))
-    laid_out = Parameter(distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)], src_data_rank=None))
-    assert laid_out.to_local().numel() == (3 if rank == 0 else 0)
-    optimizers = [FusedAdamW([p], max_grad_norm=1.0) for p in (param, laid_out)]
-    for _ in range(2):
-        param.grad = torch.full((1, 3), 2.0)
-        laid_out.grad = distribute_tensor(param.grad, mesh, [Shard(0)], src_data_rank=None)
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(full(laid_out), param.detach(), rtol=1e-6, atol=0)
-    assert optimizers[1].state[laid_out]["step"].item() == 2  # counted here, too
-    assert optimizers[1].grad_norm is not None and optimizers[1].grad_norm.item() == pytest.approx(math.sqrt(12))
-
-
-def test_a_rank_may_own_nothing_at_all() -> None:
-    run_ranks(a_rank_without_an_element, 2)
-
-
 # -- models of torch's parallel modules ---------------------------------------------------------------------------------------------
 
 

@@ -168,21 +168,11 @@ def test_pairs(destination: test_pair.Kind, operation: str) -> None:
 
 
 def test_copies_of_long_tensors_and_exchanges() -> None:
-    test_pair.test_copies_are_the_product_rounded_once("triton", SIZES["chunk edges"], 1 / 3)
+    test_pair.test_mixed_sets("triton", SIZES["chunk edges"], "scaled copy")
     test_pair.test_swap_exchanges_bits_and_back("triton", test_pair.SOURCES)
     test_pair.test_swap_keeps_every_bit_pattern_of_nan("triton")
     for kind in test_pair.KINDS:
         test_pair.test_scale_zero_reads_nothing_and_lerp_to_the_end_copies("triton", kind)
-
-
-def test_pairs_that_cannot_change_places_change_nothing() -> None:
-    x, y = torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)
-    plan = kernels.pair_plan([x], [y], backend="triton")
-    with pytest.raises(TypeError, match="source 0 .* cannot change places"):
-        plan.swap()
-    with pytest.raises(ValueError, match=r"weight=1.5 must be in \[0, 1\]"):
-        plan.lerp(1.5)
-    assert y.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -249,31 +239,8 @@ def test_the_tables_are_as_long_as_the_kernels_take_them() -> None:
     assert (hyper.CALL_SETTINGS.value, hyper.ROW_SETTINGS.value) == (CALL_SETTINGS, ROW_SETTINGS)
 
 
-def test_settings_travel_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    refresh = Memory.refresh
-    monkeypatch.setattr(Memory, "refresh", lambda self, table, placed: (copies.append(table.numel()), refresh(self, table, placed))[1])
-    p, g = torch.zeros(3), torch.ones(3)
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
-    for lr, number in ((0.5, 2), (0.5, 0), (0.25, 1), (0.25, 0)):  # the first step brings the gradients' addresses as well
-        copies.clear()
-        plan.step([g], [StepSettings(lr)])
-        assert len(copies) == number
-
-
 def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:
     test_memory.check_rates("triton")
-
-
-def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, table = Memory(torch.device("cpu")), torch.zeros(2)
-    monkeypatch.setattr(mirrors, "_capturing", lambda device: True)
-    with pytest.raises(RuntimeError, match=r"before the capture run one step .* optimizer.write_hyperparameters"):
-        memory.refresh(torch.ones(2), table)
-    assert table.tolist() == [0.0, 0.0]
-    for new in (lambda: memory.place(table), lambda: memory.room(2, torch.float32)):
-        with pytest.raises(RuntimeError, match="first call, which cannot be captured"):
-            new()
 
 
 def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
