@@ -22,7 +22,7 @@ from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
-from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_pair, test_rank_one
+from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.lines import RULES, line_left
 from tests.kernels.problem import check
@@ -66,7 +66,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_gradients, test_norm, test_pair):
+    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -86,33 +86,12 @@ def test_chunks_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -
 # numbers
 
 
-@triton.jit
-def convert(x, upper, lower, joined, nearest, up, random, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    value = tl.load(x + i)
-    tl.store(upper + i, numbers.upper_half(value).to(tl.int16, bitcast=True))
-    tl.store(lower + i, numbers.lower_half(value).to(tl.int16, bitcast=True))
-    tl.store(nearest + i, numbers.to_bf16(value).to(tl.int16, bitcast=True))
-    tl.store(up + i, numbers.to_bf16_stochastic(value, tl.load(random + i).to(tl.uint32)).to(tl.int16, bitcast=True))
-    tl.store(joined + i, numbers.join(numbers.upper_half(value), numbers.lower_half(value)))
-
-
-def test_every_upper_half_and_ties_are_rounded_as_in_torch() -> None:
-    upper = torch.arange(1 << 16, dtype=torch.int64)
-    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
-        bits = upper << 16 | low
-        x = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-        random = torch.arange(1 << 16, dtype=torch.int32) * 40503 % (1 << 16)
-        out = [torch.zeros(1 << 16, dtype=torch.int16) for _ in range(4)]
-        joined = torch.zeros(1 << 16)
-        convert[(1,)](x, out[0], out[1], joined, out[2], out[3], random, BLOCK=1 << 16)
-        finite = ~x.isnan()
-        assert torch.equal(joined.view(torch.int32), torch.where(finite, x.view(torch.int32), 0x7FC00000))
-        assert torch.equal(out[0].view(torch.bfloat16).view(torch.int16), rounding.split(x)[0].view(torch.int16))
-        assert torch.equal(out[1], rounding.split(x)[1])
-        assert torch.equal(out[2][finite], x.bfloat16().view(torch.int16)[finite])
-        assert torch.equal(out[3][finite], rounding.stochastic_bfloat16(x, random.long()).view(torch.int16)[finite])
-        assert out[2].view(torch.bfloat16)[~finite].isnan().all() and out[3].view(torch.bfloat16)[~finite].isnan().all()
+def test_numbers_of_16_bits() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        test_numbers.test_rounding_to_16_bits_and_widening_are_torchs("triton", dtype)
+    test_numbers.test_split_is_exact_for_every_number_and_its_upper_half_is_the_nearest("triton")
+    test_numbers.test_a_nan_shows_in_the_upper_half_of_the_split_form("triton")
+    test_numbers.test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half("triton")
 
 
 @triton.jit
