@@ -19,7 +19,7 @@ from ..limits import HANG_S
 from .shim import build
 
 HERE = Path(__file__).resolve().parent
-TABLES = ["test_step.py", "test_average.py", "test_pair.py", "test_norm.py", "test_numbers.py"]
+TABLES = ["test_step.py", "test_average.py", "test_pair.py", "test_norm.py", "test_numbers.py", "test_far_offsets.py"]
 pytestmark = [
     pytest.mark.skipif(build.COMPILER is None or not build.SOURCES.exists(), reason="needs a C++ compiler and hdet's sources"),
     pytest.mark.timeout(6 * HANG_S),  # the build, and a thousand tests under sanitizers

@@ -6,7 +6,6 @@ Not collected by itself: test_shim.py runs it in a process with the sanitizers, 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,18 +15,14 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors
+from hdet.kernels import StepOptions, StepSettings
 from hdet.kernels.native import cuda
 from hdet.kernels.spec import mirrors
-from hdet.kernels.spec.interface import PLAIN
 
 from ..cases import CHUNK, SIZES, Guarded
 from ..lines import line_left
 from ..problem import Problem, final_tensors
-from ..table import BF16, CASES, F16, F32, SETTINGS, STORAGE, Case, Format
-from ..test_far_offsets import SIZES as FAR_SIZES
-from ..test_far_offsets import move, move_addresses, move_chunks, step_tensors, streams
-from ..test_gradients import with_exchange
+from ..table import BF16, CASES, F16, F32, STORAGE, Case, Format
 from .plugin import state
 
 counted = ctypes.CDLL(os.environ["HDET_SHIM"])
@@ -175,50 +170,6 @@ def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
     before = streamed(16)
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
     assert streamed(16) == before
-
-
-# offsets past 2^31, without the memory: chunks lie that far out, and addresses as far back
-
-
-@with_exchange
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_stochastic_step_far_out(count: int) -> None:
-    results = []
-    for backend in BACKENDS:
-        tensors = step_tensors(BF16, stochastic=77, ids=[5, 9])
-        sets = [[t.clone() for t in tensors.params[0]] for _ in range(count)]
-        tensors = StepTensors(**{**vars(tensors), "params": sets})
-        gradients, settings = Guarded(FAR_SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0] * count)]
-        plan: Any = kernels.step_plan(tensors, backend)
-        options = StepOptions(max_norm=math.inf) if backend == "cuda" else PLAIN
-        plan.step(gradients, settings, options)  # the tables are written
-        if backend == "cpu":
-            move(plan, streams(tensors), gradients)
-        else:
-            move_chunks(plan.placed_chunks)
-            move_addresses(plan.addresses, streams(tensors))
-            move_addresses(plan.placed_gradients, gradients)
-        plan.step(gradients, settings, options)
-        results.append(streams(tensors))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_an_average_and_a_pair_far_out() -> None:
-    results = []
-    for far in (False, True):
-        sets = [Guarded(FAR_SIZES, k, k, dtypes=BF16).tensors for k in range(3)]
-        target = Guarded(FAR_SIZES, 1, 5).tensors
-        average = kernels.average_plan(sets, backend="cuda")
-        pair = kernels.pair_plan(sets[0], target, backend="cuda")
-        if far:
-            move_chunks(average.chunks)  # type: ignore[attr-defined]
-            move_addresses(average.addresses, [t for row in sets for t in row])  # type: ignore[attr-defined]
-            move_chunks(pair.chunks)  # type: ignore[attr-defined]
-            move_addresses(pair.addresses, [*sets[0], *target])  # type: ignore[attr-defined]
-        average.average([0.2, 0.3, 0.5])
-        pair.copy(0.5)
-        results.append([*(t for row in sets for t in row), *target])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # copies, streams and capture
