@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdamW, FusedSGD
 
-from .common import BACKENDS, RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
+from .common import BACKENDS, RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients, state_of
 
 
 def scaled_backward(scaler: torch.amp.GradScaler, params: list[Parameter], step: int, spoil: bool = False) -> None:
@@ -58,8 +58,7 @@ def test_no_host_read_of_the_scalers_verdict(monkeypatch: pytest.MonkeyPatch) ->
     """Reading found_inf or the scale would wait for a GPU."""
     params = parameters()
     optimizer = FusedAdamW(params)
-    set_gradients(params, 0)
-    optimizer.step()
+    run(optimizer, params, range(1))
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor([0.0])
 
     def refuse(self: torch.Tensor, *_: Any) -> Any:

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
-from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, set_gradients
-from .test_replicas import RHOS, WEIGHTS, run, values, without_coupled_decay
+from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, run, set_gradients
+from .test_replicas import RHOS, WEIGHTS, values, without_coupled_decay
 
 DECOUPLED = (FusedAdamW, FusedLion)
 

@@ -259,23 +259,6 @@ def test_states_pass_through_torchs_state_dict_functions() -> None:
     run_ranks(states_round_trip, 2)
 
 
-def states_of_torch(rank: int, world_size: int) -> None:
-    for of, into in ((AdamW, FusedAdamW), (FusedAdamW, AdamW)):
-        model, optimizer = sharded_run("fsdp", of)
-        train(model, optimizer, "fsdp", range(2))
-        other, resumed = sharded_run("fsdp", into)
-        other.load_state_dict(model.state_dict())
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, two in ((model, optimizer), (other, resumed)):
-            train(one, two, "fsdp", range(2, 4))
-        for ours, theirs in zip(weights(model), weights(other), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_torchs_states_load_and_ours_load_there() -> None:
-    run_ranks(states_of_torch, 2)
-
-
 def saved_by_dcp(rank: int, world_size: int, folder: str, kind: str) -> list[Tensor]:
     model, optimizer = sharded_run(kind, dtype=torch.bfloat16, master_weights="split")
     train(model, optimizer, kind, range(2))

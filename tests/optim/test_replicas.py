@@ -15,7 +15,7 @@ from hdet import kernels
 from hdet.kernels.spec.rounding import join
 from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
-from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, set_gradients, state_of
+from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
 
 RHOS = [0.5, 1.0, 1.75]
 WEIGHTS = [0.2, 0.5, 0.3]
@@ -38,12 +38,6 @@ def replicated(
     optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
     optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
     return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
-
-
-def run(optimizer: FusedOptimizer, params: list[Parameter], steps: range, **options: Any) -> None:
-    for step in steps:
-        set_gradients(params, step, **options)
-        optimizer.step()
 
 
 def values(optimizer: FusedOptimizer, k: int) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -80,18 +80,8 @@ class RankOneTensors:
 
     def as_step(self) -> StepTensors:
         """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
-        t = self
-        return StepTensors(
-            rule=t.rule,
-            params=t.outputs,
-            rows=t.rows,
-            steps=t.steps,
-            exp_avgs=t.exp_avgs,
-            exp_avg_sqs=t.exp_avg_sqs,
-            ids=t.ids,
-            stochastic=t.stochastic,
-            first_replica=t.first_replica,
-        )
+        shared = {field.name: getattr(self, field.name) for field in fields(StepTensors) if field.name not in ("params", "masters")}
+        return StepTensors(params=self.outputs, **shared)
 
 
 class StepSettings(NamedTuple):

@@ -19,10 +19,9 @@ from hdet.kernels import StepOptions, StepSettings
 from hdet.kernels.native import cuda
 from hdet.kernels.spec import mirrors
 
-from ..cases import CHUNK, SIZES, Guarded
-from ..lines import line_left
+from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import BF16, CASES, F16, F32, STORAGE, Case, Format
+from ..table import BF16, CASES, F32, Case, Format
 from .plugin import state
 
 counted = ctypes.CDLL(os.environ["HDET_SHIM"])
@@ -53,69 +52,6 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_steps_have_the_bits_of_the_cpu(case: Case) -> None:
     assert_same(*(final_tensors(case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)) for backend in BACKENDS))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("storage", list(STORAGE))
-@pytest.mark.parametrize("shifts", [(0,), (1,), (0, 2), (4, 12)], ids=str)
-def test_averages_have_the_bits_of_the_cpu(shifts: tuple[int, ...], storage: str, count: int) -> None:
-    sizes = [5, 0, CHUNK + 3, 1, 17, 40]
-    dtypes = [STORAGE[storage][i % len(STORAGE[storage])] for i in range(len(sizes))]
-    weights = [float(k % 3 + (k == 0)) for k in range(count)]  # some are 0
-    results = []
-    for backend in BACKENDS:
-        columns = [[dtype[part] for dtype in dtypes] for part in (0, 1)]
-        sets = [[Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, dtypes=columns[part]) for k in range(count)] for part in (0, 1)]
-        masters = [s.tensors for s in sets[1]] if sets[1][0].given() else None
-        kernels.average_plan([s.tensors for s in sets[0]], masters, backend).average([w / sum(weights) for w in weights])
-        results.append([s.buffer for part in sets for s in part])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-MASTERS: dict[torch.dtype, list[torch.dtype | None]] = {F32: [None], BF16: [None, F32, torch.int16], F16: [None, F32]}
-PAIRS = [(source, target, master) for source in MASTERS for target in MASTERS for master in MASTERS[target]]
-
-
-@pytest.mark.parametrize("shifts", [(0, 0), (1, 1), (0, 2), (4, 12)], ids=str)
-@pytest.mark.parametrize(("source", "target", "master"), PAIRS, ids=str)
-def test_pairs_have_the_bits_of_the_cpu(
-    source: torch.dtype, target: torch.dtype, master: torch.dtype | None, shifts: tuple[int, int]
-) -> None:
-    sizes = [5, 0, CHUNK + 3, 1, 17, 40]
-    results = []
-    for backend in BACKENDS:
-        sources, lowers, targets, masters = (
-            Guarded(sizes, shift, seed, dtypes=dtype)
-            for seed, (shift, dtype) in enumerate(
-                [(shifts[0], source), (shifts[0], torch.int16), (shifts[1], target), (shifts[0], master or F32)]
-            )
-        )
-        split = source == BF16 and master == torch.int16
-        plan = kernels.pair_plan(
-            sources.tensors,
-            targets.tensors,
-            source_lowers=lowers.tensors if split else None,
-            masters=masters.tensors if master else None,
-            backend=backend,
-        )
-        left = []
-        for turn in range(6):
-            if turn < 4:
-                (plan.copy, plan.lerp)[turn % 2]((0.3, 0.25, 0.0, 1.0)[turn])
-            elif source == target and master in (None, torch.int16):
-                plan.swap()
-            left += [g.buffer.clone() for g in (sources, lowers, targets, masters)]
-        results.append(left)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("sizes", [SIZES["vector edges"], [CHUNK + 5, 0, 3, 2049]], ids=["vector edges", "chunk edges"])
-@pytest.mark.parametrize("formats", [(F32, F32, F32), (BF16, BF16, F32), (F16, F32, BF16)], ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
-def test_lines_have_the_bits_of_the_cpu(rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: list[int]) -> None:
-    results = [line_left(rule, count, formats, sizes, backend) for backend in BACKENDS]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # accesses and launches
