@@ -1,4 +1,4 @@
-"""Several replicas that share gradients and moments, and steps that end with an average."""
+"""Several replicas that share gradients and moments, and their average."""
 
 from __future__ import annotations
 
