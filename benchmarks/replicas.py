@@ -15,11 +15,9 @@ from torch import Tensor
 
 import hdet
 from hdet import kernels as hk
-from hdet.kernels import RankOneTensors, StepOptions, StepPlan, StepSettings, StepTensors
+from hdet.kernels import RankOneTensors, StepPlan, StepSettings, StepTensors
 
 from .compare import Options, Shapes, compare, free, main, torch_adamw
-
-PLAIN = StepOptions()
 
 
 def settings(count: int) -> list[StepSettings]:
@@ -53,7 +51,7 @@ def shared_moments(options: Options, name: str, shapes: Shapes, notes: dict[str,
     plan, rows = stored(options, shapes, [options.randn(shapes) for _ in range(count)]), settings(count)
     separate = separate_steps(options, shapes, count, gradients)
     operation = f"{count} replicas, shared moments, vs {count} fused steps"
-    return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows, PLAIN), separate, 20 + 8 * count, **notes)
+    return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows), separate, 20 + 8 * count, **notes)
 
 
 def rank_one(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int) -> dict[str, Any]:
@@ -64,35 +62,7 @@ def rank_one(options: Options, name: str, shapes: Shapes, notes: dict[str, Any],
     plan = hk.rank_one_plan(tensors, options.backend)
     separate = separate_steps(options, shapes, count, gradients)
     operation = f"{count} replicas, rank one, bf16 parameters, vs {count} fused steps"
-    return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows, PLAIN), separate, 32 + 2 * count, **notes)
-
-
-def with_mean(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], count: int) -> dict[str, Any]:
-    """The last step of a cycle writes the mean to all sets: 20 + 8K bytes, and the average on its own another 8K (bound 0.57 for 8)."""
-    gradients, rows = options.randn(shapes), settings(count)
-    sets, other_sets = ([options.randn(shapes) for _ in range(count)] for _ in range(2))
-    plan, other = stored(options, shapes, sets), stored(options, shapes, other_sets)
-    weights = [1 / count] * count
-    mean = StepOptions(finish="mean", weights=weights)
-    average = hk.average_plan(other_sets, None, options.backend)
-
-    def in_sequence() -> None:
-        other.step(gradients, rows, PLAIN)
-        average.average(weights)
-
-    operation = f"step of {count} replicas with their mean vs step, then average"
-    return compare(
-        options,
-        operation,
-        name,
-        shapes,
-        lambda: plan.step(gradients, rows, mean),
-        in_sequence,
-        20 + 8 * count,
-        peer="hdet in two calls",
-        bound=round((20 + 8 * count) / (20 + 16 * count), 2),
-        **notes,
-    )
+    return compare(options, operation, name, shapes, lambda: plan.step(gradients, rows), separate, 32 + 2 * count, **notes)
 
 
 def replicated(options: Options, shapes: Shapes, count: int, storage: str, dtype: torch.dtype) -> hdet.FusedAdamW:
@@ -142,7 +112,6 @@ def run(options: Options) -> list[dict[str, Any]]:
     for benchmark, counts, memory in (
         (shared_moments, (2, 8) if not options.quick else (8,), lambda k: 4 + 8 + 4 * k + 12 * k),
         (rank_one, (8,), lambda k: 4 + 16 + 2 * k + 12 * k),
-        (with_mean, (8,), lambda k: 4 + 2 * (8 + 4 * k)),
     ):
         for count in counts:
             for name, shapes, notes in options.shapes(memory(count)):

@@ -1,4 +1,4 @@
-"""One replica's step: fused AdamW, in bfloat16, with masters and clipping, and with packing, each beside torch's way. JSON lines; see compare.py.
+"""One replica's step: fused AdamW, in bfloat16, and with masters and clipping, each beside torch's way. JSON lines; see compare.py.
 
 python -m benchmarks.step [--device cpu|cuda] [--backend auto] [--quick] [--threads N]
 """
@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from hdet import FusedAdamW
-from hdet import kernels as hk
-from hdet.kernels import StepOptions, StepSettings, StepTensors
 
 from .compare import Options, Shapes, compare, free, main, torch_adamw
 from .harness import emit
-
-SETTINGS = StepSettings(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2)
 
 
 def fused(options: Options, params: list[Tensor], gradients: list[Tensor], **more: Any) -> FusedAdamW:
@@ -74,63 +70,6 @@ def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> d
     return compare(options, "adamw, bf16 throughout, stochastic", name, shapes, ours.step, theirs.step, 14, **notes)
 
 
-def packed(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """The last step before a converge writes weight * parameter into a bucket; in sequence a copy reads what the step has written.
-
-    float32: 28 bytes instead of 28 + 8, so the ratio is bound by 0.78.
-    """
-    return _packed(options, "adamw with pack", name, shapes, notes, "adamw", torch.float32, 28, 36)
-
-
-def packed_momentum(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """SGD with momentum, float32: gradient 4, parameter 4, momentum 8, bucket 4 instead of 20 + 8: bound by 0.71."""
-    return _packed(options, "momentum with pack", name, shapes, notes, "sgd", torch.float32, 20, 28)
-
-
-def packed_master(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
-    """bfloat16 with float32 masters: gradient 2, master 4, moments 16, bucket 4. In sequence a step of 28 and 8: bound by 0.72."""
-    return _packed(options, "adamw with pack, bf16 with master", name, shapes, notes, "adamw", torch.bfloat16, 26, 36)
-
-
-def _packed(
-    options: Options,
-    operation: str,
-    name: str,
-    shapes: Shapes,
-    notes: dict[str, Any],
-    rule: str,
-    dtype: torch.dtype,
-    ours: int,
-    theirs: int,
-) -> dict[str, Any]:
-    """`ours`, `theirs`: bytes an element in one call and in two."""
-    gradients = options.randn(shapes, dtype)
-    together, apart = (_tensors(options, shapes, rule, dtype) for _ in range(2))
-    with_pack, without = hk.step_plan(together, options.backend), hk.step_plan(apart, options.backend)
-    assert apart.buckets is not None
-    values: list[Tensor] = apart.params[0] if apart.masters is None else apart.masters[0]  # type: ignore[assignment]
-    pack = hk.pair_plan(values, apart.buckets, backend=options.backend)  # type: ignore[arg-type]
-    once, plain, settings = StepOptions(finish="pack", weights=[0.25]), StepOptions(), [SETTINGS]
-
-    def in_sequence() -> None:
-        without.step(gradients, settings, plain)
-        pack.copy(0.25)
-
-    def fused_step() -> None:
-        with_pack.step(gradients, settings, once)
-
-    more = {"peer": "hdet in two calls", "bound": round(ours / theirs, 2)}
-    return compare(options, f"{operation} vs step, then pack", name, shapes, fused_step, in_sequence, ours, **more, **notes)
-
-
-def _tensors(options: Options, shapes: Shapes, rule: str, dtype: torch.dtype) -> StepTensors:
-    steps = [torch.zeros((), device=options.device) for _ in shapes]
-    params = options.randn(shapes, dtype)
-    masters = None if dtype == torch.float32 else [[param.float() for param in params]]
-    first, second, buckets = options.zeros(shapes), None if rule == "sgd" else options.zeros(shapes), options.zeros(shapes)
-    return StepTensors(rule, [params], [0] * len(shapes), steps, first, second, masters=masters, buckets=buckets)  # type: ignore[arg-type]
-
-
 def host(options: Options, tensors: int = 300) -> dict[str, Any]:
     """A step on 300 tensors of one element each: nothing but the way from Python to the kernel and back."""
     shapes: Shapes = [(1,)] * tensors
@@ -163,8 +102,7 @@ def host(options: Options, tensors: int = 300) -> dict[str, Any]:
 def run(options: Options) -> list[dict[str, Any]]:
     """All records."""
     records = [] if options.counting else [host(options)]
-    benchmarks = ((adamw, 28), (low, 16), (clipped, 40), (packed, 36), (packed_momentum, 32), (packed_master, 40))
-    for benchmark, memory in benchmarks:
+    for benchmark, memory in ((adamw, 28), (low, 16), (clipped, 40)):
         for name, shapes, notes in options.shapes(memory):
             if benchmark is adamw or options.wants(name):
                 records.append(benchmark(options, name, shapes, notes))

@@ -50,17 +50,17 @@ void define_step_plan(py::module_& m) {
   using Plan = hdet::StepPlan;
   PlanClass<Plan>(m, "StepPlan")
       HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_rows)
-      HDET_FIELD(rule) HDET_FIELD(finish) HDET_FIELD(zero_gradients) HDET_FIELD(all_float) HDET_FIELD(seed) HDET_FIELD(first_replica)
-      HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs) HDET_FIELD(averages)
-      HDET_FIELD(buckets) HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(leaders) HDET_FIELD(rates)
-      HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(weights) HDET_FIELD(control) HDET_FIELD(partials)
+      HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(all_float) HDET_FIELD(seed) HDET_FIELD(first_replica)
+      HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs)
+      HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(leaders) HDET_FIELD(rates)
+      HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
       HDET_FIELD(grad_scale) HDET_FIELD(found_inf);
 }
 
 void define_rank_one_plan(py::module_& m) {
   using Plan = hdet::RankOnePlan;
   PlanClass<Plan, hdet::StepPlan>(m, "RankOnePlan")
-      HDET_FIELD(bases) HDET_FIELD(displacements) HDET_FIELD(states) HDET_FIELD(lines);
+      HDET_FIELD(bases) HDET_FIELD(displacements) HDET_FIELD(scales) HDET_FIELD(lines) HDET_FIELD(mean_rho);
 }
 
 void define_average_plan(py::module_& m) {
@@ -195,7 +195,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 5;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 6;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("CALL_SETTINGS") = hdet::kCallSettings;
@@ -203,8 +203,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
   m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
   m.attr("CONTROL_BYTES") = sizeof(hdet::Control);
-  m.attr("STATE_BYTES") = sizeof(hdet::RankOneState);
-  m.attr("LINE_BYTES") = sizeof(hdet::RankOneRow);
 
   define_step_plan(m);
   define_rank_one_plan(m);

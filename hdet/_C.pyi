@@ -31,8 +31,6 @@ ROW_SETTINGS: int
 ROW_BYTES: int
 REPLICA_ROW_BYTES: int
 CONTROL_BYTES: int
-STATE_BYTES: int
-LINE_BYTES: int
 
 def build_info() -> BuildInfo: ...
 
@@ -44,7 +42,6 @@ class StepPlan:
     num_replicas: int
     num_rows: int
     rule: int
-    finish: int
     zero_gradients: int
     all_float: int
     seed: int
@@ -54,8 +51,6 @@ class StepPlan:
     masters: int
     exp_avgs: int
     exp_avg_sqs: int
-    averages: int
-    buckets: int
     counters: int
     ids: int
     leaders: int
@@ -63,7 +58,6 @@ class StepPlan:
     settings: int
     rows: int
     replica_rows: int
-    weights: int
     control: int
     partials: int
     grad_scale: int
@@ -72,8 +66,9 @@ class StepPlan:
 class RankOnePlan(StepPlan):
     bases: int
     displacements: int
-    states: int
+    scales: int
     lines: int
+    mean_rho: int
 
 class AveragePlan:
     chunks: int

@@ -1,6 +1,6 @@
 """From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h in Triton. One program of one launch.
 
-`settings` is one array of doubles: max_norm, average_weight; nine for each row; rho[rows][K] (Eq. 1); weights[K].
+`settings` is one array of doubles: max_norm; nine for each row; rho[rows][K] (Eq. 1).
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .rules import HYPER_ROW
 
-CALL_SETTINGS = tl.constexpr(2)
+CALL_SETTINGS = tl.constexpr(1)
 ROW_SETTINGS = tl.constexpr(9)
 ROWS = tl.constexpr(128)
 """rows derived at a time, one a thread"""
@@ -39,7 +39,7 @@ def total(partials, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK: tl.constexpr):
-    """Writes skip, norm, gradient_scale, average_weight; returns skip and the gradients' factor."""
+    """Writes skip, norm, gradient_scale; returns skip and the gradients' factor."""
     one = tl.full((), 1.0, tl.float64)
     inverse = one / tl.load(grad_scale).to(tl.float64)
     max_norm = tl.load(settings)
@@ -52,7 +52,6 @@ def derive_control(settings, partials, num_partials, grad_scale, found_inf, cont
     tl.store(control, skip.to(tl.float32))
     tl.store(control + 1, norm.to(tl.float32))
     tl.store(control + 2, gradient_scale)
-    tl.store(control + 3, tl.load(settings + 1).to(tl.float32))
     return skip, gradient_scale
 
 
@@ -144,11 +143,6 @@ def rho_settings(settings, num_rows):
 
 
 @triton.jit
-def weight_settings(settings, num_rows, num_replicas):
-    return rho_settings(settings, num_rows) + num_rows * num_replicas
-
-
-@triton.jit
 def derive_rows(settings, gradient_scale, leaders, rates, rows, replica_rows, num_rows, num_replicas, RULE: tl.constexpr):
     """HyperRow of every row, and (step_size, decay) of every [row][replica]."""
     for first in range(0, num_rows, ROWS):
@@ -189,7 +183,6 @@ def derive(
     rates,  # [row] addresses, or 0: the rate is in the settings
     rows,
     replica_rows,
-    weights,
     control,
     num_partials,
     num_tensors,
@@ -200,7 +193,5 @@ def derive(
 ):
     skip, gradient_scale = derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK)
     derive_rows(settings, gradient_scale, leaders, rates, rows, replica_rows, num_rows, num_replicas, RULE)
-    for k in range(num_replicas):
-        tl.store(weights + k, tl.load(weight_settings(settings, num_rows, num_replicas) + k).to(tl.float32))
     tl.debug_barrier()  # all rows have read their leader's counter
     count_steps(counters, num_tensors, skip, BLOCK)

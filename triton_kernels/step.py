@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from .chunks import BATCH, TAIL, load_chunk, whole_vectors
-from .numbers import BF16, F32, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
-from .rules import HYPER_ROW, add_weighted, direction, empty_sum, load_row, running_average, scaled, take_step
+from .numbers import BF16, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
+from .rules import HYPER_ROW, direction, load_row, take_step
 
-SHARED = tl.constexpr(3)
-"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq, bucket; then params[K], masters[K], averages[K]"""
+SHARED = tl.constexpr(2)
+"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq; then params[K], masters[K]"""
 HELD = tl.constexpr(4)
 """up to so many replicas' addresses are held in registers; of more they are read again in each block"""
 
@@ -27,12 +27,10 @@ class StepVariant:
     master: int = 0
     exp_avg: int = 1
     exp_avg_sq: int = 1
-    average: int = 0
     stochastic: bool = False
     first: bool = True  # the plan's first replica is replica 0, so that it can share random bits with the second moment
     block: int = 1024
     vector: int = 4
-    finish: str = "store"
     zero_gradients: bool = False
 
 
@@ -42,37 +40,33 @@ class Shared(NamedTuple):
     gradient: tl.tensor
     exp_avg: tl.tensor
     exp_avg_sq: tl.tensor
-    bucket: tl.tensor
 
 
 class Place(NamedTuple):
     """What a block must know of its chunk. Stores may hit any address, so what is not loaded here is loaded again in each block."""
 
-    addresses: tl.tensor  # of this tensor: params[K], masters[K], averages[K]
-    pointers: tuple  # the parameter's, the master's, the average's, of each replica; of more than HELD replicas none
+    addresses: tl.tensor  # of this tensor: params[K], masters[K]
+    pointers: tuple  # the parameter's and the master's, of each replica; of more than HELD replicas none
     replica_rows: tuple  # two numbers of each replica
-    weights: tuple  # where they are used
     offset: tl.tensor
     seed: tl.tensor
     first_replica: tl.tensor
     id: tl.tensor
     skip: tl.tensor
-    average_weight: tl.tensor
 
 
 @triton.jit
 def load_pointers(addresses, offset, k, V: tl.constexpr):
-    """Of replica k: parameter, master, average."""
+    """Of replica k: parameter, master."""
     param = pointer(tl.load(addresses + k), offset, V.param, V.vector)
     master = pointer(tl.load(addresses + V.replicas + k), offset, V.master, V.vector)
-    average = pointer(tl.load(addresses + 2 * V.replicas + k), offset, V.average, V.vector)
-    return param, master, average
+    return param, master
 
 
 @triton.jit
 def pointers_of(place, k: tl.constexpr, V: tl.constexpr):
     if V.replicas <= HELD:
-        return place.pointers[3 * k], place.pointers[3 * k + 1], place.pointers[3 * k + 2]
+        return place.pointers[2 * k], place.pointers[2 * k + 1]
     else:
         return load_pointers(place.addresses, place.offset, k, V)
 
@@ -83,7 +77,7 @@ def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
     K: tl.constexpr = V.replicas
     values = ()
     for k in tl.static_range(FIRST, min(FIRST + BATCH, K)):
-        param, master, _ = pointers_of(place, k, V)
+        param, master = pointers_of(place, k, V)
         values = values + (load_parameter(param, master, offsets, mask, V.param, V.master),)
     return values
 
@@ -144,38 +138,22 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
         param = old[0]
     u, bits = new_direction(shared, place, row, start, loaded, offsets, live, param, V, BLOCK)
 
-    mean = empty_sum(BLOCK)
     for batch in tl.static_range(0, K, BATCH):
         if batch > 0:
             old = load_batch(place, offsets, mask, batch, V)
         for k in tl.static_range(batch, min(batch + BATCH, K)):
-            p, master, average = pointers_of(place, k, V)
-            x = old[k - batch]
-            new = take_step(place.replica_rows[2 * k], place.replica_rows[2 * k + 1], x, u)
-            new = tl.where(place.skip == 0, new, x)
-            if V.average != NONE:
-                moving = offsets < tl.where((place.skip == 0) & (place.average_weight != 0), end, 0)
-                moved = running_average(load(average, offsets, moving, V.average), new, place.average_weight)
-                store(average, offsets, moving, moved, V.average)
-            if V.finish == "store":
-                store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
-            elif V.finish == "pack":
-                tl.store(shared.bucket + offsets, scaled(place.weights[0], new), mask=mask)
-            else:
-                mean = add_weighted(mean, place.weights[k], new)
-    if V.finish == "mean":
-        for k in tl.static_range(K):
-            p, master, _ = pointers_of(place, k, V)
-            store_parameter(p, master, offsets, mask, mean, V.param, V.master)
+            p, master = pointers_of(place, k, V)
+            new = take_step(place.replica_rows[2 * k], place.replica_rows[2 * k + 1], old[k - batch], u)
+            store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, tl.zeros((BLOCK,), tl.float32), V.gradient)
 
 
 @triton.jit
-def locate(chunk, gradients, addresses, ids, replica_rows, weights, control, random, V: tl.constexpr):
+def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: tl.constexpr):
     """The streams of a chunk, and what its blocks must know."""
     K: tl.constexpr = V.replicas
-    columns = addresses + chunk.tensor * (SHARED + 3 * K)
+    columns = addresses + chunk.tensor * (SHARED + 2 * K)
     pointers = ()
     if K <= HELD:
         for k in tl.static_range(K):
@@ -183,27 +161,20 @@ def locate(chunk, gradients, addresses, ids, replica_rows, weights, control, ran
     row_numbers = ()
     for i in tl.static_range(2 * K):
         row_numbers = row_numbers + (tl.load(replica_rows + chunk.row * (2 * K) + i),)
-    weight_numbers = ()
-    if V.finish != "store":
-        for k in tl.static_range(K):
-            weight_numbers = weight_numbers + (tl.load(weights + k),)
     shared = Shared(
         pointer(tl.load(gradients + 2 * chunk.tensor), chunk.offset, V.gradient, V.vector),
         pointer(tl.load(columns), chunk.offset, V.exp_avg, V.vector),
         pointer(tl.load(columns + 1), chunk.offset, V.exp_avg_sq, V.vector),
-        pointer(tl.load(columns + 2), chunk.offset, F32, V.vector),
     )
     place = Place(
         columns + SHARED,
         pointers,
         row_numbers,
-        weight_numbers,
         chunk.offset,
         tl.load(random),
         tl.load(random + 1).to(tl.int32),
         tl.load(ids + chunk.tensor),
         tl.load(control),
-        tl.load(control + 3),
     )
     return shared, place
 
@@ -212,18 +183,17 @@ def locate(chunk, gradients, addresses, ids, replica_rows, weights, control, ran
 def update(
     chunks,
     gradients,  # [tensor][2] address, type
-    addresses,  # [tensor][SHARED + 3 K]
+    addresses,  # [tensor][SHARED + 2 K]
     ids,
     rows,
     replica_rows,
-    weights,
     control,
     random,  # seed, first replica
     V: tl.constexpr,
 ):
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)
-    shared, place = locate(chunk, gradients, addresses, ids, replica_rows, weights, control, random, V)
+    shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
     row = load_row(rows + chunk.row * HYPER_ROW)
     whole = whole_vectors(chunk.length, VECTOR)
     for start in range(0, whole, V.block):

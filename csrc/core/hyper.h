@@ -10,11 +10,10 @@ namespace hdet {
 
 enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
 
-// One array of doubles, in this order: CallSettings, RowSettings[rows], rho[rows][replicas] (Eq. 1), weights[replicas].
+// One array of doubles, in this order: CallSettings, RowSettings[rows], rho[rows][replicas] (Eq. 1).
 // Of the whole call.
 struct CallSettings {
-  double max_norm;        // clip gradients to this global norm; infinity only measures it; 0: no norm at all
-  double average_weight;  // the cycle average moves this far towards the new parameters: 1 starts it, 0 leaves it
+  double max_norm;  // clip gradients to this global norm; infinity only measures it; 0: no norm at all
 };
 
 // A row: one parameter group at one count of steps.
@@ -59,7 +58,7 @@ struct alignas(16) Control {
   float skip;            // 1: gradients are not finite; parameters, moments and step counters stay as they are
   float norm;            // global norm of the unscaled gradients, 0 where none was asked for
   float gradient_scale;  // unscaling times clipping
-  float average_weight;
+  float unused;
 };
 static_assert(sizeof(Control) == 16);
 
@@ -85,7 +84,7 @@ HDET_HD Control derive_control(const CallSettings& settings, float scale, float 
     clip = settings.max_norm / (norm + 1e-6);  // as torch.nn.utils.clip_grad_norm_
     if (!(clip < 1.0)) clip = 1.0;
   }
-  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), static_cast<float>(settings.average_weight)};
+  return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), 0.0f};
 }
 
 // Everything derived is derived here, in double, and rounded once. `step` counts from 1.

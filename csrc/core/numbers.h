@@ -86,14 +86,13 @@ HDET_HD uint16_t lower_half(float x) {
 struct Formats {
   DType gradient, param;
   Master master;
-  DType exp_avg, exp_avg_sq, average;
+  DType exp_avg, exp_avg_sq;
   bool stochastic;  // bfloat16 parameters without a master and a bfloat16 second moment are rounded stochastically
 };
 
 HDET_HD Formats unpack_formats(int32_t packed) {
   return {static_cast<DType>(packed & 3),      static_cast<DType>(packed >> 2 & 3), static_cast<Master>(packed >> 4 & 3),
-          static_cast<DType>(packed >> 6 & 3), static_cast<DType>(packed >> 8 & 3), static_cast<DType>(packed >> 10 & 3),
-          (packed >> 12 & 1) != 0};
+          static_cast<DType>(packed >> 6 & 3), static_cast<DType>(packed >> 8 & 3), (packed >> 10 & 1) != 0};
 }
 
 }  // namespace hdet

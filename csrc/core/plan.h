@@ -49,13 +49,6 @@ inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const
   }
 }
 
-// What becomes of the new parameters.
-enum class Finish : int32_t {
-  store = 0,  // each replica keeps its own
-  mean = 1,   // every replica gets their weighted mean (Eq. 3): the last step before a converge, at no extra traffic
-  pack = 2,   // one replica's, times its weight, go to a bucket instead, on their way into an all-reduce; its set keeps the old ones
-};
-
 // An optimizer step. All pointers are addresses on the device that runs it; tables are indexed by Chunk::tensor, those of the
 // replicas by [replica][tensor]. Three phases: norm (where partials is set), derive, update.
 struct StepPlan {
@@ -65,9 +58,8 @@ struct StepPlan {
   int32_t num_replicas;
   int32_t num_rows;
   Rule rule;
-  Finish finish;
   int32_t zero_gradients;  // 1: the gradients are zeros afterwards, also where the step was skipped
-  int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master or an average: the loops need not ask
+  int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master: the loops need not ask
   uint64_t seed;           // of stochastic rounding
   int32_t first_replica;   // number of the plan's first replica, for random numbers
 
@@ -77,8 +69,6 @@ struct StepPlan {
   void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
   void* const* exp_avgs;       // [tensor], where Formats::exp_avg is not none; or null
   void* const* exp_avg_sqs;    // the same
-  void* const* averages;       // [replica][tensor], where Formats::average is not none; or null
-  float* const* buckets;       // [tensor] float32, for Finish::pack; or null
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
   const int32_t* leaders;      // [row] the first tensor of each row: its counter speaks for the row
@@ -88,7 +78,6 @@ struct StepPlan {
   const double* settings;      // hyper.h
   HyperRow* rows;              // [row]
   ReplicaRow* replica_rows;    // [row][replica]
-  float* weights;              // [replica], for Finish::mean and Finish::pack
   Control* control;
   double* partials;            // [chunk] sums of squares; null: no norm
   const float* grad_scale;     // torch's GradScaler, or null

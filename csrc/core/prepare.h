@@ -13,9 +13,6 @@ HDET_HD const RowSettings* row_settings(const StepPlan& plan) {
   return reinterpret_cast<const RowSettings*>(plan.settings + kCallSettings);
 }
 HDET_HD const double* rho_settings(const StepPlan& plan) { return plan.settings + kCallSettings + int64_t{kRowSettings} * plan.num_rows; }
-HDET_HD const double* weight_settings(const StepPlan& plan) {
-  return rho_settings(plan) + static_cast<int64_t>(plan.num_rows) * plan.num_replicas;
-}
 
 HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
   const float scale = plan.grad_scale != nullptr ? *plan.grad_scale : 1.0f;
@@ -40,10 +37,6 @@ HDET_HD void prepare_replica(const StepPlan& plan, int32_t row, int32_t replica)
   const double lr = rate_of_row(plan, row);
   const int64_t place = static_cast<int64_t>(row) * plan.num_replicas + replica;
   plan.replica_rows[place] = derive_replica(plan.rule, settings, lr, rho_settings(plan)[place], step_of_row(plan, row));
-}
-
-HDET_HD void prepare_weight(const StepPlan& plan, int32_t replica) {
-  plan.weights[replica] = static_cast<float>(weight_settings(plan)[replica]);
 }
 
 // Only where Control::skip is 0, and after every row has been prepared.

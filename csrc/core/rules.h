@@ -69,7 +69,7 @@ HDET_HD float take_step(const ReplicaRow& replica, float param, float direction)
   return param * replica.decay - replica.step_size * direction;
 }
 
-// The running average over a cycle. Weight 1 starts it, whatever stood there before; weight 0 leaves it.
+// A running average. Weight 1 starts it, whatever stood there before; weight 0 leaves it.
 HDET_HD float running_average(float average, float param, float weight) {
   return weight == 1.0f ? param : lerp(average, param, weight, 1.0f - weight);
 }

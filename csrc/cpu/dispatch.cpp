@@ -121,7 +121,6 @@ void prepare(const StepPlan& plan) {
     prepare_row(plan, *plan.control, row);
     for (int32_t k = 0; k < plan.num_replicas; ++k) prepare_replica(plan, row, k);
   }
-  for (int32_t k = 0; k < plan.num_replicas; ++k) prepare_weight(plan, k);
 }
 
 void count_steps(const StepPlan& plan) {
@@ -150,7 +149,7 @@ void step(const StepPlan& plan, int threads, const std::string& isa) {
   if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
   prepare(plan);
   count_steps(plan);
-  const bool nothing = plan.control->skip != 0.0f && plan.finish == Finish::store && plan.zero_gradients == 0;
+  const bool nothing = plan.control->skip != 0.0f && plan.zero_gradients == 0;
   if (nothing) return;
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
 }

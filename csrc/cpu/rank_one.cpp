@@ -7,12 +7,18 @@
 namespace {
 
 using hdet::RankOnePlan;
-using hdet::RankOneRow;
 
-void move_block(const RankOneRow& shared_line, const float* __restrict u, float* __restrict base, float* __restrict displacement,
-                int length) {
-  const RankOneRow line = shared_line;
-  for (int i = 0; i < length; ++i) hdet::move_on_line(line, u[i], base[i], displacement[i]);
+void displace(const ReplicaRow& shared_line, const float* __restrict u, float* __restrict displacement, int length) {
+  const ReplicaRow line = shared_line;
+  for (int i = 0; i < length; ++i) displacement[i] = hdet::displaced(line, displacement[i], u[i]);
+}
+
+void meet(const ReplicaRow& shared_line, float* __restrict base, float* __restrict displacement, int length) {
+  const ReplicaRow line = shared_line;
+  for (int i = 0; i < length; ++i) {
+    base[i] = hdet::take_step(line, base[i], displacement[i]);
+    displacement[i] = 0.0f;
+  }
 }
 
 struct Float {
@@ -58,9 +64,9 @@ void update_block(const RankOnePlan& plan, const Work& w, int64_t element, int l
   float* const u = directions.values;
   if (w.skipped()) __builtin_memset(u, 0, sizeof directions.values);
   else share<Rule>(w, element, length, nullptr, u);
-  float* const base = plan.bases[w.chunk.tensor] + element;
+  const float* const base = plan.bases[w.chunk.tensor] + element;
   float* const displacement = plan.displacements[w.chunk.tensor] + element;
-  move_block(plan.lines[w.chunk.row], u, base, displacement, length);
+  displace(plan.lines[w.chunk.row], u, displacement, length);
   switch (w.formats.param) {
     case DType::f32: return write_all_outputs<Float>(w, element, length, base, displacement);
     case DType::bf16: return write_all_outputs<Bfloat16>(w, element, length, base, displacement);
@@ -79,10 +85,7 @@ void update(const RankOnePlan& plan, int64_t first, int64_t last) {
 
 void converge_block(const RankOnePlan& plan, const Chunk& c, int64_t element, int length) {
   float* const base = plan.bases[c.tensor] + element;
-  float* const displacement = plan.displacements[c.tensor] + element;
-  Staging none;
-  __builtin_memset(none.values, 0, sizeof none.values);
-  move_block(plan.lines[c.row], none.values, base, displacement, length);
+  meet(plan.lines[c.row], base, plan.displacements[c.tensor] + element, length);
   const DType type = hdet::unpack_formats(c.formats).param;
   for (int32_t k = 0; k < plan.num_replicas; ++k) put(type, plan.params[k * plan.num_tensors + c.tensor], element, length, base);
 }

@@ -9,7 +9,6 @@ namespace {
 
 using hdet::Chunk;
 using hdet::Control;
-using hdet::Finish;
 using hdet::Formats;
 using hdet::HyperRow;
 using hdet::ReplicaRow;
@@ -68,9 +67,6 @@ struct Work {
   Param param(int32_t k) const {
     const Master kind = plan.masters == nullptr ? Master::none : formats.master;
     return {formats.param, kind, plan.params[place(k)], entry(plan.masters, place(k))};
-  }
-  bool averages() const {
-    return plan.averages != nullptr && formats.average != DType::none && control.average_weight != 0.0f && !skipped();
   }
   bool random_params() const { return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none; }
   void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {

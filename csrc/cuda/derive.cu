@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_con
     if (thread == 0) *plan.control = control;
     for (int row = thread; row < plan.num_rows; row += kDeriveThreads) prepare_row(plan, control, row);
     derive_replicas(plan, control, thread);
-    for (int k = thread; k < plan.num_replicas; k += kDeriveThreads) prepare_weight(plan, k);
   });
 }
 

@@ -21,7 +21,7 @@ struct Line {
   const RankOnePlan& plan;
   const Chunk& chunk;
   const DType type;  // of the outputs
-  const RankOneRow row;
+  const ReplicaRow row;
   void* const base;
   void* const displacement;
   Output* const outputs;  // in shared memory
@@ -54,14 +54,6 @@ struct Line {
     load<Use::once>(DType::f32, displacement, at, raw_displacement);
   }
 
-  // Along u. The base is written where it has changed.
-  template <int kWidth>
-  __device__ __forceinline__ void move(const Place& at, const float (&u)[kWidth], float (&b)[kWidth], float (&d)[kWidth]) const {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) move_on_line(row, u[i], b[i], d[i]);
-    if (row.folds != 0.0f) store_floats<Use::once>(base, at, b);
-    store_floats<Use::once>(displacement, at, d);
-  }
 };
 
 template <class Rule, bool kFloat>
@@ -87,7 +79,9 @@ __global__ void __launch_bounds__(kStepThreads, 4) rank_one_kernel(const __grid_
     if (plan.zero_gradients != 0) shared.template clear_gradient<kWidth>(at);
     unpack(DType::f32, raw_base, b);
     unpack(DType::f32, raw_displacement, d);
-    line.move(at, u, b, d);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) d[i] = displaced(line.row, d[i], u[i]);
+    store_floats<Use::once>(line.displacement, at, d);
 #pragma unroll 1
     for (int k = 0; k < plan.num_replicas; ++k) {
       const Output output = line.outputs[k];
@@ -116,10 +110,15 @@ __global__ void __launch_bounds__(kStepThreads, 8) converge_kernel(const __grid_
     Raw<kWidth> raw_base, raw_displacement;
     line.load_turn(at, raw_base, raw_displacement);
     float b[kWidth], d[kWidth];
-    const float u[kWidth] = {};
     unpack(DType::f32, raw_base, b);
     unpack(DType::f32, raw_displacement, d);
-    line.move(at, u, b, d);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      b[i] = take_step(line.row, b[i], d[i]);
+      d[i] = 0.0f;
+    }
+    store_floats<Use::once>(line.base, at, b);
+    store_floats<Use::once>(line.displacement, at, d);
 #pragma unroll 1
     for (int k = 0; k < plan.num_replicas; ++k) store<Use::again>(line.type, line.outputs[k].stream, at, b);
   };

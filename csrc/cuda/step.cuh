@@ -12,9 +12,7 @@ namespace hdet::cuda {
 // A replica's streams from a chunk's first element on, and what its step needs. Of one replica in registers, of many in shared memory.
 struct Replica {
   Param param;
-  void* average;
   ReplicaRow row;
-  float weight;
   bool in_step;
 };
 
@@ -22,7 +20,7 @@ struct Replica {
 template <class Rule, bool kMany, bool kFloat>
 struct Update : Shared<Rule, kFloat> {
   using Base = Shared<Rule, kFloat>;
-  using Base::chunk, Base::control, Base::formats, Base::gradient, Base::plan, Base::skipped;
+  using Base::chunk, Base::formats, Base::gradient, Base::plan, Base::skipped;
   static constexpr int kBatch = !kMany ? 1 : kFloat ? 4 : 2;
 
   Replica* replicas;  // in shared memory, where there are many
@@ -34,24 +32,16 @@ struct Update : Shared<Rule, kFloat> {
   }
 
   __device__ __forceinline__ int count() const { return kMany ? plan.num_replicas : 1; }
-  __device__ __forceinline__ bool packs() const { return !kMany && plan.finish == Finish::pack; }
-  __device__ __forceinline__ bool means() const { return plan.finish == Finish::mean; }
-  __device__ __forceinline__ void* bucket() const { return advance(plan.buckets[chunk.tensor], DType::f32, chunk.offset); }
   __device__ __forceinline__ bool wide() const {
-    return Base::narrow() && formats.param != DType::f32 && formats.master != Master::f32 && formats.average != DType::f32;
+    return Base::narrow() && formats.param != DType::f32 && formats.master != Master::f32;
   }
 
   __device__ __forceinline__ Replica replica_at(int k) const {
     const int64_t place = k * plan.num_tensors + chunk.tensor;
     const Master kind = kFloat || plan.masters == nullptr ? Master::none : formats.master;
     void* const master = kind == Master::none ? nullptr : plan.masters[place];
-    void* const average = formats.average == DType::none ? nullptr : advance(entry(plan.averages, place), formats.average, chunk.offset);
-    return {param_at(formats.param, kind, plan.params[place], master, chunk.offset), average,
-            plan.replica_rows[static_cast<int64_t>(chunk.row) * plan.num_replicas + k], plan.weights[k], true};
-  }
-
-  __device__ __forceinline__ bool is_in_step(const Replica& replica, int head) const {
-    return in_step(replica.param, head, wide()) && in_step(replica.average, formats.average, head, wide());
+    return {param_at(formats.param, kind, plan.params[place], master, chunk.offset),
+            plan.replica_rows[static_cast<int64_t>(chunk.row) * plan.num_replicas + k], true};
   }
 
   __device__ __forceinline__ Replica replica(int k) const {
@@ -69,18 +59,17 @@ struct Update : Shared<Rule, kFloat> {
   __device__ __forceinline__ Cut prepare() {
     const int head = head_of(gradient, formats.gradient, wide());
     bool vectors = Base::are_in_step(head, wide());
-    if (packs()) vectors = vectors && in_step(bucket(), DType::f32, head, wide());
     if constexpr (kMany) {
       phase([&](int thread) {
         for (int k = thread; k < count(); k += kStepThreads) {
           Replica r = replica_at(k);
-          r.in_step = is_in_step(r, head);
+          r.in_step = in_step(r.param, head, wide());
           replicas[k] = r;
         }
       });
       for (int k = 0; k < count(); ++k) vectors = vectors && replicas[k].in_step;
     } else {
-      vectors = vectors && is_in_step(own, head);
+      vectors = vectors && in_step(own.param, head, wide());
     }
     return cut(chunk.length, head, wide(), vectors);
   }
@@ -101,22 +90,16 @@ struct Update : Shared<Rule, kFloat> {
       Base::direction(at, raw, p, bits, u);
     }
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
+    if (skipped()) return;
 
-    float sums[kWidth];
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) sums[i] = kEmptySum;
     for (int first = 0;;) {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        if (!kMany || first + b < count()) finish(first + b, at, raw_params[b], u, bits, sums);
+        if (!kMany || first + b < count()) follow(first + b, at, raw_params[b], u, bits);
       }
       first += kBatch;
       if (!kMany || first >= count()) break;
       load_batch(first, at, raw_params);
-    }
-    if (means()) {
-#pragma unroll 1
-      for (int k = 0; k < count(); ++k) store(replica(k).param, at, sums);
     }
   }
 
@@ -128,28 +111,16 @@ struct Update : Shared<Rule, kFloat> {
     }
   }
 
-  // Replica k takes its step, and what is asked for is done with the result.
+  // Replica k takes its step along u.
   template <int kWidth>
-  __device__ __forceinline__ void finish(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth], uint32_t (&bits)[kWidth],
-                                         float (&sums)[kWidth]) const {
+  __device__ __forceinline__ void follow(int k, const Place& at, const Raw<kWidth>& raw, const float (&u)[kWidth],
+                                         uint32_t (&bits)[kWidth]) const {
     const Replica r = replica(k);
     float p[kWidth];
     unpack(r.param, raw, p);
-    if (!skipped()) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) p[i] = take_step(r.row, p[i], u[i]);
-      if (!kFloat && r.average != nullptr && control.average_weight != 0.0f) move_average(r.average, at, p);
-    }
-    if (means()) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) sums[i] = add_weighted(sums[i], r.weight, p[i]);
-    } else if (packs()) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) p[i] = scaled(r.weight, p[i]);
-      store_floats<Use::again>(bucket(), at, p);
-    } else if (!skipped()) {
-      keep(r, k, at, p, bits);
-    }
+    for (int i = 0; i < kWidth; ++i) p[i] = take_step(r.row, p[i], u[i]);
+    keep(r, k, at, p, bits);
   }
 
   template <int kWidth>
@@ -163,23 +134,13 @@ struct Update : Shared<Rule, kFloat> {
       store(r.param, at, p);
     }
   }
-
-  template <int kWidth>
-  __device__ __forceinline__ void move_average(void* average, const Place& at, const float (&p)[kWidth]) const {
-    Raw<kWidth> raw;
-    float x[kWidth];
-    load<Use::once>(formats.average, average, at, raw);
-    unpack(formats.average, raw, x);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) x[i] = running_average(x[i], p[i], control.average_weight);
-    store<Use::once>(formats.average, average, at, x);
-  }
 };
 
 template <class Rule, bool kMany, bool kFloat>
 constexpr int blocks_per_multiprocessor() {
   if (!kFloat || kMany) return 4;
-  return Update<Rule, kMany, kFloat>::kMayLackMomentum ? 5 : 8;  // for ptxas, SGD takes more registers than it seems to need
+  // With 8, ptxas spills a few registers on some architectures. 768 threads have 96 KiB in flight. For ptxas SGD takes more than it needs.
+  return Update<Rule, kMany, kFloat>::kMayLackMomentum ? 5 : 6;
 }
 
 template <class Rule, bool kMany, bool kFloat>
@@ -187,7 +148,7 @@ __global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, 
     step_kernel(const __grid_constant__ StepPlan plan) {
   if (blockIdx.x >= plan.num_chunks) return count_steps(plan, blockIdx.x - plan.num_chunks);
   Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
-  const bool nothing_to_do = update.skipped() && plan.finish == Finish::store && plan.zero_gradients == 0;
+  const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   const Cut parts = update.prepare();
   threads([&](int thread) {

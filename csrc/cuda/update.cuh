@@ -10,10 +10,10 @@
 namespace hdet::cuda {
 
 // Small blocks: in a model of 1000-element tensors a block has 125 turns to share. What keeps the memory busy is the registers of
-// all blocks on a multiprocessor together: 1024 threads x 4 streams x 32 bytes in flight are 128 KiB, and 30 KiB would do.
+// all blocks on a multiprocessor together: 768 threads x 4 streams x 32 bytes in flight are 96 KiB, and 30 KiB would do.
 constexpr int kStepThreads = 128;
 
-constexpr Formats kFloats{DType::f32, DType::f32, Master::none, DType::f32, DType::f32, DType::none, false};
+constexpr Formats kFloats{DType::f32, DType::f32, Master::none, DType::f32, DType::f32, false};
 
 // kFloat: StepPlan::all_float, formats known to the compiler.
 template <class Rule, bool kFloat>

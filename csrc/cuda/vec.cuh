@@ -50,7 +50,7 @@ __device__ __forceinline__ void* advance(void* stream, DType type, int64_t eleme
   return stream == nullptr ? nullptr : static_cast<char*>(stream) + elements * size_of(type);
 }
 
-// Gradients, moments, masters and averages are used once a step: they pass the caches first in, first out and leave them to the
+// Gradients, moments and masters are used once a step: they pass the caches first in, first out and leave them to the
 // parameters, which the next forward pass reads.
 enum class Use { once, again };
 

@@ -165,7 +165,7 @@ def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan
     """Prepares a step of K replicas that share gradients and moments and are kept as a base and one displacement: see RankOneTensors.
 
     With AdamW and float32 gradients a step moves 32 bytes a parameter for all of them together (30 with gradients of 16 bits), and
-    writes the K outputs; after a mean the converge is scalar arithmetic in the next step. Raises ValueError or TypeError, by name, for what cannot be stepped.
+    writes the K outputs. Raises ValueError or TypeError, by name, for what cannot be stepped.
     """
     if len(tensors.outputs) == 0 or len(tensors.outputs[0]) == 0:
         raise ValueError("there are no outputs to plan for")

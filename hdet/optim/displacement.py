@@ -36,11 +36,6 @@ def meet(param: Tensor, state: dict[str, Any], value: Tensor) -> None:
         tensor.copy_(state["base"])
 
 
-def mean_rho(rho: Sequence[float], weights: Sequence[float]) -> float:
-    """sum_k w_k rho_k, as csrc/core/rank_one.h sums it."""
-    return sum(w * r for w, r in zip(weights, rho, strict=True))
-
-
 def _alike(one: Tensor, other: Tensor) -> Tensor:
     return ((one == other) | (one.isnan() & other.isnan())).all()
 

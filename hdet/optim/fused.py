@@ -11,6 +11,7 @@ from torch import Tensor
 from hdet.kernels import StepSettings
 from hdet.kernels.spec.arguments import normalised
 from hdet.kernels.spec.interface import COUPLED
+from hdet.kernels.spec.rank_one import mean_rho
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
@@ -294,5 +295,5 @@ class FusedOptimizer(Stepper):
             torch.autograd.graph.increment_version(planned.written)
         for param, state in lines:
             if param not in stepped:
-                displacement.meet(param, state, displacement.at(state, displacement.mean_rho(self._rho_of(param), shares)))
+                displacement.meet(param, state, displacement.at(state, mean_rho(self._rho_of(param), shares)))
         return {param for param, _ in lines}

@@ -81,10 +81,10 @@ class Problem:
         self.memory: dict[str, Guarded] = {}
         first = self._column("exp_avg", [f.exp_avg for f in self.formats], 1)
         second = self._column("exp_avg_sq", [f.exp_avg_sq for f in self.formats], 2)
-        sets: dict[str, list[Guarded]] = {"param": [], "master": [], "average": []}
+        sets: dict[str, list[Guarded]] = {"param": [], "master": []}
         for k in range(case.replicas):
             for j, (name, column) in enumerate(sets.items()):
-                column.append(self._column(f"{name} {k}", [getattr(f, name) for f in self.formats], 3 + 3 * k + j))
+                column.append(self._column(f"{name} {k}", [getattr(f, name) for f in self.formats], 3 + 2 * k + j))
             for param, master, like in zip(sets["param"][k].tensors, sets["master"][k].tensors, sets["param"][0].tensors, strict=True):
                 if k == 1:
                     param.copy_(like)  # replicas that have not parted yet
@@ -94,7 +94,6 @@ class Problem:
                         master.copy_(param if master.dtype == F32 else torch.zeros_like(master))
                 if master is not None and master.dtype == F32:
                     param.copy_(master)
-        bucket = self._column("bucket", [F32] * count, 99) if case.finish == "pack" else None
         self.memory["steps"] = Guarded([1] * count, 0, 0, device)
         self.steps = [step.view(()) for step in self.memory["steps"].tensors]
         for i, row in enumerate(self.rows):
@@ -110,8 +109,6 @@ class Problem:
             exp_avgs=first.tensors if first.given() else None,
             exp_avg_sqs=second.tensors if second.given() else None,
             masters=[column.tensors for column in sets["master"]] if sets["master"][0].given() else None,
-            averages=[column.tensors for column in sets["average"]] if sets["average"][0].given() else None,
-            buckets=None if bucket is None else bucket.tensors,
             ids=None if case.stochastic is None else [3 * i + 1 for i in range(count)],
             stochastic=case.stochastic,
             first_replica=0 if case.stochastic is None else 5,
@@ -137,15 +134,11 @@ class Problem:
                 gradient.mul_(case.grad_scale)
         if turn in case.spoiled and any(case.sizes):
             next(g for g in gradients.tensors if g.numel())[-1] = float("nan")
-        last = turn == case.steps - 1
         options = StepOptions(
             grad_scale=None if case.grad_scale is None else torch.tensor([case.grad_scale], device=self.device),
             found_inf=None if case.found_inf is None else torch.tensor(self.of(case.found_inf, turn), device=self.device),
             max_norm=case.max_norm,
-            average_weight=self.of(case.average_weights, turn),
             zero_gradients=case.zero_gradients,
-            finish=case.finish if last else "store",
-            weights=case.weights if last and case.finish != "store" else None,
         )
         return gradients, [self.settings(row, turn) for row in range(1 + max(self.rows))], options
 
@@ -192,7 +185,6 @@ class _Comparison:
         finite = all(bool(g.isfinite().all()) for g in gradients)
         found = case.found_inf is not None and problem.of(case.found_inf, turn) != 0
         self.skip = found or (case.max_norm != 0 and not finite)
-        self.last = turn == case.steps - 1
         self.factor = 1.0 / (case.grad_scale or 1.0)
         self.norm = 0.0
         if case.max_norm != 0 and finite:
@@ -211,27 +203,10 @@ class _Comparison:
                 self._tensor(i)
 
     def _tensor(self, i: int) -> None:
-        case, k = self.case, range(self.case.replicas)
-        old = [self.before[f"value {j}"][i] for j in k]
-        stepped = self._exact(i, old)
+        stepped = self._exact(i, [self.before[f"value {j}"][i] for j in range(self.case.replicas)])
         self._moments(i, stepped)
-        for j in k:
-            self._average(i, j, stepped.params[j])
-        if self.last and case.finish == "pack":
-            (weight,) = case.weights
-            exact = reference.scaled(stepped.params[0], weight)
-            reference.assert_stored(self._after("bucket", i), exact, f"bucket {i}")
-            self._assert_same(i, "param 0", "master 0")
-            return
-        mean = self.last and case.finish == "mean"
-        if mean:
-            stepped.params = [reference.weighted_mean(stepped.params, case.weights)] * case.replicas
-        for j in k:
-            self._parameter(i, j, stepped.params[j], to_nearest=mean)
-            if mean:
-                for name in ("param", "master"):
-                    one, other = self.after[f"{name} 0"][i], self.after[f"{name} {j}"][i]
-                    assert one is other is None or torch.equal(_bits(one), _bits(other)), f"{name} {i} of replica {j} is not the mean"  # type: ignore[arg-type]
+        for j, exact in enumerate(stepped.params):
+            self._parameter(i, j, exact)
 
     def _exact(self, i: int, old: list[Tensor | None]) -> reference.Stepped:
         if self.skip:
@@ -270,19 +245,11 @@ class _Comparison:
                 stochastic = name == "exp_avg_sq" and self._stochastic(moment)
                 reference.assert_stored(moment, exact, f"{name} {i}", stochastic)
 
-    def _average(self, i: int, j: int, new: Bounded) -> None:
-        name, weight = f"average {j}", self.problem.of(self.case.average_weights, self.turn)
-        if self.skip or weight == 0:
-            self._assert_same(i, name)
-        elif self.after[name][i] is not None:
-            exact = reference.running_average(self._before(name, i).double(), new, weight)
-            reference.assert_stored(self._after(name, i), exact, f"{name}, tensor {i}")
-
-    def _parameter(self, i: int, j: int, exact: Bounded, to_nearest: bool) -> None:
+    def _parameter(self, i: int, j: int, exact: Bounded) -> None:
         name = f"tensor {i} of replica {j}"
         param, master = self._after(f"param {j}", i), self.after[f"master {j}"][i]
         if master is None:
-            reference.assert_stored(param, exact, name, self._stochastic(param) and not to_nearest)
+            reference.assert_stored(param, exact, name, self._stochastic(param))
             return
         value = self._after(f"value {j}", i)
         reference.assert_stored(value.float(), exact, f"master of {name}")

@@ -93,28 +93,6 @@ def _direction(
     return _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
 
 
-@dataclass
-class OnLine:
-    """Replicas on one line: replica k is at scale * base - rho_k * displacement."""
-
-    base: Bounded
-    displacement: Bounded
-    scale: float = 1.0
-    stepped: Stepped | None = None
-
-    def at(self, rho: float) -> Bounded:
-        from_base, along = scaled(self.base, self.scale), scaled(self.displacement, rho)
-        return Bounded(from_base.value - along.value, from_base.error + along.error)
-
-
-def step_on_line(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, line: OnLine, first: Tensor, second: Tensor) -> OnLine:
-    """What `step` does to replicas on a line when decay acts at lr for all of them: theta_k' = (1 - lr * decay) theta_k - lr rho_k u."""
-    decay = 1 - h.lr * h.weight_decay if rule in ("adamw", "lion") else 1.0
-    u, new = _direction(rule, h, t, gradient, factor, torch.zeros_like(line.base.value), first, second)
-    old, way = scaled(line.displacement, decay), scaled(u, h.lr)
-    return OnLine(line.base, Bounded(old.value + way.value, old.error + way.error), line.scale * decay, new)
-
-
 def _lerp(a: Tensor, b: Tensor, weight: float) -> Tensor:
     """(1 - weight) * a + weight * b, in the form of torch.lerp: an infinite end decides between infinity and NaN, and so does the form."""
     way = _in_range(b - a, LARGEST)

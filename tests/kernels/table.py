@@ -31,7 +31,6 @@ class Format:
     gradient: torch.dtype = F32
     exp_avg: torch.dtype | None = F32
     exp_avg_sq: torch.dtype | None = F32
-    average: torch.dtype | None = None
 
 
 SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1e-30)
@@ -56,10 +55,7 @@ class Case:
     max_norm: float = 0.0
     grad_scale: float | None = None
     found_inf: tuple[float, ...] | None = None  # of each step
-    average_weights: tuple[float, ...] = (0.0,)  # of each step
     zero_gradients: bool = False
-    finish: str = "store"  # of the last step
-    weights: tuple[float, ...] = ()
     stochastic: int | None = None
     spoiled: tuple[int, ...] = ()  # steps with a gradient that holds NaN
     special: tuple[str, ...] = ()  # "param", "gradient": what begins with every combination of SPECIAL_VALUES
@@ -104,8 +100,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "gradient": tuple(GRADIENTS),
     "moments": ("f32", "bf16", "bf16 second", "mixed"),
     "replicas": (1, 2, 3, 4, 8, 16),
-    "finish": ("store", "mean", "mean of some", "pack"),
-    "average": (None, F32, BF16, "mixed"),
     "norm": (0.0, 1.0, math.inf, "with NaN"),
     "scale": (None, 1024.0),
     "found_inf": (None, (0.0,), (1.0, 0.0), (0.0, 1.0)),
@@ -118,13 +112,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def allowed(choice: dict[str, Any]) -> bool:
-    """What cannot meet: the first two are refused by name, the others would be the same case twice."""
-    get = choice.get
-    if get("finish") == "pack" and get("replicas", 1) > 1:
-        return False
-    if get("finish") in ("mean", "mean of some") and get("replicas", 2) == 1:
-        return False
-    return not (get("sizes") == "one" and (get("rows", 1) > 1 or "mixed" in choice.values()))
+    """What cannot meet: it would be the same case twice."""
+    return not (choice.get("sizes") == "one" and (choice.get("rows", 1) > 1 or "mixed" in choice.values()))
 
 
 def covering(seed: int = 0) -> list[dict[str, Any]]:
@@ -167,21 +156,16 @@ def _named(indices: dict[str, int]) -> dict[str, Any]:
 def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
     first = {"f32": (F32,), "bf16": (BF16,), "bf16 second": (F32,), "mixed": (BF16, F32)}[choice["moments"]]
     second = {"f32": (F32,), "bf16": (BF16,), "bf16 second": (BF16,), "mixed": (F32, F32, BF16)}[choice["moments"]]
-    averages = (F32, None, BF16) if choice["average"] == "mixed" else (choice["average"],)
-    columns = [STORAGE[choice["storage"]], GRADIENTS[choice["gradient"]], first, second, averages]
+    columns = [STORAGE[choice["storage"]], GRADIENTS[choice["gradient"]], first, second]
     formats = []
-    for (param, master), gradient, m, v, average in itertools.islice(zip(*map(itertools.cycle, columns), strict=False), 12):
-        formats.append(Format(param, master, gradient, None if choice["rule"] == "sgd" else m, v, average))
+    for (param, master), gradient, m, v in itertools.islice(zip(*map(itertools.cycle, columns), strict=False), 12):
+        formats.append(Format(param, master, gradient, None if choice["rule"] == "sgd" else m, v))
     return tuple(formats)
 
 
 def _case(number: int, choice: dict[str, Any]) -> Case:
-    replicas, found_inf, finish = choice["replicas"], choice["found_inf"], choice["finish"]
-    weights = [1.0 + k for k in range(replicas)]
-    if finish == "mean of some":
-        weights[replicas // 2] = 0.0
-    total = sum(weights)
-    words = [str(choice[name]) for name in ("rule", "storage", "gradient", "replicas", "finish", "sizes")]
+    replicas = choice["replicas"]
+    words = [str(choice[name]) for name in ("rule", "storage", "gradient", "replicas", "sizes")]
     case = Case(
         name=f"{number}: {' '.join(words)}",
         sizes=tuple(SIZES[choice["sizes"]]),
@@ -191,11 +175,8 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         shifts=choice["shifts"],
         max_norm=1.0 if choice["norm"] == "with NaN" else choice["norm"],
         grad_scale=choice["scale"],
-        found_inf=found_inf,
-        average_weights=(0.0,) if choice["average"] is None else (1.0, 0.25, 0.75),
+        found_inf=choice["found_inf"],
         zero_gradients=choice["zero"],
-        finish="mean" if finish == "mean of some" else finish,
-        weights=(0.3,) if finish == "pack" else tuple(w / total for w in weights),
         stochastic=choice["stochastic"],
         spoiled=(1,) if choice["norm"] == "with NaN" else (),
         changing=choice["gradient"] == "changing",
@@ -228,10 +209,7 @@ SPECIAL = [
         Case(f"all float {rule} 4 replicas", sizes=_sized("chunk edges"), replicas=4, steps=3, rule=rule, settings=NO_DECAY)
         for rule in ("adamw", "adam", "lion")
     ),
-    *(
-        Case(f"all float mean of {k}", sizes=_sized("block edges"), replicas=k, finish="mean", weights=(1 / k,) * k, steps=1)
-        for k in (1, 2, 5, 9)
-    ),
+    *(Case(f"all float, {k} replicas", sizes=_sized("block edges"), replicas=k, steps=1) for k in (5, 9)),
     *(
         Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))
         for rule in ("adamw", "lion")
@@ -245,7 +223,6 @@ SPECIAL = [
     ),
     Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), rows=2),
     Case("three rows at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), rows=3, steps=3),
-    Case("pack of weight 0", sizes=(5, 40), finish="pack", weights=(0.0,), spoiled=(1,), settings=NO_DECAY),
     Case("stochastic", sizes=(3, CHUNK + 7, 5), formats=(_LOW,), shifts=(0, 1), stochastic=7, steps=3),
     Case("stochastic, large seed, 3 replicas", sizes=(3, 1001), formats=(_LOW,), replicas=3, stochastic=2**64 - 1, steps=3),
     Case("clipped by little", sizes=(50, 60), max_norm=10.6),
@@ -258,20 +235,17 @@ SPECIAL = [
     ),
     *(
         Case(
-            f"special {name} {finish} of {k}, mixed",
+            f"special {name}, {k} replicas, mixed",
             sizes=(COMBINATIONS,) * 5,
-            formats=tuple(Format(*kinds, F32, None if name == "sgd" else BF16, BF16, F32) for kinds in STORAGE["mixed"]),
+            formats=tuple(Format(*kinds, F32, None if name == "sgd" else BF16, BF16) for kinds in STORAGE["mixed"]),
             special=("param", "gradient"),
             replicas=k,
-            finish=finish,
-            weights=(0.5, 0.0, 0.5)[:k],
-            average_weights=(1.0, 0.25, 0.75),
             stochastic=3,
             steps=3,
             **{**choice, "settings": choice.get("settings", SETTINGS)._replace(weight_decay=0.0)},
         )
         for name, choice in RULES.items()
-        for finish, k in (("mean", 3), ("pack", 1))
+        for k in (1, 3)
     ),
     *(
         Case(f"special parameters {name}, clipped", sizes=(50, 60), special=("param",), max_norm=1.0, rule=name, settings=NO_DECAY)

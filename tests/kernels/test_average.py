@@ -127,19 +127,48 @@ def test_an_average_between_forward_and_backward_is_noticed(backend: str) -> Non
         kernels.average_(torch.ones(2, 3, device=device_of(backend)), [1, 1], backend)
 
 
-def test_instruction_sets_threads_and_torch_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = torch.randn(5, 5 * CHUNK + 7)
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+@pytest.mark.parametrize("storage", list(STORAGE))
+@pytest.mark.parametrize("shifts", [(0,), (1,), (0, 2), (4, 12)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_backends_instruction_sets_and_threads_give_the_same_bits(
+    backend: str, shifts: tuple[int, ...], storage: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [5, 0, CHUNK + 3 if any(shifts) else 4 * CHUNK, 1, 17, 40]
+    dtypes = [STORAGE[storage][i % len(STORAGE[storage])] for i in range(len(sizes))]
+    weights = [float(k % 3 + (k == 0)) for k in range(count)]  # some are 0
     results = []
-    for isa in _C.isa:
-        for count in (1, 2):
-            monkeypatch.setenv("HDET_ISA", isa)
-            torch.set_num_threads(count)
-            rows = start.clone()
-            kernels.average_(rows, [0.3, 0.1, 0.2, 0.3, 0.1], "cpu")
-            results.append(rows)
-    rows = start.clone()
-    kernels.average_(rows, [0.3, 0.1, 0.2, 0.3, 0.1], "torch")
-    assert all(torch.equal(rows, other) for other in results)
+    for name, isa, threads in ((backend, "", 1), *(("cpu", isa, 1 + i % 2) for i, isa in enumerate(_C.isa))):
+        monkeypatch.setenv("HDET_ISA", isa)
+        torch.set_num_threads(threads)
+        params, masters = (
+            [Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, device_of(name), [kind[part] for kind in dtypes]) for k in range(count)]
+            for part in (0, 1)
+        )
+        plan = kernels.average_plan([s.tensors for s in params], [s.tensors for s in masters] if masters[0].given() else None, name)
+        plan.average([w / sum(weights) for w in weights])
+        results.append([s.buffer.cpu() for s in (*params, *masters)])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+LOW, HALF, WIDE = ([[torch.zeros(4, dtype=dtype)] for _ in range(2)] for dtype in (BF16, F16, F32))
+
+
+@pytest.mark.parametrize(
+    ("params", "masters", "message"),
+    [
+        (LOW, WIDE[:1], "masters has 1 lists for 2 replicas"),
+        (LOW, [WIDE[0], []], "masters of replica 1 has 0 entries"),
+        (LOW, [WIDE[0], [torch.zeros(4, dtype=I16)]], "master of tensor 0 of replica 1 has the dtype torch.int16"),
+        (LOW, [WIDE[0], [torch.zeros(3)]], "master of parameter 0 of replica 1 has the shape"),
+        (LOW, HALF, "master of parameter 0 of replica 0 has the dtype torch.float16"),
+        (HALF, [[torch.zeros(4, dtype=I16)] for _ in range(2)], r"of replica 0 \(torch.float16\) has the dtype torch.int16"),
+        ([[torch.ones(4)] for _ in range(2)], WIDE, "must be None: the parameter is its own master"),
+    ],
+)
+def test_refused_masters(params: list, masters: list, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        kernels.average_plan(params, masters)
 
 
 @pytest.mark.parametrize(
@@ -178,29 +207,6 @@ def test_refused_replicas_change_nothing(backend: str, spoiled: list, error: typ
     with pytest.raises(error, match=message):
         kernels.average_([[first], spoiled], [1, 1], backend)
     assert first.tolist() == [0, 1, 2, 3]
-
-
-def test_refused_masters() -> None:
-    low = [torch.zeros(4, dtype=BF16) for _ in range(2)]
-    for masters, error, message in [
-        ([[torch.zeros(4)]], ValueError, "masters has 1 lists for 2 replicas"),
-        ([[torch.zeros(4)], []], ValueError, "masters of replica 1 has 0 entries"),
-        ([[torch.zeros(4)], [torch.zeros(4, dtype=I16)]], TypeError, "master of tensor 0 of replica 1 has the dtype torch.int16"),
-        ([[torch.zeros(4)], [torch.zeros(3)]], ValueError, "master of parameter 0 of replica 1 has the shape"),
-        ([[torch.zeros(4, dtype=F16)]] * 2, TypeError, "master of parameter 0 of replica 0 has the dtype torch.float16"),
-        ([[torch.zeros(4)]] * 2, None, ""),
-    ]:
-        params = [[x] for x in low]
-        if error is None:
-            masters = [[torch.zeros(4)], [torch.zeros(4)]]
-            kernels.average_plan(params, masters)
-            with pytest.raises(TypeError, match=r"master of parameter 0 of replica 0 \(torch.float16\) has the dtype torch.int16"):
-                kernels.average_plan([[x.half()] for x in low], [[torch.zeros(4, dtype=I16)] for _ in range(2)])
-            with pytest.raises(TypeError, match="must be None: the parameter is its own master"):
-                kernels.average_plan([[x.float()] for x in low], masters)
-        else:
-            with pytest.raises(error, match=message):
-                kernels.average_plan(params, masters)
 
 
 def test_refused_forms() -> None:

@@ -103,19 +103,21 @@ def test_only_the_backend_that_is_asked_for_is_looked_at(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("cpu", "torch"):
         assert kernels.select(name, torch.device("cpu")).name == name
+    monkeypatch.setattr(native, "_C", _WithCuda())
     with pytest.raises(AssertionError, match="another backend"):
         kernels.available()
 
 
+class _WithCuda:
+    cuda = True
+
+    @staticmethod
+    def build_info() -> dict[str, object]:
+        return {"cuda": True, "cuda_archs": "80 90"}
+
+
 def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Built(_WithoutCuda):
-        cuda = True
-
-        @staticmethod
-        def build_info() -> dict[str, object]:
-            return {"cuda": True, "cuda_archs": "80 90"}
-
-    monkeypatch.setattr(native, "_C", Built())
+    monkeypatch.setattr(native, "_C", _WithCuda())
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if device == torch.device("cuda", 1) else (9, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,16 +14,15 @@ from hdet import _C, kernels
 from .cases import CHUNK
 from .problem import Problem, final_tensors
 from .table import BF16, CASES, F16, F32, I16, Case, Format
-from .test_gradients import with_exchange
 
 MIXED = (
-    Format(average=F32),
-    Format(BF16, None, BF16, BF16, BF16, BF16),
+    Format(),
+    Format(BF16, None, BF16, BF16, BF16),
     Format(BF16, I16, BF16),
     Format(F16, F32, F16, F32, BF16),
     Format(BF16, F32, F32, BF16),
 )
-# enough for a parallel region, every kind of stream, and both ways of finishing
+# enough for a parallel region, and every kind of stream
 WIDE = [
     Case("one replica", sizes=(3, 5 * CHUNK + 1, 0, 17, 2 * CHUNK, 40), shifts=(1,), max_norm=1.0),
     Case(
@@ -35,10 +33,7 @@ WIDE = [
         rows=2,
         shifts=(0, 1, 2, 3),
         max_norm=1.0,
-        average_weights=(1.0, 0.25),
         stochastic=9,
-        finish="mean",
-        weights=(0.2,) * 5,
         zero_gradients=True,
     ),
 ]
@@ -88,27 +83,3 @@ def test_chunks_of_a_tensor_past_two_to_the_31_elements() -> None:
     assert chunks[-2] == (2**33, 5 + 2**33, 1, 3, 1, 8)
     assert chunks[-1] == (0, 8 + 2**33, 3, 1, 2, 10)
     assert sum(chunk[3] for chunk in chunks) == sum(elements)
-
-
-@with_exchange
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
-def test_a_step_past_two_to_the_31_elements(case: Case) -> None:
-    """Simulated: all chunks lie 2^33 elements further on, and all addresses as many before their tensors."""
-    case = replace(case, stochastic=None, steps=2)  # random numbers depend on the element
-    here, there = Problem(case, "cpu"), Problem(case, "cpu")
-    for problem, shift in ((here, 0), (there, 2**33)):
-        gradients, settings, options = problem.arguments(1)
-        plan, kept = cpu(problem.tensors), gradients.buffer.clone()
-        plan.step(gradients.tensors, settings, options)  # the tables are written
-        gradients.buffer.copy_(kept)
-        plan.chunks.view(torch.int64).view(-1, 4)[:, 0] += shift
-        indexed = [*gradients.given(), *(t for name, guarded in problem.memory.items() if name != "steps" for t in guarded.given())]
-        widths = {t.data_ptr(): t.element_size() for t in indexed}
-        for table in (plan.addresses, plan.gradient_table):
-            for place, address in enumerate(table.tolist()):
-                table[place] -= shift * widths.get(address, 0)
-        plan.step(gradients.tensors, settings, options)
-        problem.memory["gradients"] = gradients
-    for name, guarded in here.memory.items():
-        assert torch.equal(guarded.buffer, there.memory[name].buffer), name
-    assert here.steps[0].item() == 2

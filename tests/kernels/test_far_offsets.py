@@ -1,141 +1,151 @@
-"""Offsets past 2^31 elements without the memory, on the CPU: chunks lie that far out, and addresses as far back. The step itself is
-in test_cpu.py."""
+"""Offsets past 2^31 elements without the memory: chunks lie that far out, and addresses as far back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import RankOneTensors, StepSettings, StepTensors
+from hdet.kernels import StepTensors
 from hdet.kernels.spec import rounding
 
-from .cases import CHUNK, Guarded
+from .cases import BACKENDS, CHUNK, Guarded, device_of
+from .lines import Line, settings_of
+from .problem import Problem
+from .table import BF16, F16, F32, I16, SETTINGS, Case, Format
 from .test_gradients import with_exchange
 
-BF16 = torch.bfloat16
 FAR = 2**36 + CHUNK
 """elements: past 2^31, and past 2^34 where random numbers need a second word; chunks start at multiples of their length"""
 SIZES = [CHUNK + 3, 17]
-SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1, decay_at_base=True)
+NATIVE = [backend for backend in BACKENDS if backend != "torch"]
+Prepared = tuple[Any, Callable[[], list[Tensor]], list[Tensor]]
+"""a plan, a call of it, which may return tensors, and the tensors that the plan has addresses of"""
 
 
-def move_chunks(chunks: Tensor) -> None:
-    """Every chunk starts FAR elements further on."""
+def go_far(plan: Any, tensors: list[Tensor]) -> None:
+    """The next calls on the same tensors take place FAR elements further on, in the same memory."""
+    chunks = getattr(plan, "placed_chunks", plan.chunks)
     chunks.view(torch.int64).view(-1, _C.CHUNK_BYTES // 8)[:, 0] += FAR
+    widths = {t.data_ptr(): t.element_size() for t in tensors if t.numel()}
+    for table in (plan.addresses, getattr(plan, "placed_gradients", None), getattr(plan, "line_addresses", None)):
+        for place, address in enumerate([] if table is None else table.tolist()):
+            table[place] -= FAR * widths.get(address, 0)
 
 
-def move_addresses(table: Tensor, tensors: Sequence[Tensor | None]) -> None:
-    """The tensors of the table's first entries start so much earlier, so that a chunk's memory is what it was."""
-    for i, tensor in enumerate(tensors):
-        if tensor is not None:
-            table[i] -= FAR * tensor.element_size()
+def step(backend: str) -> Prepared:
+    formats = (Format(), Format(BF16, None, BF16, BF16, BF16), Format(BF16, I16, BF16), Format(F16, F32, F16, F32, BF16))
+    case = Case("", sizes=(1, 17, CHUNK + 13, 2 * CHUNK, 33, 0, 129), formats=formats, replicas=5, rows=2, shifts=(0, 1, 2), max_norm=1.0)
+    problem = Problem(case, device_of(backend))
+    gradients, settings, options = problem.arguments(1)
+    plan = kernels.step_plan(problem.tensors, backend)
+    tensors = [t for name, guarded in problem.memory.items() if name != "steps" for t in guarded.given()]
+    return plan, lambda: plan.step(gradients.tensors, settings, options) or problem.steps, [*tensors, *gradients.given()]  # type: ignore[func-returns-value]
 
 
-def move(plan: Any, tensors: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> None:
-    """A CPU plan after a step on these gradients: its next steps on them take place far out."""
-    move_chunks(plan.chunks)
-    move_addresses(plan.addresses, tensors)
-    move_addresses(plan.gradient_table, gradients)
+def line(backend: str) -> Prepared:
+    on_line, gradients = Line("adamw", SIZES, 2, backend, BF16), Guarded(SIZES, 0, 99, device_of(backend))
+
+    def call() -> list[Tensor]:
+        on_line.plan.step(gradients.tensors, settings_of("adamw", [0.5, 1.5]))
+        parted = on_line.everything()
+        on_line.plan.converge([0.25, 0.75])
+        return parted
+
+    parts = (on_line.base, on_line.displacement, *on_line.outputs, on_line.first, on_line.second, gradients)
+    return on_line.plan, call, [t for part in parts for t in part.tensors]
 
 
-def streams(t: StepTensors) -> list[Tensor]:
-    """All that a plan has addresses of, in its order."""
-    return [tensor for part in (*t.params, t.exp_avgs or [], t.exp_avg_sqs or []) for tensor in part if tensor is not None]
+def average(backend: str) -> Prepared:
+    sets = [Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(3)]
+    kept = [[t.clone() for t in row] for row in sets]
+    plan = kernels.average_plan(sets, backend=backend)
+
+    def call() -> list[Tensor]:
+        for row, values in zip(sets, kept, strict=True):
+            torch._foreach_copy_(row, values)
+        plan.average([0.2, 0.3, 0.5])
+        return []
+
+    return plan, call, [t for row in sets for t in row]
 
 
-def put_back(written: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for tensor, value in zip(written, values, strict=True):
-        tensor.copy_(value)
+def pair(operation: str, *scale: float) -> Callable[[str], Prepared]:
+    def prepared(backend: str) -> Prepared:
+        sources, destinations = (Guarded(SIZES, k, k, device_of(backend), BF16).tensors for k in range(2))
+        kept = [t.clone() for t in destinations]
+        plan = kernels.pair_plan(sources, destinations, backend=backend)
+
+        def call() -> list[Tensor]:
+            if operation == "copy":
+                torch._foreach_copy_(destinations, kept)
+            getattr(plan, operation)(*scale)
+            return []
+
+        return plan, call, [*sources, *destinations]
+
+    return prepared
 
 
-def step_tensors(dtype: torch.dtype, **more: object) -> StepTensors:
-    columns = [Guarded(SIZES, place % 3, place).tensors for place in range(3)]
+def norm(backend: str) -> Prepared:
+    tensors = Guarded(SIZES, 1, 3, device_of(backend), BF16).tensors
+    plan = kernels.norm_plan(tensors, backend)
+    return plan, lambda: [plan.norm()], tensors
+
+
+OPERATIONS = {
+    "step": pytest.param(step, marks=with_exchange),
+    "line": pytest.param(line, marks=with_exchange),
+    "average": average,
+    "copy": pair("copy", 0.5),
+    "lerp": pair("lerp", 0.5),
+    "swap": pair("swap"),
+    "norm": norm,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("backend", NATIVE)
+def test_far_out_is_as_near(backend: str, operation: Callable[[str], Prepared]) -> None:
+    results = []
+    for far in (False, True):
+        plan, call, tensors = operation(backend)
+        call()  # the tables are written
+        if far:
+            go_far(plan, tensors)
+        results.append([t.clone() for t in (*call(), *tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def step_tensors(dtype: torch.dtype, backend: str, **more: object) -> StepTensors:
+    columns = [Guarded(SIZES, place % 3, place, device_of(backend)).tensors for place in range(3)]
     params = [t.to(BF16).to(dtype) for t in columns[0]]
     moments = [[t.abs() for t in column] for column in columns[1:]]
-    return StepTensors("adamw", [params], [0] * len(SIZES), [torch.zeros(()) for _ in SIZES], *moments, **more)  # type: ignore[arg-type]
+    steps = [torch.zeros((), device=device_of(backend)) for _ in SIZES]
+    return StepTensors("adamw", [params], [0] * len(SIZES), steps, *moments, **more)  # type: ignore[arg-type]
 
 
 @with_exchange
-def test_random_numbers_know_where_they_are() -> None:
+@pytest.mark.parametrize("backend", NATIVE)
+def test_random_numbers_know_where_they_are(backend: str) -> None:
     """A stochastically rounded step far out uses the numbers of its elements there, all 50 bits of them."""
-    exact, tensors = step_tensors(torch.float32), step_tensors(BF16, stochastic=77, first_replica=3, ids=[5, 9])
-    gradients, settings = Guarded(SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0])]
-    kernels.step_plan(exact, "cpu").step(gradients, settings)
-    plan = kernels.step_plan(tensors, "cpu")
-    before = [t.clone() for t in (*streams(tensors), *tensors.steps)]
+    exact, tensors = step_tensors(F32, backend), step_tensors(BF16, backend, stochastic=77, first_replica=3, ids=[5, 9])
+    gradients, settings = Guarded(SIZES, 1, 60, device_of(backend)).tensors, [SETTINGS._replace(multipliers=[1.0])]
+    kernels.step_plan(exact, backend).step(gradients, settings)
+    plan = kernels.step_plan(tensors, backend)
+    streams = [*tensors.params[0], *tensors.exp_avgs, *tensors.exp_avg_sqs]  # type: ignore[misc]
+    before = [t.clone() for t in (*streams, *tensors.steps)]  # type: ignore[union-attr]
     plan.step(gradients, settings)  # the tables are written
-    put_back([*streams(tensors), *tensors.steps], before)
-    move(plan, streams(tensors), gradients)
+    torch._foreach_copy_([*streams, *tensors.steps], before)
+    go_far(plan, [*streams, *gradients])  # type: ignore[list-item]
     plan.step(gradients, settings)
     for identity, value, found in zip([5, 9], exact.params[0], tensors.params[0], strict=True):
         element = FAR + torch.arange(value.numel())
         zero, quad = torch.zeros_like(element), element // 4
         words = rounding.philox(77, (quad & 0xFFFFFFFF, (quad >> 32) | 3 << 16, zero + identity, zero + 1))
         word = torch.stack(words)[element % 4, torch.arange(value.numel())]
-        assert torch.equal(found, rounding.stochastic_bfloat16(value, word & 0xFFFF))
-
-
-def test_an_average_a_pair_and_a_norm_far_out() -> None:
-    def sets(count: int) -> list[list[Tensor]]:
-        return [Guarded(SIZES, k, k, dtypes=BF16).tensors for k in range(count)]
-
-    near, far = sets(3), sets(3)
-    plan = kernels.average_plan(far, backend="cpu")
-    move_chunks(plan.chunks)  # type: ignore[attr-defined]
-    move_addresses(plan.addresses, [t for row in far for t in row])  # type: ignore[attr-defined]
-    plan.average([0.2, 0.3, 0.5])
-    kernels.average_(near, [0.2, 0.3, 0.5])
-    assert all(torch.equal(a, b) for ours, theirs in zip(near, far, strict=True) for a, b in zip(ours, theirs, strict=True))
-
-    (source, near_lower), far_set = sets(2), Guarded(SIZES, 0, 9).tensors
-    del near_lower
-    pair = kernels.pair_plan(source, far_set, backend="cpu")
-    move_chunks(pair.chunks)  # type: ignore[attr-defined]
-    move_addresses(pair.addresses, [*source, *far_set])  # type: ignore[attr-defined]
-    pair.copy(0.5)
-    assert all(torch.equal(0.5 * a.float(), b) for a, b in zip(source, far_set, strict=True))
-    pair.lerp(1.0)
-    assert all(torch.equal(a.float(), b) for a, b in zip(source, far_set, strict=True))
-
-    norm = kernels.norm_plan(source, backend="cpu")
-    expected = norm.norm()
-    move_chunks(norm.chunks)  # type: ignore[attr-defined]
-    move_addresses(norm.addresses, source)  # type: ignore[attr-defined]
-    assert torch.equal(norm.norm(), expected)
-
-
-def test_swap_far_out() -> None:
-    one, other = Guarded(SIZES, 0, 1).tensors, Guarded(SIZES, 1, 2).tensors
-    before = [[t.clone() for t in tensors] for tensors in (other, one)]
-    plan = kernels.pair_plan(one, other, backend="cpu")
-    move_chunks(plan.chunks)  # type: ignore[attr-defined]
-    move_addresses(plan.addresses, [*one, *other])  # type: ignore[attr-defined]
-    plan.swap()
-    assert all(torch.equal(a, b) for old, new in zip(before, (one, other), strict=True) for a, b in zip(old, new, strict=True))
-
-
-@with_exchange
-def test_a_line_far_out() -> None:
-    def tensors() -> RankOneTensors:
-        columns = [Guarded(SIZES, 0, place).tensors for place in range(4)]
-        outputs = [Guarded(SIZES, 1, 10 + k, dtypes=BF16).tensors for k in range(2)]
-        moments = [[t.abs() for t in column] for column in columns[2:]]
-        return RankOneTensors("adamw", *columns[:2], outputs, [0, 0], [torch.zeros(()) for _ in SIZES], *moments)
-
-    near, far = tensors(), tensors()
-    plans: list[Any] = [kernels.rank_one_plan(t, "cpu") for t in (near, far)]
-    settings, gradients = [SETTINGS._replace(multipliers=[0.5, 1.5])], Guarded(SIZES, 0, 99).tensors
-    for plan in plans:
-        plan.step(gradients, settings)
-    moved: list[Tensor] = [*far.outputs[0], *far.outputs[1], *far.exp_avgs, *far.exp_avg_sqs]  # type: ignore[misc,list-item]
-    move(plans[1], moved, gradients)
-    move_addresses(plans[1].line_addresses, [*far.bases, *far.displacements])
-    for plan in plans:
-        plan.step(gradients, settings)
-        plan.converge([0.5, 0.5])
-    for ours, theirs in [(near.bases, far.bases), (near.displacements, far.displacements), *zip(near.outputs, far.outputs, strict=True)]:
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert torch.equal(found.cpu(), rounding.stochastic_bfloat16(value.cpu(), word & 0xFFFF))

@@ -136,16 +136,6 @@ def test_number_of_settings(backend: str) -> None:
         ({"found_inf": torch.zeros(1, device="meta")}, "found_inf is on meta"),
         ({"max_norm": -1.0}, "max_norm=-1.0 must not be negative"),
         ({"max_norm": NAN}, "max_norm=nan must not be negative"),
-        ({"average_weight": 1.1}, r"average_weight=1.1 must be in \[0, 1\]"),
-        ({"average_weight": NAN}, r"average_weight=nan must be in \[0, 1\]"),
-        ({"average_weight": 0.5}, "average_weight=0.5, but the plan has no averages"),
-        ({"finish": "sum"}, "finish='sum' is unknown; choose store, mean, pack"),
-        ({"finish": "pack", "weights": [1.0]}, 'finish="pack" needs a plan with buckets'),
-        ({"finish": "mean"}, "finish='mean' needs 2 weights, got None"),
-        ({"finish": "mean", "weights": [1.0]}, "finish='mean' needs 2 weights"),
-        ({"finish": "mean", "weights": [1.0, 1.0]}, r"weights must be finite, not negative and sum to 1, got \[1.0, 1.0\]: divide"),
-        ({"finish": "mean", "weights": [2.0, -1.0]}, "weights must be finite and not negative"),
-        ({"finish": "mean", "weights": [NAN, 1.0]}, "weights must be finite and not negative"),
     ],
 )
 def test_options(backend: str, options: dict[str, Any], message: str) -> None:
@@ -200,13 +190,7 @@ LOW = [X.bfloat16(), Y.bfloat16()]
         ({"params": [[x.half() for x in LOW]], "masters": [[torch.zeros(10, dtype=I16), None]]}, "int16; it must be torch.float32"),
         ({"params": [LOW], "masters": [[torch.zeros(9), None]]}, "master of parameter 0 has the shape"),
         ({"masters": [[None, None]] * 2}, "masters has 2 lists for 1 replicas"),
-        ({"averages": [[torch.zeros(10, dtype=F16), None]]}, "average of parameter 0 has the dtype torch.float16"),
-        ({"params": [[X, Y]], "averages": [[X, None]]}, "overlap in memory"),
-        (
-            {"buckets": [torch.zeros(10, dtype=BF16), torch.zeros(6)]},
-            "bucket of parameter 0 has the dtype torch.bfloat16; it must be torch.float32",
-        ),
-        ({"params": [LOW, [x.clone() for x in LOW]], "buckets": [torch.zeros(10), torch.zeros(6)]}, "buckets are for one replica, not 2"),
+        ({"params": [[X, Y]], "exp_avgs": [X, torch.zeros(6)]}, "overlap in memory"),
         ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),
         ({"first_replica": 65536}, "first_replica=65536 is out of range"),
         ({"params": [[]]}, "no parameters"),
@@ -226,15 +210,13 @@ def test_tensors_that_wrap_others_are_refused() -> None:
         kernels.step_plan(replace(usual, params=[[TwoTensor(torch.zeros(10), torch.zeros(10))]]))
 
 
-def test_masters_and_averages_of_replicas_are_alike() -> None:
-    problem = Problem(Case("", sizes=(10,), replicas=2, formats=(Format(BF16, F32, average=F32),)), "cpu").tensors
-    assert problem.masters is not None and problem.averages is not None
+def test_masters_of_replicas_are_alike() -> None:
+    problem = Problem(Case("", sizes=(10,), replicas=2, formats=(Format(BF16, F32),)), "cpu").tensors
+    assert problem.masters is not None
     with pytest.raises(
         TypeError, match="master of tensor 0 of replica 1 has the dtype torch.int16, but that of replica 0 has torch.float32"
     ):
         kernels.step_plan(replace(problem, masters=[problem.masters[0], [torch.zeros(10, dtype=I16)]]))
-    with pytest.raises(TypeError, match="average of tensor 0 of replica 1 has the dtype None, but that of replica 0 has torch.float32"):
-        kernels.step_plan(replace(problem, averages=[problem.averages[0], [None]]))
 
 
 def test_what_looks_odd_and_is_allowed() -> None:

@@ -24,7 +24,7 @@ def test_fields_stand_in_the_order_of_the_kernels() -> None:
     assert found is not None
     fields = [field for field in StepSettings._fields if field != "multipliers"]
     assert re.findall(r"^  double (\w+);", found[1], re.MULTILINE) == fields
-    assert (_C.CALL_SETTINGS, _C.ROW_SETTINGS) == (CALL_SETTINGS, ROW_SETTINGS) == (2, len(fields))
+    assert (_C.CALL_SETTINGS, _C.ROW_SETTINGS) == (CALL_SETTINGS, ROW_SETTINGS) == (1, len(fields))
 
 
 def test_the_table() -> None:
@@ -32,12 +32,12 @@ def test_the_table() -> None:
         StepSettings(0.5, (1.0, 2.0), 0.1, 0.2, 0.3, 0.4, 0.6, True, False, True),
         StepSettings(torch.tensor(7.0), (3.0, 4.0)),  # in device memory: its place here is not read
     ]
-    numbers = settings_numbers(rows, StepOptions(max_norm=8.0, average_weight=0.9, finish="mean", weights=[0.25, 0.75]), 2)
-    assert numbers[:2] == [8.0, 0.9]
-    assert numbers[2:11] == [0.5, 0.1, 0.2, 0.3, 0.4, 0.6, True, False, True]
-    assert numbers[11:20] == [0.0] * 9
-    assert numbers[20:] == [1.0, 2.0, 3.0, 4.0, 0.25, 0.75]
-    assert len(numbers) == count_settings(2, 2) == len(settings_numbers(rows, StepOptions(), 2))
+    numbers = settings_numbers(rows, StepOptions(max_norm=8.0))
+    assert numbers[0] == 8.0
+    assert numbers[1:10] == [0.5, 0.1, 0.2, 0.3, 0.4, 0.6, True, False, True]
+    assert numbers[10:19] == [0.0] * 9
+    assert numbers[19:] == [1.0, 2.0, 3.0, 4.0]
+    assert len(numbers) == count_settings(2, 2)
 
 
 OTHER_BUILD = """

@@ -19,7 +19,7 @@ from ..limits import HANG_S
 from .shim import build
 
 HERE = Path(__file__).resolve().parent
-TABLES = ["test_step.py", "test_average.py", "test_pair.py", "test_norm.py"]
+TABLES = [f"test_{name}.py" for name in ("step", "average", "pair", "norm", "rank_one", "numbers", "far_offsets")]
 pytestmark = [
     pytest.mark.skipif(build.COMPILER is None or not build.SOURCES.exists(), reason="needs a C++ compiler and hdet's sources"),
     pytest.mark.timeout(6 * HANG_S),  # the build, and a thousand tests under sanitizers
@@ -50,7 +50,7 @@ def test_the_cuda_sources_on_the_host(environment: dict[str, str]) -> None:
     result = run(environment, "-m", "pytest", "-p", "tests.kernels.shim.plugin", "-q", "-x", "-p", "no:cacheprovider", *files)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed is not None and int(passed[1]) > 880 and "skipped" not in result.stdout, result.stdout[-500:]
+    assert passed is not None and int(passed[1]) > 600 and "skipped" not in result.stdout, result.stdout[-500:]
 
 
 # That the sanitizers would notice: the sources run on tables that are wrong.

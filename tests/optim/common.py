@@ -102,6 +102,12 @@ def set_gradients(
         param.grad = None if skip(step, i) else gradient.to(dtype or param.dtype)
 
 
+def run(optimizer: Any, params: Sequence[Parameter], steps: range, **options: Any) -> None:
+    for step in steps:
+        set_gradients(params, step, **options)
+        optimizer.step()
+
+
 Make = Callable[[list[Parameter], type], Optimizer]
 
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdamW, FusedSGD
 
-from .common import BACKENDS, RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
+from .common import BACKENDS, RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients, state_of
 
 
 def scaled_backward(scaler: torch.amp.GradScaler, params: list[Parameter], step: int, spoil: bool = False) -> None:
@@ -58,8 +58,7 @@ def test_no_host_read_of_the_scalers_verdict(monkeypatch: pytest.MonkeyPatch) ->
     """Reading found_inf or the scale would wait for a GPU."""
     params = parameters()
     optimizer = FusedAdamW(params)
-    set_gradients(params, 0)
-    optimizer.step()
+    run(optimizer, params, range(1))
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor([0.0])
 
     def refuse(self: torch.Tensor, *_: Any) -> Any:
@@ -68,21 +67,6 @@ def test_no_host_read_of_the_scalers_verdict(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("item", "tolist", "__bool__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     optimizer.step()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_scale_set_by_hand_is_divided_out(backend: str) -> None:
-    ours, theirs = parameters(), parameters()
-    a, b = (FusedAdamW(params, backend=backend) for params in (ours, theirs))
-    a.grad_scale = torch.tensor(8.0)
-    for step in range(3):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        for param in ours:
-            param.grad.mul_(8)  # type: ignore[union-attr]
-        a.step()
-        b.step()
-    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -139,26 +123,6 @@ def test_max_grad_norm_may_change_between_steps() -> None:
     assert pair.a.max_grad_norm == math.inf
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scaled_and_clipped_in_one_step(backend: str) -> None:
-    """The norm is that of the unscaled gradients."""
-    ours, theirs = parameters(), parameters()
-    a = FusedAdamW(ours, max_grad_norm=1.0, backend=backend)
-    b = torch.optim.AdamW(theirs)
-    scaler, plain = torch.amp.GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0)
-    for step in range(4):
-        for optimizer, params, scale in ((a, ours, scaler), (b, theirs, plain)):
-            optimizer.zero_grad()
-            scaled_backward(scale, params, step)
-            if optimizer is b:
-                scale.unscale_(b)
-                norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
-            scale.step(optimizer)
-            scale.update()
-        torch.testing.assert_close(a.grad_norm, norm)
-    assert_close(ours, theirs, 2e-6)
-
-
 def test_nothing_to_unscale() -> None:
     """Without gradients a scaler leaves numbers where tensors are; torch's refuses to go on, as with any optimizer."""
     optimizer = FusedSGD(parameters())
@@ -166,14 +130,3 @@ def test_nothing_to_unscale() -> None:
     optimizer.step()
     set_gradients(optimizer.param_groups[0]["params"], 0)
     optimizer.step()
-
-
-def test_a_disabled_scaler() -> None:
-    pair = Pair()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(3):
-        set_gradients(pair.ours, step)
-        set_gradients(pair.theirs, step)
-        scaler.step(pair.a)
-        pair.b.step()
-    pair.check()

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
-from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, set_gradients
-from .test_replicas import RHOS, WEIGHTS, run, values, without_coupled_decay
+from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, run, set_gradients
+from .test_replicas import RHOS, WEIGHTS, values, without_coupled_decay
 
 DECOUPLED = (FusedAdamW, FusedLion)
 
@@ -85,27 +85,6 @@ def test_memory_is_a_base_a_displacement_and_the_sets() -> None:
     assert sorted(state) == ["base", "displacement", "exp_avg", "exp_avg_sq", "replica_params", "scale", "step"]
     held = [state["base"], state["displacement"], state["exp_avg"], state["exp_avg_sq"], params[0].grad, *(s[0] for s in sets)]
     assert sum(t.nbytes for t in held) == (18 + 2 * 3) * params[0].numel()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=names)
-def test_a_state_from_the_middle_of_a_cycle_resumes_bitwise(rule: Rule, dtype: torch.dtype) -> None:
-    ours, a, sets = on_line(rule, dtype)
-    run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
-    saved, model = copy.deepcopy(a.state_dict()), [param.detach().clone() for param in ours]
-    theirs, b, others = on_line(rule, dtype)
-    run(b, theirs, range(7, 9))
-    b.load_state_dict(saved)
-    with torch.no_grad():
-        for param, value in zip(theirs, model, strict=True):
-            param.copy_(value)
-    for optimizer, params in ((a, ours), (b, theirs)):
-        run(optimizer, params, range(3, 5))
-        optimizer.average_replicas(WEIGHTS)
-        run(optimizer, params, range(5, 6))
-    for k in range(3):
-        assert_equal(sets[k], others[k])
-        assert_equal(exact(a, k), exact(b, k))
 
 
 def test_saving_and_looking_change_nothing() -> None:

@@ -123,25 +123,6 @@ def test_shards_step_as_the_full_tensors_would(sizes: tuple[int, ...], placement
     run_ranks(same_bits_as_plain, math.prod(sizes), sizes, placements)
 
 
-def a_rank_without_an_element(rank: int, world_size: int) -> None:
-    mesh, param = mesh_of(2), Parameter(torch.ones(1, 3))
-    laid_out = Parameter(distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)], src_data_rank=None))
-    assert laid_out.to_local().numel() == (3 if rank == 0 else 0)
-    optimizers = [FusedAdamW([p], max_grad_norm=1.0) for p in (param, laid_out)]
-    for _ in range(2):
-        param.grad = torch.full((1, 3), 2.0)
-        laid_out.grad = distribute_tensor(param.grad, mesh, [Shard(0)], src_data_rank=None)
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(full(laid_out), param.detach(), rtol=1e-6, atol=0)
-    assert optimizers[1].state[laid_out]["step"].item() == 2  # counted here, too
-    assert optimizers[1].grad_norm is not None and optimizers[1].grad_norm.item() == pytest.approx(math.sqrt(12))
-
-
-def test_a_rank_may_own_nothing_at_all() -> None:
-    run_ranks(a_rank_without_an_element, 2)
-
-
 # -- models of torch's parallel modules ---------------------------------------------------------------------------------------------
 
 
@@ -276,23 +257,6 @@ def states_round_trip(rank: int, world_size: int) -> None:
 
 def test_states_pass_through_torchs_state_dict_functions() -> None:
     run_ranks(states_round_trip, 2)
-
-
-def states_of_torch(rank: int, world_size: int) -> None:
-    for of, into in ((AdamW, FusedAdamW), (FusedAdamW, AdamW)):
-        model, optimizer = sharded_run("fsdp", of)
-        train(model, optimizer, "fsdp", range(2))
-        other, resumed = sharded_run("fsdp", into)
-        other.load_state_dict(model.state_dict())
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, two in ((model, optimizer), (other, resumed)):
-            train(one, two, "fsdp", range(2, 4))
-        for ours, theirs in zip(weights(model), weights(other), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_torchs_states_load_and_ours_load_there() -> None:
-    run_ranks(states_of_torch, 2)
 
 
 def saved_by_dcp(rank: int, world_size: int, folder: str, kind: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Several replicas that share gradients and moments, and steps that end with an average."""
+"""Several replicas that share gradients and moments, and their average."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hdet import kernels
 from hdet.kernels.spec.rounding import join
 from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
-from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, set_gradients, state_of
+from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
 
 RHOS = [0.5, 1.0, 1.75]
 WEIGHTS = [0.2, 0.5, 0.3]
@@ -38,12 +38,6 @@ def replicated(
     optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
     optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
     return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
-
-
-def run(optimizer: FusedOptimizer, params: list[Parameter], steps: range, **options: Any) -> None:
-    for step in steps:
-        set_gradients(params, step, **options)
-        optimizer.step()
 
 
 def values(optimizer: FusedOptimizer, k: int) -> list[Tensor]:
@@ -156,33 +150,15 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the state -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "master_weights"), [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")])
-def test_a_state_from_the_middle_of_a_cycle_resumes_bitwise(dtype: torch.dtype, master_weights: str | None) -> None:
-    ours, a, sets = replicated(3, dtype=dtype, master_weights=master_weights)
-    run(a, ours, range(3))
-    saved, model = copy.deepcopy(a.state_dict()), [param.detach().clone() for param in ours]
-    assert len(saved["state"][0]["replica_params"]) == 2
-    theirs, b, others = replicated(3, dtype=dtype, master_weights=master_weights)
-    run(b, theirs, range(7, 9))
-    with torch.no_grad():
-        for param, value in zip(theirs, model, strict=True):
-            param.copy_(value)
-    b.load_state_dict(saved)
-    assert all(one is other for k in range(3) for one, other in zip(b.replica_parameters(k), others[k], strict=True))  # in place
-    for optimizer, params in ((a, ours), (b, theirs)):
-        run(optimizer, params, range(3, 5))
-        optimizer.average_replicas(WEIGHTS)
-        run(optimizer, params, range(5, 6))
-    for k in range(3):
-        assert_equal(sets[k], others[k])
-        assert_equal(values(a, k), values(b, k))
-
-
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])
 def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(master_weights: str) -> None:
     params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
     run(optimizer, params, range(3))
+    expected = [value.clone() for value in values(optimizer, 0)]
     optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+    optimizer.average_replicas([0.5, 0.5])
+    assert_equal(values(optimizer, 0), expected)
+    assert_equal(values(optimizer, 1), expected)
     run(optimizer, params, range(3, 4))  # at equal multipliers
     assert_equal(values(optimizer, 0), values(optimizer, 1))
     run(optimizer, params, range(4, 5))
@@ -296,17 +272,6 @@ def test_a_state_of_one_replica_brings_its_master_for_all(master_weights: str) -
     run(one, ours, range(3, 4))
     for k in range(3):
         assert_equal(values(three, k), values(one, 0))
-
-
-@pytest.mark.parametrize("master_weights", ["fp32", "split"])
-def test_replicas_made_in_the_middle_of_a_run_may_be_averaged_before_they_step(master_weights: str) -> None:
-    params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
-    run(optimizer, params, range(3))
-    expected = [value.clone() for value in values(optimizer, 0)]
-    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
-    optimizer.average_replicas([0.5, 0.5])
-    assert_equal(values(optimizer, 0), expected)
-    assert_equal(values(optimizer, 1), expected)
 
 
 def test_a_copy_has_its_own_replicas() -> None:

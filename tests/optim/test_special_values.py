@@ -24,7 +24,6 @@ LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
 SPECIAL = [0.0, -0.0, 1.0, -0.3, math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e20, -1e20, 1e-25, NORMAL, -SMALLEST]
 MOMENTS = [0.0, 1.0, 1e20, LARGEST, math.inf, math.nan]  # of a state that is loaded; first moments also with the other sign
 STEPS = 4
-MULTIPLIERS = [0.5, 1.0, 0.0]
 
 
 class LerpLion(Optimizer):
@@ -135,41 +134,3 @@ def test_every_state(rule: Rule, options: dict[str, Any], backend: str) -> None:
     rows = [row for row in itertools.product(*columns) if len(row) == 3 or not (abs(row[1]) == LARGEST and row[2] < LARGEST)]
     start, *moments, gradient = torch.tensor(rows).T.contiguous()
     compare(rule, options, backend, start, [gradient], dict(zip(rule.moments, moments, strict=True)))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("rule", "options"), [case for case in CASES if not case.values[1].get("weight_decay")])
-def test_replicas_are_torchs_at_their_own_rates(rule: Rule, options: dict[str, Any], backend: str) -> None:
-    start, gradients = grid()
-    options = {"lr": 1e-2, **options, "weight_decay": 0.0}
-    shared = Parameter(start.clone())
-    starts = [start, start.roll(7), start.roll(100)]
-    copies = [shared, *(s.clone() for s in starts[1:])]
-    a = rule.fused([shared], backend=backend, **options)
-    a.set_replicas(3, lambda param: copies)
-    a.multipliers = [[multiplier] for multiplier in MULTIPLIERS]
-    others = [Parameter(s.clone()) for s in starts]
-    peers = [peer_of(rule, other, {**options, "lr": options["lr"] * m}) for other, m in zip(others, MULTIPLIERS, strict=True)]
-    for step in range(STEPS):
-        for param in (shared, *others):
-            param.grad = gradients[step % 2].clone()
-        for optimizer in (a, *peers):
-            optimizer.step()
-        for k, (ours, theirs) in enumerate(zip(copies, others, strict=True)):
-            assert_alike(rule, ours, theirs, f"replica {k} after step {step}", [starts[k], *gradients])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("rule", "options"), CASES)
-def test_clipped_gradients_of_any_parameter(rule: Rule, options: dict[str, Any], backend: str) -> None:
-    start = torch.tensor(SPECIAL * 3)
-    gradient = torch.linspace(-2, 2, len(start))
-    one, other = Parameter(start.clone()), Parameter(start.clone())
-    a = rule.fused([one], backend=backend, max_grad_norm=0.5, **{"lr": 1e-2, **options})
-    b = peer_of(rule, other, options)
-    for step in range(STEPS):
-        one.grad, other.grad = gradient.clone(), gradient.clone()
-        torch.nn.utils.clip_grad_norm_([other], 0.5)
-        a.step()
-        b.step()
-        assert_alike(rule, one, other, f"parameter after step {step}", [start, gradient])

@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
-from .common import RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, set_gradients, state_of
+from .common import RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .test_replicas import RHOS, WEIGHTS, without_coupled_decay
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -43,19 +44,55 @@ def test_states_pass_both_ways_in_the_middle_of_a_run(rule: Rule, options: dict[
         assert all(state["step"].item() == 15 and state["step"].dtype == torch.float32 for state in state_of(pair.a))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=names)
-def test_our_state_resumes_bitwise(rule: Rule) -> None:
-    ours, theirs = parameters(), parameters()
-    a, b = (rule.fused(groups(params, rule), lr=1e-2) for params in (ours, theirs))
-    for step in range(8):
-        if step == 4:
-            state = through_a_file(a.state_dict())
-            a = rule.fused(groups(ours, rule), lr=0.5)
-            a.load_state_dict(state)
-        for optimizer, params in ((a, ours), (b, theirs)):
-            set_gradients(params, step)
-            optimizer.step()
-    assert_equal(ours, theirs)
+BF16 = torch.bfloat16
+RUNS = [
+    *((rule, torch.float32, 1, "parameters", {}) for rule in RULES),
+    *((rule, BF16, 1, "parameters", {}) for rule in RULES),
+    *((RULES[0], BF16, count, "parameters", {"master_weights": kind}) for kind in ("fp32", "split") for count in (1, 3)),
+    (RULES[0], torch.float32, 3, "parameters", {}),
+    *((rule, dtype, 3, "displacement", {}) for rule in (RULES[0], RULES[2]) for dtype in (torch.float32, BF16)),
+]
+
+
+@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
+@pytest.mark.parametrize(("rule", "dtype", "count", "storage", "options"), RUNS)
+def test_our_state_resumes_bitwise(
+    rule: Rule, dtype: torch.dtype, count: int, storage: str, options: dict[str, Any], model_first: bool
+) -> None:
+    """Of several replicas in the middle of a cycle. Moments stay float32, which torch's load_state_dict would cast to the parameter's dtype."""
+
+    def start() -> tuple[list[Parameter], FusedOptimizer]:
+        params = parameters(dtype=dtype)
+        at_base = {"decay_at": "base"} if storage == "displacement" and rule is RULES[0] else {}
+        optimizer = rule.fused(without_coupled_decay(rule, params) if count > 1 else groups(params, rule), lr=1e-2, **at_base, **options)
+        optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))], storage)
+        optimizer.multipliers = [[rho] * 3 for rho in RHOS[:count]]
+        return params, optimizer
+
+    (ours, a), (theirs, b) = start(), start()
+    run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
+    saved = through_a_file({"model": [param.detach() for param in ours], "optimizer": a.state_dict()})
+    run(b, theirs, range(7, 9))  # it has gone elsewhere
+    sets = [b.replica_parameters(k) for k in range(count)]
+    if not model_first:
+        b.load_state_dict(saved["optimizer"])
+    with torch.no_grad():
+        for param, value in zip(theirs, saved["model"], strict=True):
+            param.copy_(value)  # as Module.load_state_dict
+    if model_first:
+        b.load_state_dict(saved["optimizer"])
+    assert all(one is other for k in range(count) for one, other in zip(b.replica_parameters(k), sets[k], strict=True)), "in place"
+    for optimizer, params in ((a, ours), (b, theirs)):
+        run(optimizer, params, range(3, 5))
+        optimizer.average_replicas(WEIGHTS[:count])
+        run(optimizer, params, range(5, 6))
+    for k in range(count):
+        assert_equal(a.replica_parameters(k), b.replica_parameters(k))
+    for one, other in zip(state_of(a), state_of(b), strict=True):
+        assert all(one[name].dtype == torch.float32 for name in rule.moments if name in one)
+        for key in one:
+            lists = [state[key] if isinstance(state[key], list) else [state[key]] for state in (one, other)]
+            assert_equal(*lists)
 
 
 @pytest.mark.parametrize("as_", [int, float, lambda x: torch.tensor(float(x), dtype=torch.float64), lambda x: torch.tensor([int(x)])])
@@ -112,30 +149,10 @@ def test_momentum_may_begin_and_end_in_the_middle_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
-def test_bfloat16_parameters_keep_float32_moments(rule: Rule) -> None:
-    """torch's load_state_dict would cast them to the parameter's dtype."""
-    ours, theirs = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
-    a, b = (rule.fused(groups(params, rule), lr=1e-2) for params in (ours, theirs))
-    for step in range(6):
-        if step == 3:
-            a.load_state_dict(through_a_file(a.state_dict()))
-            assert all(state[name].dtype == torch.float32 for state in state_of(a) for name in rule.moments)
-        for optimizer, params in ((a, ours), (b, theirs)):
-            set_gradients(params, step)
-            optimizer.step()
-    assert_equal(ours, theirs)
-    assert all(torch.equal(x[name], y[name]) for x, y in zip(state_of(a), state_of(b), strict=True) for name in rule.moments)
-    peer = rule.peer(groups(theirs, rule), lr=1e-2)  # and torch's takes it, in its own way
-    peer.load_state_dict(a.state_dict())
-    peer.step()
-
-
-@pytest.mark.parametrize("rule", TORCH_RULES, ids=names)
 def test_torchs_bfloat16_moments_load(rule: Rule) -> None:
     theirs = parameters(dtype=torch.bfloat16)
     b = rule.peer(groups(theirs, rule), lr=1e-2)
-    set_gradients(theirs, 0)
-    b.step()
+    run(b, theirs, range(1))
     a = rule.fused(groups(parameters(dtype=torch.bfloat16), rule), lr=1e-2)
     a.load_state_dict(b.state_dict())
     for one, other in zip(state_of(a), state_of(b), strict=True):

@@ -8,13 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from hdet.kernels.spec.mirrors import Mirrors
-from hdet.kernels.triton.launch import COMPILER, Memory
+from hdet.kernels.spec.mirrors import DeviceMemory
+from hdet.kernels.triton.launch import COMPILER
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -33,14 +32,10 @@ class Driver:
         return 0
 
 
-class Compiling(Memory):
+class Compiling(DeviceMemory):
     """Tables on the CPU; a launch only compiles, as it would for CUDA tensors at these addresses, and is noted."""
 
     launches: ClassVar[list[tuple[str, Any]]] = []
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._on_cuda, self._tables, self._streams = device, False, [], set()
-        self._mirrors = Mirrors(lambda: False)
 
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         placed.copy_(table)

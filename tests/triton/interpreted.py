@@ -17,14 +17,14 @@ from triton.runtime import interpreter
 
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
-from hdet.kernels.spec import rounding
+from hdet.kernels.spec import mirrors, rounding
 from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
-from hdet.kernels.triton import launch as triton_launch
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
-from tests.kernels import test_average, test_gradients, test_memory, test_norm, test_pair, test_rank_one
-from tests.kernels.cases import CHUNK, SIZES, Guarded
+from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one
+from tests.kernels.cases import CHUNK, SIZES
+from tests.kernels.lines import RULES, line_left
 from tests.kernels.problem import check
 from tests.kernels.table import CASES, STORAGE, Case
 
@@ -34,12 +34,9 @@ from .twin import Twin
 def cut(case: Case) -> Case:
     """Seven tensors, the first and the last; 5 replicas, one more than a batch, for 8 or 16; one step if nothing changes between steps."""
     sizes = case.sizes if len(case.sizes) <= 7 else case.sizes[:4] + case.sizes[-3:]
-    changes = case.changing or case.spoiled or case.special or case.found_inf or len(case.average_weights) > 1
+    changes = case.changing or case.spoiled or case.special or case.found_inf
     case = replace(case, sizes=sizes, steps=min(case.steps, 2) if changes else 1)
-    if case.replicas <= 5 or case.name.startswith("6:"):
-        return case
-    total = sum(case.weights[:5])
-    return replace(case, replicas=5, weights=tuple(w / total for w in case.weights[:5]))
+    return case if case.replicas <= 5 or case.name.startswith("6:") else replace(case, replicas=5)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -69,7 +66,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (test_average, test_gradients, test_norm, test_pair, test_rank_one):
+    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -89,33 +86,12 @@ def test_chunks_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -
 # numbers
 
 
-@triton.jit
-def convert(x, upper, lower, joined, nearest, up, random, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    value = tl.load(x + i)
-    tl.store(upper + i, numbers.upper_half(value).to(tl.int16, bitcast=True))
-    tl.store(lower + i, numbers.lower_half(value).to(tl.int16, bitcast=True))
-    tl.store(nearest + i, numbers.to_bf16(value).to(tl.int16, bitcast=True))
-    tl.store(up + i, numbers.to_bf16_stochastic(value, tl.load(random + i).to(tl.uint32)).to(tl.int16, bitcast=True))
-    tl.store(joined + i, numbers.join(numbers.upper_half(value), numbers.lower_half(value)))
-
-
-def test_every_upper_half_and_ties_are_rounded_as_in_torch() -> None:
-    upper = torch.arange(1 << 16, dtype=torch.int64)
-    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
-        bits = upper << 16 | low
-        x = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
-        random = torch.arange(1 << 16, dtype=torch.int32) * 40503 % (1 << 16)
-        out = [torch.zeros(1 << 16, dtype=torch.int16) for _ in range(4)]
-        joined = torch.zeros(1 << 16)
-        convert[(1,)](x, out[0], out[1], joined, out[2], out[3], random, BLOCK=1 << 16)
-        finite = ~x.isnan()
-        assert torch.equal(joined.view(torch.int32), torch.where(finite, x.view(torch.int32), 0x7FC00000))
-        assert torch.equal(out[0].view(torch.bfloat16).view(torch.int16), rounding.split(x)[0].view(torch.int16))
-        assert torch.equal(out[1], rounding.split(x)[1])
-        assert torch.equal(out[2][finite], x.bfloat16().view(torch.int16)[finite])
-        assert torch.equal(out[3][finite], rounding.stochastic_bfloat16(x, random.long()).view(torch.int16)[finite])
-        assert out[2].view(torch.bfloat16)[~finite].isnan().all() and out[3].view(torch.bfloat16)[~finite].isnan().all()
+def test_numbers_of_16_bits() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        test_numbers.test_rounding_to_16_bits_and_widening_are_torchs("triton", dtype)
+    test_numbers.test_split_is_exact_for_every_number_and_its_upper_half_is_the_nearest("triton")
+    test_numbers.test_a_nan_shows_in_the_upper_half_of_the_split_form("triton")
+    test_numbers.test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half("triton")
 
 
 @triton.jit
@@ -171,21 +147,11 @@ def test_pairs(destination: test_pair.Kind, operation: str) -> None:
 
 
 def test_copies_of_long_tensors_and_exchanges() -> None:
-    test_pair.test_copies_are_the_product_rounded_once("triton", SIZES["chunk edges"], 1 / 3)
+    test_pair.test_mixed_sets("triton", SIZES["chunk edges"], "scaled copy")
     test_pair.test_swap_exchanges_bits_and_back("triton", test_pair.SOURCES)
     test_pair.test_swap_keeps_every_bit_pattern_of_nan("triton")
     for kind in test_pair.KINDS:
         test_pair.test_scale_zero_reads_nothing_and_lerp_to_the_end_copies("triton", kind)
-
-
-def test_pairs_that_cannot_change_places_change_nothing() -> None:
-    x, y = torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)
-    plan = kernels.pair_plan([x], [y], backend="triton")
-    with pytest.raises(TypeError, match="source 0 .* cannot change places"):
-        plan.swap()
-    with pytest.raises(ValueError, match=r"weight=1.5 must be in \[0, 1\]"):
-        plan.lerp(1.5)
-    assert y.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -218,47 +184,16 @@ def test_norm_edges() -> None:
 # rank one
 
 
-@pytest.mark.parametrize("rule", test_rank_one.RULES)
-def test_a_line_has_the_bits_of_the_cpu(rule: str) -> None:
-    found = []
-    for backend in ("cpu", "triton"):
-        sizes = [0, 7, CHUNK + 1]
-        line = test_rank_one.Line(rule, sizes, 3, backend, torch.bfloat16, moments=torch.bfloat16, stochastic=11)
-        for turn in range(5):
-            gradients = Guarded(sizes, 0, turn)
-            options = StepOptions(max_norm=1.0, zero_gradients=turn == 0)
-            if turn in (1, 2):
-                options = replace(options, finish="mean", weights=[0.5, 0.0, 0.5])
-            if turn == 3:
-                gradients.tensors[1][0] = math.nan
-            line.plan.step(gradients.tensors, test_rank_one.settings_of(rule, [0.5, 1.0, 1.5]), options)
-            gradients.assert_guards()
-            assert (turn != 0) or not any(g.any() for g in gradients.tensors)
-        line.plan.converge([0.25, 0.5, 0.25])
-        line.plan.step(Guarded(sizes, 0, 9).tensors, test_rank_one.settings_of(rule, [0.25, 1.0, 1.75]))
-        found.append(line.everything())
-        for part in (line.base, line.displacement, *line.outputs, line.first, line.second):
-            part.assert_guards()
+@pytest.mark.parametrize("rule", RULES)
+def test_lines(rule: str) -> None:
+    formats = (torch.bfloat16, torch.float32, torch.bfloat16) if rule != "sgd" else (torch.float16, torch.float16, torch.float32)
+    found = [line_left(rule, 3, formats, [7, 0, CHUNK + 1], backend) for backend in ("cpu", "triton")]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("rule", test_rank_one.RULES)
-def test_infinities_and_nan_on_a_line(rule: str) -> None:
     test_rank_one.test_infinities_and_nan_are_where_stored_sets_have_them(rule, "triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_of_16_bits(dtype: torch.dtype) -> None:
-    test_rank_one.test_outputs_of_16_bits_are_the_rounded_ones(dtype, "triton")
-
-
-@pytest.mark.parametrize("after_mean", [False, True])
-def test_skipped_steps_on_a_line(after_mean: bool) -> None:
-    test_rank_one.test_a_skipped_step_moves_nothing_but_folds(after_mean, "triton")
-
-
 def test_lines_that_stay_and_lines_that_are_refused() -> None:
-    test_rank_one.test_converge_before_any_step_and_after_a_mean_changes_nothing("triton")
+    test_rank_one.test_a_converge_of_replicas_that_are_together_changes_nothing("triton")
     test_rank_one.test_what_would_leave_the_line_is_refused_before_anything_changes("triton")
 
 
@@ -283,37 +218,14 @@ def test_the_tables_are_as_long_as_the_kernels_take_them() -> None:
     assert (hyper.CALL_SETTINGS.value, hyper.ROW_SETTINGS.value) == (CALL_SETTINGS, ROW_SETTINGS)
 
 
-def test_settings_travel_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    refresh = Memory.refresh
-    monkeypatch.setattr(Memory, "refresh", lambda self, table, placed: (copies.append(table.numel()), refresh(self, table, placed))[1])
-    p, g = torch.zeros(3), torch.ones(3)
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
-    for lr, number in ((0.5, 2), (0.5, 0), (0.25, 1), (0.25, 0)):  # the first step brings the gradients' addresses as well
-        copies.clear()
-        plan.step([g], [StepSettings(lr)])
-        assert len(copies) == number
-
-
 def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:
     test_memory.check_rates("triton")
-
-
-def test_a_capture_that_would_freeze_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, table = Memory(torch.device("cpu")), torch.zeros(2)
-    monkeypatch.setattr(triton_launch, "_capturing", lambda device: True)
-    with pytest.raises(RuntimeError, match=r"before the capture run one step .* optimizer.write_hyperparameters"):
-        memory.refresh(torch.ones(2), table)
-    assert table.tolist() == [0.0, 0.0]
-    for new in (lambda: memory.place(table), lambda: memory.room(2, torch.float32)):
-        with pytest.raises(RuntimeError, match="first call, which cannot be captured"):
-            new()
 
 
 def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be compiled and loaded under capture: the norm's, and another end of a step."""
     p, g, capturing = torch.zeros(3), torch.ones(3), [False]
-    monkeypatch.setattr(triton_launch, "_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(mirrors, "_capturing", lambda device: capturing[0])
     plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
     plan.step([g], [StepSettings(0.5)])
     for options in (StepOptions(max_norm=10.0), StepOptions(zero_gradients=True)):

@@ -54,7 +54,6 @@ class Stored:
     gradient: torch.dtype = F32
     first: torch.dtype | None = F32
     second: torch.dtype | None = F32
-    average: torch.dtype | None = None
     replicas: int = 1
     stochastic: int | None = None
     first_replica: int = 0
@@ -64,11 +63,9 @@ class Stored:
         """dtypes of what an element reads and writes."""
         moments = [d for d in (self.first, self.second) if d is not None]
         each = [d for d in (self.param, self.master) if d is not None] * self.replicas
-        averages = [self.average] * self.replicas if self.average is not None else []
         kept = [self.master] * self.replicas if self.master == F32 else each
-        written = [F32] if self.options.finish == "pack" else each
         zeroed = [self.gradient] if self.options.zero_gradients else []
-        return [self.gradient, *moments, *kept, *averages], [*moments, *written, *averages, *zeroed]
+        return [self.gradient, *moments, *kept], [*moments, *each, *zeroed]
 
 
 def tensors(dtype: torch.dtype | None, sizes: list[int]) -> list[Tensor] | None:
@@ -93,28 +90,23 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
             tensors(s.first, sizes),
             tensors(s.second, sizes),
             sets(s.master, sizes, s.replicas),
-            sets(s.average, sizes, s.replicas),
-            tensors(F32, sizes) if s.options.finish == "pack" else None,
             stochastic=s.stochastic,
             first_replica=s.first_replica,
         )
     )
 
 
-MEAN8 = StepOptions(finish="mean", weights=[0.125] * 8)
 MIXED = {"param": BF16, "gradient": BF16}
 SMALL = {**MIXED, "first": BF16, "second": BF16, "stochastic": 7}
 STEPS = {
     "adamw": Stored(),
     "adamw, 5 replicas": Stored(replicas=5),
     "adamw, 16 replicas": Stored(replicas=16),
-    "adamw, mean of 8": Stored(replicas=8, options=MEAN8),
-    "adamw, average, zeroed": Stored(average=F32, options=StepOptions(average_weight=0.5, zero_gradients=True)),
+    "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
     "adam, bfloat16 moments": Stored("adam", first=BF16, second=BF16),
     "sgd": Stored("sgd", second=None),
     "lion": Stored("lion", second=None),
     "master": Stored(**MIXED, master=F32),
-    "master, packed": Stored(**MIXED, master=F32, options=StepOptions(finish="pack", weights=[0.5])),
     "master, 8 replicas": Stored(**MIXED, master=F32, replicas=8),
     "split": Stored(**MIXED, master=I16),
     "split, 16 bits throughout": Stored(**MIXED, master=I16, first=BF16, second=BF16),
@@ -194,7 +186,7 @@ def test_rank_one(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
     assert names == ["derive_rank_one", "update_rank_one", "derive_converge", "converge"]
     check_code(launches[0][1], tmp_path, float64=True, shared=True)
     line = [F32, F32]
-    check_accesses(check_code(launches[1][1], tmp_path), [BF16, F32, F32, *line], [F32, F32, *line, *[dtype] * replicas])
+    check_accesses(check_code(launches[1][1], tmp_path), [BF16, F32, F32, *line], [F32, F32, F32, *[dtype] * replicas])
     check_code(launches[2][1], tmp_path, float64=True, shared=True)
     check_accesses(check_code(launches[3][1], tmp_path), line, [*line, *[dtype] * replicas])
 
@@ -233,7 +225,7 @@ def test_norms(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
 
 
 def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[str, Any]]) -> None:
-    stored, sizes = Stored(replicas=2, average=F32), [4096, 17]
+    stored, sizes = Stored(replicas=2), [4096, 17]
     plan = plan_of(stored, sizes)
     odd = torch.zeros(3)[1:2]  # at an address that is no multiple of 16
     several = [
@@ -241,8 +233,8 @@ def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[
         ({"lr": 1.0}, {}),
         ({"lr": 0.0, "beta1": 0.0, "beta2": 0.5, "eps": 1.0, "weight_decay": 0.5, "maximize": True, "decay_at_base": True}, {}),
         ({"lr": torch.zeros(1)}, {"max_norm": 1.0}),
-        ({"lr": odd, "multipliers": (0.0, 1.0)}, {"max_norm": 16.0, "average_weight": 1.0}),
-        ({}, {"max_norm": float("inf"), "average_weight": 0.5, "grad_scale": torch.ones(1), "found_inf": odd}),
+        ({"lr": odd, "multipliers": (0.0, 1.0)}, {"max_norm": 16.0}),
+        ({}, {"max_norm": float("inf"), "grad_scale": torch.ones(1), "found_inf": odd}),
         ({}, {"grad_scale": odd}),
     ]
     for changed, options in several:

@@ -23,15 +23,15 @@ def _sets(columns: Sequence[Sequence[Tensor | None]] | None) -> list[Any] | None
 
 
 def _all(t: StepTensors) -> list[Tensor]:
-    columns = [t.steps, t.exp_avgs, t.exp_avg_sqs, t.buckets, *t.params, *(t.masters or []), *(t.averages or [])]
+    columns = [t.steps, t.exp_avgs, t.exp_avg_sqs, *t.params, *(t.masters or [])]
     return [tensor for column in columns for tensor in column or [] if tensor is not None]
 
 
 class Twin:
     def __init__(self, tensors: StepTensors) -> None:
         t = tensors
-        single = {name: _clones(getattr(t, name)) for name in ("steps", "exp_avgs", "exp_avg_sqs", "buckets")}
-        self.copies = replace(t, params=_sets(t.params), masters=_sets(t.masters), averages=_sets(t.averages), **single)  # type: ignore[arg-type]
+        single = {name: _clones(getattr(t, name)) for name in ("steps", "exp_avgs", "exp_avg_sqs")}
+        self.copies = replace(t, params=_sets(t.params), masters=_sets(t.masters), **single)  # type: ignore[arg-type]
         self.tensors = tensors
         self.native = kernels.step_plan(self.copies, "cpu")
         self.plan = kernels.step_plan(tensors, "triton")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..spec.interface import Column
 from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS
 
-INTERFACE = 5
+INTERFACE = 6
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -46,7 +46,6 @@ def formats(
     masters: Column | None = None,
     exp_avgs: Column | None = None,
     exp_avg_sqs: Column | None = None,
-    averages: Column | None = None,
     stochastic: bool = False,
 ) -> list[int]:
     """Chunk::formats of each tensor: how its streams are stored."""
@@ -56,8 +55,7 @@ def formats(
         _codes(masters, count, MASTERS, 4),
         _codes(exp_avgs, count, DTYPES, 6),
         _codes(exp_avg_sqs, count, DTYPES, 8),
-        _codes(averages, count, DTYPES, 10),
-        [int(stochastic) << 12] * count,
+        [int(stochastic) << 10] * count,
     )
     return [sum(parts) for parts in zip(*fields, strict=True)]
 

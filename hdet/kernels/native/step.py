@@ -10,8 +10,8 @@ from torch import Tensor
 from ...profiling import ranged
 from .. import native
 from ..spec.arguments import check_gradients
-from ..spec.interface import FINISHES, PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
-from ..spec.settings import Rates, addresses_of, check_options, check_settings, count_settings, settings_numbers
+from ..spec.interface import PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
+from ..spec.settings import SettingsTable, check_options, count_settings
 
 if native.missing is None:
     from hdet import _C
@@ -42,10 +42,8 @@ class NativeStepPlan:
 
     def _chunks(self) -> Tensor:
         t = self.tensors
-        first = [None if sets is None else sets[0] for sets in (t.masters, t.averages)]
-        packed = native.formats(
-            self.count, None, t.params[0], first[0], t.exp_avgs, t.exp_avg_sqs, first[1], stochastic=t.stochastic is not None
-        )
+        masters = None if t.masters is None else t.masters[0]
+        packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, t.stochastic is not None)
         packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
         return native.chunk_table(t.params[0], t.rows, packed)
 
@@ -59,7 +57,7 @@ class NativeStepPlan:
 
     def _note_all_float(self) -> None:
         t = self.tensors
-        plain = native.only_float(*t.params, t.exp_avgs, t.exp_avg_sqs) and native.nothing_in(t.masters) and native.nothing_in(t.averages)
+        plain = native.only_float(*t.params, t.exp_avgs, t.exp_avg_sqs) and native.nothing_in(t.masters)
         self.plan.all_float = int(plain and set(self.gradient_types) <= {native.DTYPES[torch.float32]})
 
     def _point_to_tensors(self) -> None:
@@ -67,10 +65,8 @@ class NativeStepPlan:
         sets: list[tuple[str, Sequence[Column] | None]] = [
             ("params", t.params),
             ("masters", t.masters),
-            ("averages", t.averages),
             ("exp_avgs", None if t.exp_avgs is None else [t.exp_avgs]),
             ("exp_avg_sqs", None if t.exp_avg_sqs is None else [t.exp_avg_sqs]),
-            ("buckets", None if t.buckets is None else [t.buckets]),
             ("counters", [t.steps]),
         ]
         present = [(name, columns) for name, columns in sets if columns is not None]
@@ -92,7 +88,6 @@ class NativeStepPlan:
             "rows": rows * _C.ROW_BYTES,
             "partials": 8 * plan.num_chunks,
             "replica_rows": rows * replicas * _C.REPLICA_ROW_BYTES,
-            "weights": 4 * replicas,
         }
         self.derived = self.memory.room(sum(parts.values()))
         address = self.derived.data_ptr()
@@ -117,17 +112,19 @@ class NativeStepPlan:
         self.placed_settings = self.memory.place(self.settings_table)
         plan.settings = self.placed_settings.data_ptr()
         plan.rates = plan.settings + 8 * self.num_settings
-        self._settings: list[float] = []
-        self._rates = Rates(rows)
+        self._settings = SettingsTable(self.tensors, self._write_settings)
         self._options: StepOptions | None = None
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self._take_settings(settings, options)
         self._take_gradients(gradients)
+        self.upload(settings, options)
         self._run()
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self._take_settings(settings, options)
+        if options is not self._options:
+            check_options(options, self.tensors)
+            self._take_options(options)
+        self._settings.take(settings, options)
 
     @ranged("hdet.step")
     def _run(self) -> None:
@@ -162,28 +159,13 @@ class NativeStepPlan:
             self.memory.refresh(self.chunks, self.placed_chunks)
             self._note_all_float()
 
-    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
-        """Writes the table of settings, if it differs from what was written last, and what the options change in the plan."""
-        values, rates = settings_numbers(settings, options, self.plan.num_replicas), Rates.of(settings)
-        same_settings = values == self._settings and rates == self._rates.known
-        if not same_settings:
-            check_settings(settings, self.tensors)
-        if options is not self._options:
-            check_options(options, self.tensors)
-            self._take_options(options)
-        if not same_settings:
-            self._write_settings(values, addresses_of(rates))
-            self._rates.keep(settings, rates)
-
     def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
         _C.write_numbers(self.settings_table.data_ptr(), values)
         _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
         self.memory.refresh(self.settings_table, self.placed_settings)
-        self._settings = values
 
     def _take_options(self, options: StepOptions) -> None:
         plan = self.plan
-        plan.finish = FINISHES.index(options.finish)
         plan.zero_gradients = int(options.zero_gradients)
         self._takes_norm = options.max_norm != 0
         plan.partials = self.partials_address if self._takes_norm else 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..spec import rounding
-from ..spec.interface import Column, RankOneTensors, StepTensors
+from ..spec.interface import Column
 from ..spec.pairing import Pairing
 from ..spec.settings import check_shares
 from .rules import Many, global_norm, running_average, store, value_of, values_of, weighted_sum
@@ -80,20 +80,8 @@ class TorchNormPlan:
 
 class TorchBackend:
     name = "torch"
-
-    def step_plan(self, tensors: StepTensors) -> TorchStepPlan:
-        return TorchStepPlan(tensors)
-
-    def rank_one_plan(self, tensors: RankOneTensors) -> TorchRankOnePlan:
-        return TorchRankOnePlan(tensors)
-
-    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> TorchAveragePlan:
-        return TorchAveragePlan(params, masters)
-
-    def pair_plan(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
-    ) -> TorchPairPlan:
-        return TorchPairPlan(sources, destinations, source_lowers, masters)
-
-    def norm_plan(self, tensors: Sequence[Tensor]) -> TorchNormPlan:
-        return TorchNormPlan(tensors)
+    step_plan = TorchStepPlan
+    rank_one_plan = TorchRankOnePlan
+    average_plan = TorchAveragePlan
+    pair_plan = TorchPairPlan
+    norm_plan = TorchNormPlan

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..spec import rounding
 from ..spec.arguments import check_gradients
 from ..spec.interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
-from ..spec.rank_one import Line
-from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS, check_options, check_settings, check_shares, count_settings, settings_numbers
-from .rules import Many, Row, direction, global_norm, power, running_average, store, values_of, weighted_sum, where, wide_dtype
+from ..spec.rank_one import OnLine
+from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS, check_options, check_settings, count_settings, settings_numbers
+from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
 
 
 def _pick(column: Column | None, members: Sequence[int]) -> list[Tensor | None]:
@@ -36,8 +36,7 @@ class TorchStepPlan:
         self.wide = wide_dtype(self.device)
         rows, replicas = len(self.leaders), t.num_replicas
         self.table = torch.zeros(count_settings(rows, replicas), dtype=self.wide, device=self.device)
-        parts = self.table.split([CALL_SETTINGS, rows * ROW_SETTINGS, rows * replicas, replicas])
-        self.of_call, of_rows, of_replicas, self.weights = parts
+        self.of_call, of_rows, of_replicas = self.table.split([CALL_SETTINGS, rows * ROW_SETTINGS, rows * replicas])
         self.of_rows, self.rho = of_rows.view(rows, ROW_SETTINGS), of_replicas.view(rows, replicas)
         self.mirror: list[float] = []
         self.norm = torch.zeros((), device=self.device)
@@ -46,7 +45,7 @@ class TorchStepPlan:
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         check_settings(settings, self.tensors)
         check_options(options, self.tensors)
-        numbers = settings_numbers(settings, options, self.tensors.num_replicas)
+        numbers = settings_numbers(settings, options)
         if numbers != self.mirror:
             self.table.copy_(torch.tensor(numbers, dtype=self.wide))
             self.mirror = numbers
@@ -56,9 +55,9 @@ class TorchStepPlan:
         check_gradients(gradients, self.tensors.params[0])
         self.upload(settings, options)
         skip, scale = self._control(gradients, options)
-        rows = self._prepare(settings, scale, options, skip)
+        rows = self._prepare(settings, scale, skip)
         for r, members in enumerate(self.members):
-            self._step_row(Row(*(field[r] for field in rows)), members, gradients, options, skip)
+            self._step_row(Row(*(field[r] for field in rows)), members, gradients, skip)
         torch._foreach_add_(list(self.tensors.steps), 1 - self.skipped)
         if options.zero_gradients:
             torch._foreach_zero_(list(gradients))
@@ -83,7 +82,7 @@ class TorchStepPlan:
         self.skipped.copy_(0 * one if skip is None else skip)
         return skip, (inverse * clip).float()
 
-    def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, options: StepOptions, skip: Tensor | None) -> Row:
+    def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, skip: Tensor | None) -> Row:
         return self._derive(settings, scale, self.rho)
 
     def _derive(self, settings: Sequence[StepSettings], scale: Tensor, rho: Tensor) -> Row:
@@ -115,7 +114,7 @@ class TorchStepPlan:
             decay=1 - decay,
         )
 
-    def _step_row(self, row: Row, members: list[int], gradients: Sequence[Tensor], options: StepOptions, skip: Tensor | None) -> None:
+    def _step_row(self, row: Row, members: list[int], gradients: Sequence[Tensor], skip: Tensor | None) -> None:
         t = self.tensors
         params = [[sets[i] for i in members] for sets in t.params]
         masters = [_pick(None if t.masters is None else t.masters[k], members) for k in range(t.num_replicas)]
@@ -124,18 +123,9 @@ class TorchStepPlan:
         new = [p * row.decay[k].float() - u * row.step_size[k] for k, p in enumerate(old)]
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(old, new, strict=True)]
-        if options.average_weight != 0:
-            self._update_averages(members, new, skip)
-        weights = self.weights.float()
-        if options.finish == "pack":
-            for i, value in zip(members, (new[0] * weights[0]).tensors, strict=True):
-                t.buckets[i].copy_(value.where(weights[0] != 0, 0))  # type: ignore[index]
-            return
-        if options.finish == "mean":
-            new = [weighted_sum(new, weights)] * t.num_replicas
         for k, values in enumerate(new):
             for i, value, param, master in zip(members, values.tensors, params[k], masters[k], strict=True):
-                if self._stochastic(param) and master is None and options.finish == "store":
+                if self._stochastic(param) and master is None:
                     value = rounding.stochastic_bfloat16(value, self._random(row, k, i, value) & 0xFFFF)
                 store(value, param, master)
 
@@ -169,92 +159,50 @@ class TorchStepPlan:
                         value = rounding.stochastic_bfloat16(value, self._random(row, -self.tensors.first_replica, i, value) >> 16)
                     moment.copy_(value)
 
-    def _update_averages(self, members: list[int], new: Sequence[Many], skip: Tensor | None) -> None:
-        weight = self.of_call[1].float()
-        for values, column in zip(new, self.tensors.averages or [], strict=True):
-            there = [(column[i], value) for i, value in zip(members, values.tensors, strict=True) if column[i] is not None]
-            if not there:
-                continue
-            old = Many([average.float() for average, _ in there])  # type: ignore[union-attr]
-            averages = running_average(old, Many([value for _, value in there]), weight)
-            if skip is not None:
-                averages = where(skip, old, averages)
-            for (average, _), value in zip(there, averages.tensors, strict=True):
-                average.copy_(value)  # type: ignore[union-attr]
 
-
-class TorchRankOnePlan(TorchStepPlan):
+class TorchRankOnePlan(OnLine, TorchStepPlan):
     """A step of K replicas on one line: replica k is at A * base - rho_k * D."""
 
     def __init__(self, tensors: RankOneTensors) -> None:
-        super().__init__(tensors.as_step())
-        self.line_tensors, self.line = tensors, Line(tensors.rule)
-        rows = len(self.leaders)
-        self.scales = torch.tensor(tensors.scales or [1.0] * rows, dtype=self.wide, device=self.device)  # A
-        self.fold_rho = torch.zeros(rows, device=self.device)
-        self.pending = torch.zeros(rows, dtype=torch.bool, device=self.device)  # outputs are a mean that the base has yet to become
-
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.step(super().step, gradients, settings, options)
-
-    def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self.line.upload(super().upload, settings, options)
+        super().__init__(tensors)
+        self.scales = torch.tensor(tensors.scales or [1.0] * len(self.leaders), dtype=self.wide, device=self.device)  # A
 
     @torch.no_grad()
-    def converge(self, weights: Sequence[float]) -> None:
-        check_shares(weights, self.tensors.num_replicas)
-        self.weights.copy_(torch.tensor(weights, dtype=self.wide))
-        self.mirror = []  # the table no longer holds what was uploaded last
-        rho = torch.where(self.pending, self.fold_rho, self._mean_rho().float())
+    def _meet(self, rhos: list[float]) -> None:
+        along = torch.tensor(rhos, dtype=self.wide, device=self.device).float()
         for r, members in enumerate(self.members):
             base, displacement = self._line(members)
-            mean = base * self.scales[r].float() - displacement * rho[r]
+            mean = base * self.scales[r].float() - displacement * along[r]
             for i, value in zip(members, mean.tensors, strict=True):
                 self.line_tensors.bases[i].copy_(value)
                 self.line_tensors.displacements[i].zero_()
                 for outputs in self.tensors.params:
                     outputs[i].copy_(value)
         self.scales.fill_(1)
-        self.pending.fill_(False)
-        self.line.apart = False
-
-    def _mean_rho(self) -> Tensor:
-        total = torch.zeros_like(self.scales)
-        for k in range(self.tensors.num_replicas):
-            total = total + self.weights[k] * self.rho[:, k]
-        return total
 
     def _line(self, members: list[int]) -> tuple[Many, Many]:
         t = self.line_tensors
         return Many([t.bases[i] for i in members]), Many([t.displacements[i] for i in members])
 
-    def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, options: StepOptions, skip: Tensor | None) -> Row:
+    def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, skip: Tensor | None) -> Row:
         """prepare_rank_one, for all rows at once."""
-        self.fold = (self.pending.clone(), self.scales.float(), self.fold_rho)
         row = self._derive(settings, scale, torch.ones_like(self.scales)[:, None])
         if skip is not None:
             row = row._replace(decay=torch.where(skip, 1, row.decay))
-        self.scales.copy_(torch.where(self.pending, 1, self.scales) * row.decay[:, 0])
-        self.fold_rho = self._mean_rho().float()
-        self.pending.fill_(options.finish == "mean")
-        mean = self.fold_rho[:, None].expand(self.rho.shape)
-        self.places = mean if options.finish == "mean" else self.rho.float()
+        self.scales.mul_(row.decay[:, 0])
         return row
 
-    def _step_row(self, row: Row, members: list[int], gradients: Sequence[Tensor], options: StepOptions, skip: Tensor | None) -> None:
+    def _step_row(self, row: Row, members: list[int], gradients: Sequence[Tensor], skip: Tensor | None) -> None:
         base, displacement = self._line(members)
         zeros = Many([torch.zeros_like(x) for x in base.tensors])
         u = self._share(row, members, gradients, zeros, skip)
         if skip is not None:
             u = where(skip, zeros, u)
+        displacement = displacement * row.decay[0].float() + u * row.step_size[0]
         r = self.tensors.rows[members[0]]
-        folds, fold_scale, fold_rho = (field[r] for field in self.fold)
-        base = where(folds, base * fold_scale - displacement * fold_rho, base)
-        displacement = where(folds, zeros, displacement) * row.decay[0].float() + u * row.step_size[0]
         for k, outputs in enumerate(self.tensors.params):
-            values = base * self.scales[r].float() - displacement * self.places[r, k]
+            values = base * self.scales[r].float() - displacement * self.rho[r, k].float()
             for i, value in zip(members, values.tensors, strict=True):
                 outputs[i].copy_(value)
-        for i, b, d in zip(members, base.tensors, displacement.tensors, strict=True):
-            self.line_tensors.bases[i].copy_(b)
+        for i, d in zip(members, displacement.tensors, strict=True):
             self.line_tensors.displacements[i].copy_(d)

@@ -82,8 +82,6 @@ def check_step_tensors(tensors: StepTensors) -> None:
         raise ValueError(f"first_replica={t.first_replica} is out of range: replicas are numbered from 0 to 65535")
     if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
         raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
-    if t.buckets is not None and replicas != 1:
-        raise ValueError(f"buckets are for one replica, not {replicas}: average them first")
     _check_lengths(t, count)
     named = list(_step_parts(t))
     device = device_of(t.params[0][0], "parameter 0")
@@ -93,8 +91,7 @@ def check_step_tensors(tensors: StepTensors) -> None:
             check_same_shape(tensor, t.params[0][i], name, f"parameter {i}")
         elif tensor.dim() != 0:
             raise TypeError(f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}")
-    sets: list[tuple[str, Sequence[Column]]] = [("", t.params), ("master of ", t.masters or []), ("average of ", t.averages or [])]
-    for prefix, columns in sets:
+    for prefix, columns in (("", t.params), ("master of ", t.masters or [])):
         for k, column in enumerate(columns):
             _check_alike(column, columns[0], prefix, k)
     if t.masters is not None:
@@ -104,9 +101,9 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 def _check_lengths(t: StepTensors, count: int) -> None:
     columns: list[tuple[str, Sequence[object] | None]] = [
-        (name, getattr(t, name)) for name in ("rows", "steps", "exp_avgs", "exp_avg_sqs", "buckets", "ids")
+        (name, getattr(t, name)) for name in ("rows", "steps", "exp_avgs", "exp_avg_sqs", "ids")
     ]
-    for name in ("params", "masters", "averages"):
+    for name in ("params", "masters"):
         sets = getattr(t, name)
         if sets is not None and len(sets) != t.num_replicas:
             raise ValueError(f"{name} has {len(sets)} lists for {t.num_replicas} replicas")
@@ -131,7 +128,6 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
     sets: list[tuple[str, Sequence[Column], Sequence[torch.dtype]]] = [
         ("", t.params, FLOATS),
         ("master of ", t.masters or [], (torch.float32, torch.int16)),
-        ("average of ", t.averages or [], MOMENTS),
     ]
     for prefix, columns, dtypes in sets:
         for k, column in enumerate(columns):
@@ -141,7 +137,6 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
     shared: list[tuple[str, Column | None, Sequence[torch.dtype]]] = [
         ("exp_avg", t.exp_avgs, MOMENTS),
         ("exp_avg_sq", t.exp_avg_sqs, MOMENTS),
-        ("bucket", t.buckets, (torch.float32,)),
         ("step", t.steps, (torch.float32,)),
     ]
     for name, entries, dtypes in shared:

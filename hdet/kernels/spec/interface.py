@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,8 +12,6 @@ RULES = ("adamw", "adam", "sgd", "lion")
 """in the order of csrc/core/hyper.h: Rule"""
 COUPLED = ("adam", "sgd")
 """their decay is part of the gradient, so replicas with different parameters could not share moments"""
-FINISHES = ("store", "mean", "pack")
-"""in the order of csrc/core/plan.h: Finish"""
 
 Column = Sequence[Tensor | None]
 """one entry for each tensor of a plan, None where it has none"""
@@ -30,8 +28,6 @@ class StepTensors:
         has None there.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy; int16: the lower half of a
         bfloat16 parameter's exact float32 value (the split form, csrc/core/numbers.h).
-    averages: K lists of float32 or bfloat16 tensors, the running average of each replica's parameters.
-    buckets: n float32 tensors for finish="pack".
     ids: numbers of the tensors for stochastic rounding, default their positions.
     stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of bfloat16 second moments; None rounds
         to nearest.
@@ -45,8 +41,6 @@ class StepTensors:
     exp_avgs: Column | None = None
     exp_avg_sqs: Column | None = None
     masters: Sequence[Column] | None = None
-    averages: Sequence[Column] | None = None
-    buckets: Sequence[Tensor] | None = None
     ids: Sequence[int] | None = None
     stochastic: int | None = None
     first_replica: int = 0
@@ -86,18 +80,8 @@ class RankOneTensors:
 
     def as_step(self) -> StepTensors:
         """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
-        t = self
-        return StepTensors(
-            rule=t.rule,
-            params=t.outputs,
-            rows=t.rows,
-            steps=t.steps,
-            exp_avgs=t.exp_avgs,
-            exp_avg_sqs=t.exp_avg_sqs,
-            ids=t.ids,
-            stochastic=t.stochastic,
-            first_replica=t.first_replica,
-        )
+        shared = {field.name: getattr(self, field.name) for field in fields(StepTensors) if field.name not in ("params", "masters")}
+        return StepTensors(params=self.outputs, **shared)
 
 
 class StepSettings(NamedTuple):
@@ -129,20 +113,13 @@ class StepOptions:
     found_inf: one-element float32 tensor on the device: anything but 0 skips the step and its counters.
     max_norm: clip by the global norm of the unscaled gradients, as torch.nn.utils.clip_grad_norm_; a norm that is not finite skips
         the step. math.inf measures and skips without clipping. 0: no norm is taken.
-    average_weight: averages <- averages + weight * (new parameters - averages); 1 starts an average, 0 leaves it.
     zero_gradients: the gradients are zeros afterwards, also after a skipped step.
-    finish: "store"; "mean": every replica gets the mean of the new parameters, with `weights` (K numbers that sum to 1; 0 leaves a
-        replica out); "pack": bucket = weights[0] * new parameter, in float32, and params and masters keep the old ones (K = 1).
-    The average over the cycle sees the parameters before "mean".
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     max_norm: float = 0.0
-    average_weight: float = 0.0
     zero_gradients: bool = False
-    finish: str = "store"
-    weights: Sequence[float] | None = None
 
 
 PLAIN = StepOptions()
@@ -168,21 +145,17 @@ class StepPlan(Protocol):
 
 
 class RankOnePlan(StepPlan, Protocol):
-    """A step of K replicas on one line. finish="store" and "mean"; no averages.
+    """A step of K replicas on one line.
 
     Decay must act at the base rate (`decay_at_base`) or be 0, for coupled rules 0. Multipliers may change only when the replicas are
-    together: right after a step with finish="mean" or a converge, else ValueError. Between replays of a captured step nobody checks
-    that.
+    together, right after a converge, else ValueError. Between replays of a captured step nobody checks that.
     """
 
     scales: Tensor
     """A of each row now, in the memory that the kernels read and write; float64 where the device has it"""
 
     def converge(self, weights: Sequence[float]) -> None:
-        """All outputs and the base become the weighted mean of the replicas (Eq. 3), the displacement 0. The weights sum to 1.
-
-        If the replicas are together already, after finish="mean", they stay where they are.
-        """
+        """All outputs and the base become the weighted mean of the replicas (Eq. 3), the displacement 0. The weights sum to 1."""
 
 
 class AveragePlan(Protocol):

@@ -1,51 +1,110 @@
-"""What a plan's tables on a device hold, and which kernels it has launched: nothing is copied twice, and while a CUDA graph is captured
-nothing is copied and no kernel is launched for the first time."""
+"""What a plan keeps on a device: nothing is copied twice, tables stay in memory for as long as a stream or a CUDA graph may read them, and
+while a graph is captured nothing is copied and no kernel is launched for the first time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from ...profiling import ranged
+
 captured: list[list[Tensor]] = []
 """the tables of plans that a CUDA graph has captured: it holds their addresses, and may outlive the plan"""
 
 
-class Mirrors:
-    """Copies in host memory of what has been copied to a device, and names of kernels that were launched there. `capturing` says whether
-    its stream is being captured."""
+# What follows is all that a test replaces to run plans of the "cuda" backend against the kernels' host build (tests/kernels/shim).
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)
 
-    def __init__(self, capturing: Callable[[], bool]) -> None:
-        self._capturing = capturing
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """The device is torch's current one inside. Afterwards that is what it was, without a context on a GPU that nobody has used."""
+    return torch.cuda.device(device)
+
+
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with _on(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _placed(table: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. This waits, so that every stream may read it."""
+    return table.to(device)
+
+
+def _copy_without_waiting(table: Tensor, placed: Tensor) -> None:
+    """Through pinned memory of torch's, which keeps it until the copy is done: `table` may change right away."""
+    placed.copy_(table.pin_memory() if placed.is_cuda else table, non_blocking=True)
+
+
+def _used_on(stream: torch.cuda.Stream, table: Tensor) -> None:
+    """Keeps the table's memory, once it is dropped, until this stream has done all it was given before."""
+    table.record_stream(stream)
+
+
+class DeviceMemory:
+    """The tables of one plan in the memory of a device, with copies in host memory of what has been copied there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables: list[Tensor] = []
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
         self._launched: set[Hashable] = set()
+        self._streams: set[int] = set()  # those that have used the tables
+        self._captured = False
 
-    def check_new(self) -> None:
-        """Raises RuntimeError where a new table cannot be made."""
-        if self._capturing():
+    def place(self, table: Tensor) -> Tensor:
+        """A table that a plan keeps, where kernels read it. Raises RuntimeError where a new one cannot be made."""
+        if _capturing(self.device):
             _refuse("hdet prepares an operation for its tensors at the first call, which cannot be captured")
+        placed = _placed(table, self.device)
+        self._tables.append(placed)
+        self._streams.clear()
+        return placed
+
+    def room(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Numbers that kernels fill for each other."""
+        return self.place(torch.zeros(count, dtype=dtype))
+
+    @ranged("hdet.upload")
+    def refresh(self, table: Tensor, placed: Tensor) -> None:
+        """`table` may have changed in host memory: what place() returned for it follows on the current stream, without waiting, unless it
+        is the same. Raises RuntimeError where it cannot be copied."""
+        bits = table.view(torch.uint8)  # an address among doubles is a number that a processor may take for 0
+        mirror = self._bits.get(placed.data_ptr())
+        if mirror is not None and torch.equal(bits, mirror):
+            return
+        if _capturing(self.device):
+            _refuse("gradients have moved, or hyperparameters have changed, since the last step")
+        _copy_without_waiting(table, placed)
+        self._bits[placed.data_ptr()] = bits.clone()
 
     def check_launched(self, kernel: Hashable) -> None:
         """Before each launch. Raises RuntimeError for the first launch of a kernel where it would be captured: compiling it or loading
         its code is not allowed there."""
         if kernel in self._launched:
             return
-        if self._capturing():
-            _refuse("this step takes a norm, or ends, as no step before it did (max_grad_norm, zero_gradients, how it is averaged)")
+        if _capturing(self.device):
+            _refuse("this step takes a norm, or ends, as no step before it did (max_grad_norm, zero_gradients)")
         self._launched.add(kernel)
 
-    def refresh(self, table: Tensor, placed: Tensor, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Copies the table to the device, unless it is what the device has. Raises RuntimeError where it cannot be copied."""
-        bits = table.view(torch.uint8)  # an address among doubles is a number that a processor may take for 0
-        mirror = self._bits.get(placed.data_ptr())
-        if mirror is not None and torch.equal(bits, mirror):
-            return
-        if self._capturing():
-            _refuse("gradients have moved, or hyperparameters have changed, since the last step")
-        copy(table, placed)
-        self._bits[placed.data_ptr()] = bits.clone()
+    def stream(self) -> int:
+        """The current stream, to launch on. It may be another one at each call, and may be captured."""
+        stream = _current_stream(self.device)
+        if not self._captured and _capturing(self.device):
+            self._captured = True
+            captured.append(self._tables)
+        if stream.cuda_stream not in self._streams:
+            for table in self._tables:
+                _used_on(stream, table)
+            self._streams.add(stream.cuda_stream)
+        return stream.cuda_stream
 
 
 def _refuse(what: str) -> NoReturn:

@@ -1,17 +1,17 @@
-"""What every backend's rank-one plan refuses: replicas that would leave the line (csrc/core/rank_one.h)."""
+"""What is alike in every backend's rank-one plan: which tensors it takes, and what would take replicas off their line
+(csrc/core/rank_one.h)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from ...profiling import ranged
 from . import arguments as checks
-from .interface import COUPLED, RankOneTensors, StepOptions, StepSettings
-
-Step = Callable[[Sequence[Tensor], Sequence[StepSettings], StepOptions], None]
-Upload = Callable[[Sequence[StepSettings], StepOptions], None]
+from .interface import COUPLED, PLAIN, RankOneTensors, StepOptions, StepSettings
+from .settings import check_shares
 
 
 def check_rank_one_tensors(tensors: RankOneTensors) -> None:
@@ -36,43 +36,52 @@ def check_rank_one_tensors(tensors: RankOneTensors) -> None:
     checks.check_apart(named)
 
 
-class Line:
-    """Whether the replicas are apart, and with which multipliers: while they are, no other multipliers can describe them."""
+def mean_rho(multipliers: Sequence[float], weights: Sequence[float]) -> float:
+    """sum_k w_k rho_k, one term after the other: Python's sum() rounds in another way from 3.12 on."""
+    total = 0.0
+    for weight, rho in zip(weights, multipliers, strict=True):
+        total += weight * rho
+    return total
 
-    def __init__(self, rule: str) -> None:
-        self.rule = rule
-        self.apart = False
-        self.multipliers: list[Sequence[float]] = []
 
-    def check(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
+class OnLine:
+    """A RankOnePlan, for a backend whose step plan it comes before: that one's `step` calls `upload`, and `_meet` does a converge.
+
+    While the replicas are apart, no other multipliers can describe them.
+    """
+
+    def __init__(self, tensors: RankOneTensors, *memory: Any) -> None:
+        super().__init__(tensors.as_step(), *memory)  # type: ignore[call-arg]
+        self.line_tensors = tensors  # keeps alive what the tables point to
+        self._apart = False
+        self._multipliers = [(0.0,) * len(tensors.outputs)] * (1 + max(tensors.rows))  # right for replicas that have not parted
+
+    def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._check(settings)
+        super().upload(settings, options)  # type: ignore[misc]
+        self._multipliers = [tuple(s.multipliers) for s in settings]
+        self._apart = True
+
+    def _check(self, settings: Sequence[StepSettings]) -> None:
         """Raises ValueError for what would take a replica off the line."""
-        if options.finish == "pack" or options.average_weight != 0:
-            raise ValueError(
-                f"finish={options.finish!r} with average_weight={options.average_weight} is not for rank one; "
-                'use finish="store" or "mean" and average_weight 0, or plan a step with stored sets'
-            )
+        rule = self.line_tensors.rule
         for row, s in enumerate(settings):
-            if s.weight_decay != 0 and (self.rule in COUPLED or not s.decay_at_base):
-                remedy = "use adamw or lion, or set it to 0" if self.rule in COUPLED else "set decay_at_base, or weight_decay to 0"
+            if s.weight_decay != 0 and (rule in COUPLED or not s.decay_at_base):
+                remedy = "use adamw or lion, or set it to 0" if rule in COUPLED else "set decay_at_base, or weight_decay to 0"
                 raise ValueError(f"weight_decay={s.weight_decay} of row {row} takes replicas off their line (rank one): {remedy}")
         multipliers = [tuple(s.multipliers) for s in settings]
-        if self.apart and multipliers != self.multipliers:
+        if self._apart and multipliers != self._multipliers:
             raise ValueError(
-                f"multipliers changed from {self.multipliers} to {multipliers} while the replicas are apart: "
-                'change them after converge() (the end of a cycle, or average_replicas of an optimizer) or after a step with finish="mean"'
+                f"multipliers changed from {self._multipliers} to {multipliers} while the replicas are apart: "
+                "change them after converge() (the end of a cycle, or average_replicas of an optimizer)"
             )
 
-    def step(self, step: Step, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions) -> None:
-        """A step that keeps the replicas on the line."""
-        self.check(settings, options)
-        step(gradients, settings, options)
-        self._moved(settings, apart=options.finish != "mean")
+    @ranged("hdet.converge")
+    def converge(self, weights: Sequence[float]) -> None:
+        check_shares(weights, len(self.line_tensors.outputs))
+        self._meet([mean_rho(row, weights) for row in self._multipliers])
+        self._apart = False
 
-    def upload(self, upload: Upload, settings: Sequence[StepSettings], options: StepOptions) -> None:
-        self.check(settings, options)
-        upload(settings, options)
-        self._moved(settings, apart=True)  # by the replay that this is for
-
-    def _moved(self, settings: Sequence[StepSettings], apart: bool) -> None:
-        self.multipliers = [tuple(s.multipliers) for s in settings]
-        self.apart = apart
+    def _meet(self, rhos: list[float]) -> None:
+        """Replicas, and the base, become the points of the line at these multipliers, one for each row."""
+        raise NotImplementedError

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .arguments import check_tensor
-from .interface import COUPLED, FINISHES, StepOptions, StepSettings, StepTensors
+from .interface import COUPLED, StepOptions, StepSettings, StepTensors
 
-CALL_SETTINGS = 2
+CALL_SETTINGS = 1
 ROW_SETTINGS = len(StepSettings._fields) - 1
 """in doubles, as in csrc/core/hyper.h: CallSettings, and RowSettings with the fields of StepSettings but for the multipliers"""
 
 
 def count_settings(num_rows: int, num_replicas: int) -> int:
     """The length of settings_numbers."""
-    return CALL_SETTINGS + num_rows * (ROW_SETTINGS + num_replicas) + num_replicas
+    return CALL_SETTINGS + num_rows * (ROW_SETTINGS + num_replicas)
 
 
-def settings_numbers(settings: Sequence[StepSettings], options: StepOptions, num_replicas: int) -> list[float]:
-    """The table, in the order of csrc/core/hyper.h: of the call, of each row, rho[rows][replicas] (Eq. 1), weights[replicas].
+def settings_numbers(settings: Sequence[StepSettings], options: StepOptions) -> list[float]:
+    """The table, in the order of csrc/core/hyper.h: of the call, of each row, rho[rows][replicas] (Eq. 1).
 
     A rate in a tensor is 0 here: the kernels read it where it is. Nothing is checked.
     """
-    numbers = [options.max_norm, options.average_weight]
+    numbers = [options.max_norm]
     for s in settings:
         numbers += (0.0 if isinstance(s.lr, Tensor) else s.lr, *s[2:])
     for s in settings:
         numbers += s.multipliers
-    numbers += (0.0,) * num_replicas if options.weights is None else options.weights
     return numbers
 
 
@@ -39,25 +38,30 @@ Rate = tuple[int, torch.dtype | None, torch.Size | None]
 """address, type and shape of a learning rate in device memory; address 0: it is a number of the table"""
 
 
-class Rates:
-    """Where the rates of all rows are. Another object for the same memory, like the `detach()` of each step, is the same rate."""
+class SettingsTable:
+    """What a plan's device has of settings: they are checked and written where they differ from it.
 
-    def __init__(self, num_rows: int) -> None:
-        self.known: list[Rate] = []
-        self.addresses = [0] * num_rows
+    Another object for a rate in the same memory, like the `detach()` of each step, is the same rate.
+    """
+
+    def __init__(self, tensors: StepTensors, write: Callable[[list[float], list[int]], None]) -> None:
+        """`write` gets the numbers, and for each row the address of its rate, or 0."""
+        self.tensors, self._write = tensors, write
+        self._numbers: list[float] = []
+        self._rates: list[Rate] = []
         self._tensors: list[object] = []  # kept alive
 
-    @staticmethod
-    def of(settings: Sequence[StepSettings]) -> list[Rate]:
-        return [(s.lr.data_ptr(), s.lr.dtype, s.lr.shape) if isinstance(s.lr, Tensor) else (0, None, None) for s in settings]
+    def take(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
+        numbers, rates = settings_numbers(settings, options), [_rate(s.lr) for s in settings]
+        if numbers == self._numbers and rates == self._rates:
+            return
+        check_settings(settings, self.tensors)
+        self._write(numbers, [address for address, _, _ in rates])
+        self._numbers, self._rates, self._tensors = numbers, rates, [s.lr for s in settings]
 
-    def keep(self, settings: Sequence[StepSettings], rates: list[Rate]) -> None:
-        """These are the rates of the settings that the device has now."""
-        self.known, self.addresses, self._tensors = rates, addresses_of(rates), [s.lr for s in settings]
 
-
-def addresses_of(rates: Sequence[Rate]) -> list[int]:
-    return [address for address, _, _ in rates]
+def _rate(lr: float | Tensor) -> Rate:
+    return (lr.data_ptr(), lr.dtype, lr.shape) if isinstance(lr, Tensor) else (0, None, None)
 
 
 def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> None:
@@ -118,23 +122,6 @@ def check_options(options: StepOptions, tensors: StepTensors) -> None:
             check_scalar(value, name, device)
     if not options.max_norm >= 0:
         raise ValueError(f"max_norm={options.max_norm} must not be negative; 0 takes no norm, math.inf does not clip")
-    if not 0 <= options.average_weight <= 1:
-        raise ValueError(f"average_weight={options.average_weight} must be in [0, 1]; 1 starts an average")
-    if options.average_weight != 0 and tensors.averages is None:
-        raise ValueError(f"average_weight={options.average_weight}, but the plan has no averages: plan with averages, or set it to 0")
-    if options.finish not in FINISHES:
-        raise ValueError(f"finish={options.finish!r} is unknown; choose {', '.join(FINISHES)}")
-    if options.finish == "store":
-        return
-    if options.finish == "pack" and tensors.buckets is None:
-        raise ValueError('finish="pack" needs a plan with buckets')
-    weights = options.weights
-    if weights is None or len(weights) != tensors.num_replicas:
-        raise ValueError(f"finish={options.finish!r} needs {tensors.num_replicas} weights, got {weights}")
-    if not all(0 <= w < math.inf for w in weights):
-        raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
-    if options.finish == "mean":
-        check_shares(weights, tensors.num_replicas)
 
 
 def check_shares(weights: Sequence[float], num_replicas: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...profiling import ranged
 from ...triton_kernels import average, norm, pair
 from ...triton_kernels import tables as t
-from ..spec.interface import Column, RankOneTensors, StepTensors
+from ..spec.interface import Column
 from ..spec.pairing import Pairing
 from ..spec.settings import check_shares
 from .launch import TABLE_BLOCK, Memory, block_for, registers_for
@@ -109,20 +109,8 @@ class TritonNormPlan:
 
 class TritonBackend:
     name = "triton"
-
-    def step_plan(self, tensors: StepTensors) -> TritonStepPlan:
-        return TritonStepPlan(tensors)
-
-    def rank_one_plan(self, tensors: RankOneTensors) -> TritonRankOnePlan:
-        return TritonRankOnePlan(tensors)
-
-    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> TritonAveragePlan:
-        return TritonAveragePlan(params, masters)
-
-    def pair_plan(
-        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
-    ) -> TritonPairPlan:
-        return TritonPairPlan(sources, destinations, source_lowers, masters)
-
-    def norm_plan(self, tensors: Sequence[Tensor]) -> TritonNormPlan:
-        return TritonNormPlan(tensors)
+    step_plan = TritonStepPlan
+    rank_one_plan = TritonRankOnePlan
+    average_plan = TritonAveragePlan
+    pair_plan = TritonPairPlan
+    norm_plan = TritonNormPlan

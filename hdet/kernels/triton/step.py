@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from ...triton_kernels.rules import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..spec.arguments import check_gradients
 from ..spec.interface import PLAIN, StepOptions, StepSettings, StepTensors
-from ..spec.settings import Rates, addresses_of, check_options, check_settings, count_settings, settings_numbers
+from ..spec.settings import SettingsTable, check_options, count_settings
 from .launch import TABLE_BLOCK, Memory, block_for, registers_for
 
-_STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq", "average")
+_STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq")
 """the formats of a StepVariant"""
 
 
@@ -40,8 +41,7 @@ class TritonStepPlan:
         """What stays as it is for as long as the plan is used."""
         tensors, count = self.tensors, len(self.shapes)
         nothing = [None] * tensors.num_replicas
-        replicas = (*tensors.params, *(tensors.masters or nothing), *(tensors.averages or nothing))
-        addresses = t.address_table(tensors.exp_avgs, tensors.exp_avg_sqs, tensors.buckets, *replicas, count=count)
+        addresses = t.address_table(tensors.exp_avgs, tensors.exp_avg_sqs, *tensors.params, *(tensors.masters or nothing), count=count)
         self.aligned = not bool((addresses % 16).any())
         place = self.memory.place
         self.addresses = place(addresses)
@@ -55,11 +55,10 @@ class TritonStepPlan:
     def _make_room(self) -> None:
         """Memory for what the derive phase writes."""
         replicas, room = self.tensors.num_replicas, self.memory.room
-        self.control = room(4, torch.float32)
+        self.control = room(3, torch.float32)
         self.skipped, self.norm = self.control[0], self.control[1]
         self.rows = room(self.num_rows * HYPER_ROW.value, torch.float32)
         self.replica_rows = room(self.num_rows * replicas * 2, torch.float32)
-        self.weights = room(replicas, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
         self.one, self.zero = self.memory.place(torch.ones(1)), self.memory.place(torch.zeros(1))
 
@@ -71,8 +70,7 @@ class TritonStepPlan:
         self.placed_rates = self.placed_settings[self.num_settings :].view(torch.int64)
         self._gradient_dtypes: list[torch.dtype] = []
         self._addresses: list[int] = []
-        self._settings: list[float] = []
-        self._rates = Rates(self.num_rows)
+        self._settings = SettingsTable(self.tensors, self._write_settings)
         self._options: StepOptions | None = None
 
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
@@ -82,21 +80,14 @@ class TritonStepPlan:
         self._run(options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        values, rates = settings_numbers(settings, options, self.tensors.num_replicas), Rates.of(settings)
-        same = values == self._settings and rates == self._rates.known
-        if not same:
-            check_settings(settings, self.tensors)
         if options is not self._options:
             check_options(options, self.tensors)
             self._options = options
-        if not same:
-            self._write_settings(values, addresses_of(rates))
-            self._rates.keep(settings, rates)
+        self._settings.take(settings, options)
 
     def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
         rates = torch.tensor(rate_addresses, dtype=torch.int64).view(torch.float64)
         self.memory.refresh(torch.cat((torch.tensor(values, dtype=torch.float64), rates)), self.placed_settings)
-        self._settings = values
 
     def _check_gradients(self, gradients: Sequence[Tensor]) -> list[int]:
         """The gradients' addresses, after a check that costs little. Anything unusual goes to the checks that can say what it is."""
@@ -137,7 +128,6 @@ class TritonStepPlan:
             t.formats_of(None if tensors.masters is None else tensors.masters[0], count, t.MASTERS),
             t.formats_of(tensors.exp_avgs, count),
             t.formats_of(tensors.exp_avg_sqs, count),
-            t.formats_of(None if tensors.averages is None else tensors.averages[0], count),
             strict=True,
         )
         stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
@@ -145,7 +135,7 @@ class TritonStepPlan:
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
         for formats, members in t.groups(list(columns)).items():
             block = block_for(max(self.elements[i] for i in members))
-            stored = dict(zip(_STREAMS, formats, strict=True))
+            stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
             variant = replace(plain, **stored, block=block)
             chunks = self.memory.place(t.chunk_table(members, self.elements, tensors.rows))
             self.launches.append((variant, formats, chunks))
@@ -154,9 +144,8 @@ class TritonStepPlan:
     def _run(self, options: StepOptions) -> None:
         self._derive(options, self._sum_squares(options))
         for variant, formats, chunks in self.launches:
-            streams = (*formats, t.FORMATS[torch.float32]) if options.finish == "pack" else formats
-            vector = t.vector(streams, self.aligned and self.gradients_aligned)
-            variant = replace(variant, finish=options.finish, zero_gradients=options.zero_gradients, vector=vector)
+            vector = t.vector(formats, self.aligned and self.gradients_aligned)
+            variant = replace(variant, zero_gradients=options.zero_gradients, vector=vector)
             self._update(variant, chunks)
 
     def _sum_squares(self, options: StepOptions) -> int:
@@ -177,11 +166,11 @@ class TritonStepPlan:
         return (num_partials, len(self.shapes), self.num_rows, self.tensors.num_replicas)
 
     def _derive(self, options: StepOptions, num_partials: int) -> None:
-        derived = (self.rows, self.replica_rows, self.weights, self.control)
+        derived = (self.rows, self.replica_rows, self.control)
         arguments = (*self._inputs(options), *derived, *self._counts(num_partials))
         self.memory.launch(hyper.derive, 1, *arguments, RULE=self.tensors.rule, BLOCK=TABLE_BLOCK, num_warps=8)
 
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
-        derived = (self.rows, self.replica_rows, self.weights, self.control, self.random)
+        derived = (self.rows, self.replica_rows, self.control, self.random)
         self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))

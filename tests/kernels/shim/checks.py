@@ -6,7 +6,6 @@ Not collected by itself: test_shim.py runs it in a process with the sanitizers, 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,17 +15,13 @@ import torch
 from torch import Tensor
 
 from hdet import _C, kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors
+from hdet.kernels import StepOptions, StepSettings
 from hdet.kernels.native import cuda
-from hdet.kernels.spec.interface import PLAIN
+from hdet.kernels.spec import mirrors
 
-from ..cases import CHUNK, SIZES, Guarded
-from ..lines import line_left
+from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import BF16, CASES, F16, F32, SETTINGS, STORAGE, Case, Format
-from ..test_far_offsets import SIZES as FAR_SIZES
-from ..test_far_offsets import move, move_addresses, move_chunks, step_tensors, streams
-from ..test_gradients import with_exchange
+from ..table import BF16, CASES, F32, Case, Format
 from .plugin import state
 
 counted = ctypes.CDLL(os.environ["HDET_SHIM"])
@@ -57,69 +52,6 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_steps_have_the_bits_of_the_cpu(case: Case) -> None:
     assert_same(*(final_tensors(case, lambda tensors, backend=backend: kernels.step_plan(tensors, backend)) for backend in BACKENDS))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("storage", list(STORAGE))
-@pytest.mark.parametrize("shifts", [(0,), (1,), (0, 2), (4, 12)], ids=str)
-def test_averages_have_the_bits_of_the_cpu(shifts: tuple[int, ...], storage: str, count: int) -> None:
-    sizes = [5, 0, CHUNK + 3, 1, 17, 40]
-    dtypes = [STORAGE[storage][i % len(STORAGE[storage])] for i in range(len(sizes))]
-    weights = [float(k % 3 + (k == 0)) for k in range(count)]  # some are 0
-    results = []
-    for backend in BACKENDS:
-        columns = [[dtype[part] for dtype in dtypes] for part in (0, 1)]
-        sets = [[Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, dtypes=columns[part]) for k in range(count)] for part in (0, 1)]
-        masters = [s.tensors for s in sets[1]] if sets[1][0].given() else None
-        kernels.average_plan([s.tensors for s in sets[0]], masters, backend).average([w / sum(weights) for w in weights])
-        results.append([s.buffer for part in sets for s in part])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-MASTERS: dict[torch.dtype, list[torch.dtype | None]] = {F32: [None], BF16: [None, F32, torch.int16], F16: [None, F32]}
-PAIRS = [(source, target, master) for source in MASTERS for target in MASTERS for master in MASTERS[target]]
-
-
-@pytest.mark.parametrize("shifts", [(0, 0), (1, 1), (0, 2), (4, 12)], ids=str)
-@pytest.mark.parametrize(("source", "target", "master"), PAIRS, ids=str)
-def test_pairs_have_the_bits_of_the_cpu(
-    source: torch.dtype, target: torch.dtype, master: torch.dtype | None, shifts: tuple[int, int]
-) -> None:
-    sizes = [5, 0, CHUNK + 3, 1, 17, 40]
-    results = []
-    for backend in BACKENDS:
-        sources, lowers, targets, masters = (
-            Guarded(sizes, shift, seed, dtypes=dtype)
-            for seed, (shift, dtype) in enumerate(
-                [(shifts[0], source), (shifts[0], torch.int16), (shifts[1], target), (shifts[0], master or F32)]
-            )
-        )
-        split = source == BF16 and master == torch.int16
-        plan = kernels.pair_plan(
-            sources.tensors,
-            targets.tensors,
-            source_lowers=lowers.tensors if split else None,
-            masters=masters.tensors if master else None,
-            backend=backend,
-        )
-        left = []
-        for turn in range(6):
-            if turn < 4:
-                (plan.copy, plan.lerp)[turn % 2]((0.3, 0.25, 0.0, 1.0)[turn])
-            elif source == target and master in (None, torch.int16):
-                plan.swap()
-            left += [g.buffer.clone() for g in (sources, lowers, targets, masters)]
-        results.append(left)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("sizes", [SIZES["vector edges"], [CHUNK + 5, 0, 3, 2049]], ids=["vector edges", "chunk edges"])
-@pytest.mark.parametrize("formats", [(F32, F32, F32), (BF16, BF16, F32), (F16, F32, BF16)], ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
-def test_lines_have_the_bits_of_the_cpu(rule: str, count: int, formats: tuple[torch.dtype, ...], sizes: list[int]) -> None:
-    results = [line_left(rule, count, formats, sizes, backend) for backend in BACKENDS]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # accesses and launches
@@ -174,50 +106,6 @@ def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
     before = streamed(16)
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
     assert streamed(16) == before
-
-
-# offsets past 2^31, without the memory: chunks lie that far out, and addresses as far back
-
-
-@with_exchange
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_stochastic_step_far_out(count: int) -> None:
-    results = []
-    for backend in BACKENDS:
-        tensors = step_tensors(BF16, stochastic=77, ids=[5, 9])
-        sets = [[t.clone() for t in tensors.params[0]] for _ in range(count)]
-        tensors = StepTensors(**{**vars(tensors), "params": sets})
-        gradients, settings = Guarded(FAR_SIZES, 1, 60).tensors, [SETTINGS._replace(multipliers=[1.0] * count)]
-        plan: Any = kernels.step_plan(tensors, backend)
-        options = StepOptions(max_norm=math.inf) if backend == "cuda" else PLAIN
-        plan.step(gradients, settings, options)  # the tables are written
-        if backend == "cpu":
-            move(plan, streams(tensors), gradients)
-        else:
-            move_chunks(plan.placed_chunks)
-            move_addresses(plan.addresses, streams(tensors))
-            move_addresses(plan.placed_gradients, gradients)
-        plan.step(gradients, settings, options)
-        results.append(streams(tensors))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_an_average_and_a_pair_far_out() -> None:
-    results = []
-    for far in (False, True):
-        sets = [Guarded(FAR_SIZES, k, k, dtypes=BF16).tensors for k in range(3)]
-        target = Guarded(FAR_SIZES, 1, 5).tensors
-        average = kernels.average_plan(sets, backend="cuda")
-        pair = kernels.pair_plan(sets[0], target, backend="cuda")
-        if far:
-            move_chunks(average.chunks)  # type: ignore[attr-defined]
-            move_addresses(average.addresses, [t for row in sets for t in row])  # type: ignore[attr-defined]
-            move_chunks(pair.chunks)  # type: ignore[attr-defined]
-            move_addresses(pair.addresses, [*sets[0], *target])  # type: ignore[attr-defined]
-        average.average([0.2, 0.3, 0.5])
-        pair.copy(0.5)
-        results.append([*(t for row in sets for t in row), *target])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # copies, streams and capture
@@ -301,16 +189,16 @@ def test_a_norm_that_no_step_has_taken_is_not_captured() -> None:
 
 def test_tables_that_a_graph_holds_outlive_their_plan() -> None:
     _, plan, gradients, settings = prepared()
-    count = len(cuda.captured)
+    count = len(mirrors.captured)
     plan.step(gradients, settings)
-    assert len(cuda.captured) == count
+    assert len(mirrors.captured) == count
     state.capturing = True
     plan.step(gradients, settings)
     plan.step(gradients, settings)
     addresses = {address for _, address in state.used}
     del plan
-    assert len(cuda.captured) == count + 1, "once for each plan"
-    assert addresses == {table.data_ptr() for table in cuda.captured[-1]}
+    assert len(mirrors.captured) == count + 1, "once for each plan"
+    assert addresses == {table.data_ptr() for table in mirrors.captured[-1]}
 
 
 @pytest.mark.parametrize("how", [{"lr": 0.3}, {"weight_decay": 0.7}, {"beta1": 0.3, "beta2": 0.4}, {"multipliers": [1.7]}])

@@ -27,12 +27,13 @@ sys.modules["hdet._C"] = module
 
 from hdet import kernels
 from hdet.kernels.native import cuda
+from hdet.kernels.spec import mirrors
 from tests.kernels import cases
 
 NONE = SimpleNamespace(params={})
 
 state = SimpleNamespace(stream=77, capturing=False, copies=0, used=[])
-"""what tests of hdet/kernels/native/cuda.py change and count"""
+"""what tests of hdet/kernels/spec/mirrors.py change and count"""
 
 
 def _copy(table: torch.Tensor, placed: torch.Tensor) -> None:
@@ -53,12 +54,12 @@ def _on(device: torch.device) -> Iterator[None]:
         counted.shim_set_device(before)
 
 
-cuda._on = _on
-cuda._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
-cuda._capturing = lambda device: state.capturing  # type: ignore[misc]
-cuda._placed = lambda table, device: table.clone()  # type: ignore[misc]
-cuda._copy_without_waiting = _copy
-cuda._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]
+mirrors._on = _on
+mirrors._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
+mirrors._capturing = lambda device: state.capturing  # type: ignore[misc]
+mirrors._placed = lambda table, device: table.clone()  # type: ignore[misc]
+mirrors._copy_without_waiting = _copy
+mirrors._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]
 
 _select = kernels.select
 
