@@ -359,7 +359,7 @@ class Ensemble:
     def _agree(self) -> None:
         if not self._agreement.reached:
             with self.during("agreement"):
-                self._agreement.check(self.weights.device)
+                self._agreement.check()
 
     def _schedule_step(self) -> int:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""

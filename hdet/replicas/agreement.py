@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,14 @@ def reachable(group: dist.ProcessGroup | None, device: torch.device | None = Non
     return (None if "cpu:" in backends else torch.accelerator.current_accelerator()) or torch.device("cpu")
 
 
-def gathered(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[list[int]]:
-    """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather, on ``device`` if the group can."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=reachable(group, device))
-    everyone = own.new_empty(dist.get_world_size(group), len(numbers))
-    dist.all_gather(list(everyone.unbind(0)), own, group=group)
-    return everyone.tolist()
-
-
 Value = TypeVar("Value")
+
+
+def gathered(thing: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Every rank's plain data, by its place in ``group`` (None: the world)."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, thing, group=group)
+    return everyone
 
 
 def who_has(values: Mapping[int, Value], most: int = 4) -> str:
@@ -52,6 +51,16 @@ def who_has(values: Mapping[int, Value], most: int = 4) -> str:
     return "; ".join(shown + ([f"and {len(ordered) - most} more values"] if len(ordered) > most else []))
 
 
+class _Said(NamedTuple):
+    """What one rank has: a digest of the names, its place, and a value for each name."""
+
+    names: int
+    replica: int
+    member: int
+    members: int
+    values: Sequence[Any]
+
+
 def compare(
     place: tuple[int, int],
     ranks: Sequence[Sequence[int]],
@@ -59,45 +68,40 @@ def compare(
     by_member: Mapping[str, int],
     orders: Mapping[str, tuple[int, int]],
     group: dist.ProcessGroup,
-    device: torch.device | None,
 ) -> None:
     """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
-    members = len(ranks[0]) if ranks else 1
     common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
-    names = [*common, *by_member, *orders]
-    found = [digest(names), *place, members, *common.values(), *by_member.values()]
-    row = found + [order for _, order in orders.values()] + [what for what, _ in orders.values()]
-    # Of a fixed width: ranks of another version may have another number of settings, and would else be cut off or waited for.
-    rows = gathered(row + [0] * (-len(row) % 64), group, device)
-    by_rank = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
-    problems = _misfits(by_rank)
-    if not problems:
-        for k, name in enumerate(names, start=4):
-            values = {rank: row[k] for rank, row in by_rank.items()}
-            if name in common and len(set(values.values())) > 1:
-                problems.append(f"{name} differs between replicas' ranks: {who_has(values)}")
-            elif name in by_member:
-                problems += _peers_differ(name, values, {rank: (row[2],) for rank, row in by_rank.items()})
-            elif name in orders:
-                problems += _peers_differ(name, values, {rank: (row[2], row[k + len(orders)]) for rank, row in by_rank.items()})
+    named = {**common, **by_member, **orders}
+    own = _Said(digest(list(named)), *place, len(ranks[0]) if ranks else 1, list(named.values()))
+    said = dict(zip(dist.get_process_group_ranks(group), gathered(own, group), strict=True))
+    problems = _misfits(said)
+    for k, name in enumerate([] if problems else named):
+        values = {rank: one.values[k] for rank, one in said.items()}
+        if name in orders:
+            problems += _peers_differ(
+                name, {r: order for r, (_, order) in values.items()}, {r: (said[r].member, values[r][0]) for r in said}
+            )
+        elif name in by_member:
+            problems += _peers_differ(name, values, {rank: (one.member,) for rank, one in said.items()})
+        elif len(set(values.values())) > 1:
+            problems.append(f"{name} differs between replicas' ranks: {who_has(values)}")
     if problems:
         raise ReplicaDisagreement(". ".join(problems) + ". Start all ranks with the same code, settings and model")
 
 
-def _misfits(by_rank: Mapping[int, Sequence[int]]) -> list[str]:
+def _misfits(said: Mapping[int, _Said]) -> list[str]:
     """Ranks that do not even compare the same things, or stand at one place."""
-    if len({row[0] for row in by_rank.values()}) > 1:
-        return ["the settings to compare differ between replicas' ranks, as with several versions of hdet: " + _by(by_rank, 0)]
-    if len({row[3] for row in by_rank.values()}) > 1:
-        return ["the number of ranks in a replica differs between replicas' ranks: " + _by(by_rank, 3)]
+    for attribute, what in (
+        ("names", "the settings to compare differ between replicas' ranks, as with several versions of hdet"),
+        ("members", "the number of ranks in a replica differs between replicas' ranks"),
+    ):
+        values = {rank: getattr(one, attribute) for rank, one in said.items()}
+        if len(set(values.values())) > 1:
+            return [f"{what}: {who_has(values)}"]
     at: dict[tuple[int, int], list[int]] = {}
-    for rank, row in by_rank.items():
-        at.setdefault((row[1], row[2]), []).append(rank)
+    for rank, one in said.items():
+        at.setdefault((one.replica, one.member), []).append(rank)
     return [f"ranks {brief(who)} all are member {m} of replica {r}" for (r, m), who in sorted(at.items()) if len(who) > 1][:4]
-
-
-def _by(by_rank: Mapping[int, Sequence[int]], k: int) -> str:
-    return who_has({rank: row[k] for rank, row in by_rank.items()})
 
 
 def _peers_differ(name: str, values: Mapping[int, int], place: Mapping[int, tuple[int, ...]]) -> list[str]:

@@ -1,7 +1,7 @@
 """From rank tables to process groups. All ranks of the world compare what they ask for before any group is made.
 
-`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor here starts with one all_gather of a
-few whole numbers a rank. A rank whose arguments are refused takes part in it too: all ranks go on, or all raise.
+`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor here starts with one all_gather_object
+of a line of text a rank. A rank whose arguments are refused takes part in it too: all ranks go on, or all raise.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from .layout import Layout, Table, brief
 
 __all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "own_group", "together"]
 
-_WIDTH = 48  # whole numbers that each rank sends, whatever it asks for: else ranks that ask for different things could not even compare
-
 
 @dataclass(frozen=True)
 class Request:
@@ -26,12 +24,12 @@ class Request:
 
     call: str
     """The arguments as people would write them; must be equal on all ranks. Shown shortened."""
-    numbers: Sequence[int] = ()
-    """What only this rank knows."""
+    own: Any = None
+    """What only this rank knows: plain data."""
 
 
-def together(name: str, ask: Callable[[], Request]) -> list[list[int]]:
-    """What each rank of the world asks of the constructor ``name``: its numbers, by rank. All ranks of the world call it.
+def together(name: str, ask: Callable[[], Request]) -> list[Any]:
+    """What each rank of the world asks of the constructor ``name``: its `Request.own`, by rank. All ranks of the world call it.
 
     Raises:
         ValueError: there is no process group; or whatever ``ask`` raises, if it does so on all ranks.
@@ -46,17 +44,15 @@ def together(name: str, ask: Callable[[], Request]) -> list[list[int]]:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not be left waiting
         refusal, request = error, Request("")
         text = f"{name} refused with {type(error).__name__}: {error}"
-    row = [int(refusal is not None), digest(text), *request.numbers]
-    rows = gathered(row + [0] * (_WIDTH - len(row)), None)
-    if refusal is not None and all(refused for refused, *_ in rows):
+    text = text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]"
+    refused, texts, own = zip(*gathered((refusal is not None, text, request.own), None), strict=True)
+    if refusal is not None and all(refused):
         raise refusal
-    if len({tuple(row[:2]) for row in rows}) > 1:
-        texts: list[Any] = [None] * len(rows)
-        dist.all_gather_object(texts, text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]")
+    if len(set(texts)) > 1:
         raise ReplicaDisagreement(
             f"ranks ask for different replicas. {who_has(dict(enumerate(texts)))}. Call it on all ranks with the same arguments"
         ) from refusal
-    return [row[2:] for row in rows]
+    return list(own)
 
 
 Kind = TypeVar("Kind")

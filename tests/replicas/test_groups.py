@@ -323,7 +323,7 @@ def agree(rank: int, world: int, common: list[dict[str, int]], by_member: list[d
     if twist == "size" and rank == 3:
         replicas.ranks = [[0], [3]]
     try:
-        replicas.require_agreement(common[rank], by_member[rank], torch.device("cpu"))
+        replicas.require_agreement(common[rank], by_member[rank])
     except hdet.ReplicaDisagreement as error:
         return str(error)
     return ""
