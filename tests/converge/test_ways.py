@@ -50,6 +50,7 @@ def average_cases(rank: int, world: int, seeds: range, way: Converge, method: st
         else:
             made.complete(weights)
             assert made.idle
+        assert all(m is None or m.dtype == torch.int16 or torch.equal(t, m.bfloat16()) for t, m in zip(tensors, masters, strict=True))
         reports.append((written(tensors, masters), exact(tensors, masters)))
     return reports
 

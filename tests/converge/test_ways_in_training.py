@@ -68,12 +68,7 @@ def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: s
 def resumed(rank: int, world: int, name: str) -> Any:
     run = run_of(rank, WAYS[name]).steps(12)
     run.ensemble.converge()
-    saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict(), run.ensemble.state_dict()))
-    fresh = run_of(rank, WAYS[name])
-    fresh.net.load_state_dict(saved[0])
-    fresh.optimizer.load_state_dict(saved[1])
-    fresh.ensemble.load_state_dict(saved[2])
-    fresh.index = run.index
+    fresh = run_of(rank, WAYS[name]).loaded(run.saved())
     return run.steps(14).weights(), fresh.steps(14).weights(), run.ensemble.multipliers == fresh.ensemble.multipliers
 
 
@@ -86,13 +81,10 @@ def test_after_converge_nothing_is_kept_that_a_checkpoint_lacks(name: str) -> No
 def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
     run = run_of(rank, WAYS[name]).steps(14)
     run.ensemble.converge()
-    saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict(), run.ensemble.state_dict()))
-    index, found = run.index, []
+    saved, found = run.saved(), []
     for more in (12, 10, 10):  # to the first step of a cycle, or the last but one
         found.append(run.steps(more).weights())
-        for own, state in zip((run.net, run.optimizer, run.ensemble), copy.deepcopy(saved), strict=True):
-            own.load_state_dict(state)
-        run.index = index
+        run.loaded(copy.deepcopy(saved))
     return found + [run.steps(12).weights()]
 
 

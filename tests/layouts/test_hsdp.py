@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, DECAY, INTERVAL, RATE, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import CLOSE, DECAY, INTERVAL, RATE, ByHand, batch, ensemble_of, flat, loss_of, model
 
 STEPS = 6
 WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "evaluated, module known", "fused"]
@@ -134,48 +134,3 @@ def test_a_probe_scores_the_cycle_average_and_leaves_no_trace(runs: list[dict[st
             steps = hand.weights[cycle * INTERVAL : (cycle + 1) * INTERVAL]
             torch.nn.utils.vector_to_parameters(torch.stack([weights[replica] for weights in steps]).mean(0), net.parameters())
             assert score == pytest.approx(sum(loss_of(net, data).item() for data in PROBES) / len(PROBES), rel=1e-6)  # weighted in float32
-
-
-# -- what has no replicas ----------------------------------------------------------------------------------------------------
-
-
-def refusals(rank: int, world: int) -> dict[str, str]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    fsdp1 = FullyShardedDataParallel(model().float(), device_id=torch.device("cpu"))
-    fsdp2 = fully_shard(model(), mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-    hsdp = fully_shard(model(), mesh=mesh)
-    ddp = torch.nn.parallel.DistributedDataParallel(model())
-    cases: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {
-        "FSDP1": (adamw(fsdp1.parameters()), {}),
-        "one dimension": (adamw(fsdp2.parameters()), {}),
-        "one dimension, each rank a replica": (adamw(fsdp2.parameters()), {"replicas": hdet.Replicas.from_group()}),
-        "HSDP without from_mesh": (adamw(hsdp.parameters()), {}),
-        "HSDP with local gradients": (
-            adamw(hsdp.parameters()),
-            {"replicas": hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"), "gradients": "local", "moments": "keep"},
-        ),
-        "ZeRO": (ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3), {}),
-    }
-    messages = {}
-    for name, (optimizer, settings) in cases.items():
-        step = optimizer.step
-        with pytest.raises(ValueError) as caught:
-            ensemble_of(optimizer, **settings)
-        assert optimizer.step == step, "refused before anything is changed"
-        messages[name] = str(caught.value)
-    return messages
-
-
-def test_layouts_without_replicas_are_refused_by_name_and_with_the_way_out() -> None:
-    for messages in run_ranks(refusals, 2):
-        assert "FullyShardedDataParallel (FSDP1)" in messages["FSDP1"]
-        assert "sharded" in messages["one dimension, each rank a replica"]
-        assert "fully_shard(module, mesh=mesh['dp_shard'])" in messages["HSDP with local gradients"]
-        assert "ZeroRedundancyOptimizer" in messages["ZeRO"]
-        for name in ("FSDP1", "one dimension", "one dimension, each rank a replica", "HSDP without from_mesh", "ZeRO"):
-            assert "('dp_replicate', 'dp_shard')" in messages[name] and "from_mesh(mesh)" in messages[name], (
-                "the way out, ready to be copied"
-            )
