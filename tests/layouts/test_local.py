@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import CLOSE, INTERVAL, Trace, adamw, batch, check, ensemble_of, flat, loss_of, model
 
 CYCLES = 3
 STEPS = CYCLES * INTERVAL
@@ -71,11 +71,12 @@ def local(rank: int, world: int, policy: str, sharded: bool) -> dict[str, Any]:
         wrapped = DDP(net)
     traffic = Traffic(members)
     optimizer = adamw(net.parameters())
-    records: list[dict[str, Any]] = []
-    ensemble = ensemble_of(optimizer, replicas=replicas, gradients="local", moments=policy, log=lambda record, step: records.append(record))
+    trace = Trace([], [])
+    settings = {"replicas": replicas, "gradients": "local", "moments": policy}
+    ensemble = ensemble_of(optimizer, log=lambda record, step: trace.records.append(record), **settings)
     if not sharded:
         wrapped.register_comm_hook(dist.group.WORLD, traffic.hook)  # which no_sync never calls
-    volumes, before, after, states = [], [], [], []
+    volumes, before, after = [], [], []
     for i in range(STEPS):
         with traffic.counted():
             optimizer.zero_grad()
@@ -83,16 +84,15 @@ def local(rank: int, world: int, policy: str, sharded: bool) -> dict[str, Any]:
                 loss = loss_of(wrapped, batch(i, rank))
                 loss.backward()
             optimizer.step()
-        before.append(flat(net.parameters()))
-        states.append(moments(optimizer))
+        gradient, stepped = flat(p.grad for p in net.parameters()), flat(net.parameters())
+        before.append(moments(optimizer))
         with traffic.counted():
             ensemble.step(loss)
+        trace.steps.append((gradient, stepped, flat(net.parameters())))
         if i % INTERVAL == INTERVAL - 1:
-            after.append((flat(net.parameters()), moments(optimizer)))
+            after.append(moments(optimizer))
             volumes.append(traffic.bytes)
-    return {
-        "records": records, "volumes": volumes, "before": before, "states": states, "after": after, "private": ensemble.private_state,
-    }  # fmt: skip
+    return {"trace": trace, "volumes": volumes, "before": before, "after": after, "private": ensemble.private_state}
 
 
 def shared(rank: int, world: int) -> int:
@@ -119,27 +119,13 @@ def shards() -> list[dict[str, Any]]:
     return run_ranks(local, 4, "keep", True)
 
 
-def check(ranks: list[dict[str, Any]], policy: str, shards: int = 1) -> None:
-    records = ranks[0]["records"]
-    assert len(records) == CYCLES
-    hand = ByHand([record["multipliers"]["lr"] for record in records], shards=shards, local=True, policy=policy).run(STEPS)
-    for rank, run in enumerate(ranks):
-        for i in range(STEPS):
-            torch.testing.assert_close(run["before"][i], hand.weights[i][rank // shards], **CLOSE)
-        for cycle, (after, _) in enumerate(run["after"]):
-            torch.testing.assert_close(after, hand.means[cycle], **CLOSE)
-            assert torch.equal(after, ranks[0]["after"][cycle][0]), "equal after an average, to the bit"
-    for cycle, record in enumerate(records):
-        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_train_alone_and_equal_the_training_by_hand(runs: list[dict[str, Any]], policy: str) -> None:
-    check([run[policy] for run in runs], policy)
+    check([run[policy]["trace"] for run in runs], local=True, policy=policy)
 
 
 def test_one_dimensional_fsdp_in_each_replica(shards: list[dict[str, Any]]) -> None:
-    check(shards, "keep", shards=2)
+    check([run["trace"] for run in shards], shards=2, local=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -148,18 +134,18 @@ def test_moments_are_kept_averaged_or_reset(runs: list[dict[str, Any]], policy: 
     assert one["private"] == two["private"] == (policy == "keep")
     for cycle in range(CYCLES):
         last = (cycle + 1) * INTERVAL - 1
-        assert not torch.equal(one["states"][last][0], two["states"][last][0]), "each has seen gradients of its own"
+        assert not torch.equal(one["before"][last][0], two["before"][last][0]), "each has seen gradients of its own"
         for run in (one, two):
-            before, (_, after) = run["states"][last], run["after"][cycle]
+            before, after = run["before"][last], run["after"][cycle]
             if policy == "keep":
                 assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
             if policy == "reset":
                 assert before and not after, "made anew by the next step, the count of steps too"
         if policy == "average":
             for k in (0, 1):
-                mean = (one["states"][last][k] + two["states"][last][k]) / 2
-                torch.testing.assert_close(one["after"][cycle][1][k], mean, **CLOSE)
-                assert torch.equal(one["after"][cycle][1][k], two["after"][cycle][1][k])
+                mean = (one["before"][last][k] + two["before"][last][k]) / 2
+                torch.testing.assert_close(one["after"][cycle][k], mean, **CLOSE)
+                assert torch.equal(one["after"][cycle][k], two["after"][cycle][k])
 
 
 def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], shards: list[dict[str, Any]]) -> None:

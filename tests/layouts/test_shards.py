@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import INTERVAL, Trace, adamw, batch, check, flat, loss_of, model, train
 
 STEPS = 6
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -201,106 +201,107 @@ def subgroup(replicas: hdet.Replicas) -> Any:
 CASES = {"tensor": tensor_parallel, "context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups}
 
 
-def train(rank: int, world: int, case: str) -> dict[str, Any]:
+class Seen(NamedTuple):
+    table: list[list[int]]
+    trace: Trace
+    shapes: list[torch.Size]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Of flat parameters, each by itself."""
+        sizes = [shape.numel() for shape in self.shapes]
+        return [part.view(shape) for part, shape in zip(vector.split(sizes), self.shapes, strict=True)]
+
+
+def run(rank: int, case: str) -> Seen:
     replicas, parameters, backward, settings = CASES[case](rank)
-    optimizer = adamw(parameters)
-    ensemble = ensemble_of(optimizer, replicas=replicas, **settings)
-    rhos, records, before, after = [], [], [], []
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        backward(i, ensemble.observe)
+
+    def shared(step: int, observe: Callable[..., None]) -> None:
+        backward(step, observe)
         for p in parameters if case != "groups" else ():
             dist.all_reduce(p.grad, group=replicas.peer_group)
             p.grad /= replicas.count
-        rhos.append(ensemble.multipliers["lr"])
-        optimizer.step()
-        before.append([p.detach().clone() for p in parameters])
-        ensemble.step()
-        after.append([p.detach().clone() for p in parameters])
-        if ensemble.cycle > len(records):
-            records.append(ensemble.history)
-    table = [list(ranks) for ranks in replicas.ranks]
-    return {"table": table, "rhos": rhos, "records": records, "before": before, "after": after}
+
+    trace = train(parameters, adamw(parameters), shared, STEPS, replicas=replicas, **settings)
+    return Seen([list(ranks) for ranks in replicas.ranks], trace, [p.shape for p in parameters])
 
 
-def train_all(rank: int, world: int, cases: list[str]) -> dict[str, Any]:
-    return {case: train(rank, world, case) for case in cases}
+def train_all(rank: int, world: int, cases: list[str]) -> dict[str, Seen]:
+    return {case: run(rank, case) for case in cases}
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
-    return run_ranks(train_all, 4, [case for case in CASES if case != "pipeline"])
+def ranks_of(world: int, *cases: str) -> dict[str, list[Seen]]:
+    runs = run_ranks(train_all, world, list(cases))
+    return {case: [run[case] for run in runs] for case in cases}
 
 
 @pytest.fixture(scope="module")
-def stages() -> list[dict[str, Any]]:
-    """Three replicas: of two, any order of a sum is the same to the bit."""
-    return run_ranks(train_all, 6, ["pipeline"])
+def runs() -> dict[str, list[Seen]]:
+    return ranks_of(4, "tensor", "context", "expert", "groups")
 
 
-def check(ranks: list[dict[str, Any]], make: Callable[[], nn.Module], assemble: Callable[..., Any], shards: int = 1) -> None:
-    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order."""
-    table, records = ranks[0]["table"], ranks[0]["records"]
-    hand = ByHand([record["multipliers"]["lr"] for record in records], make=make, shards=shards).run(STEPS)
-    assert len(records) == STEPS // INTERVAL
-    for cycle, record in enumerate(records):
-        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
-        assert all(rank["records"][cycle]["losses"] == record["losses"] for rank in ranks), "bitwise, on ranks that see no loss too"
-    for r, members in enumerate(table):
-        for i in range(STEPS):
-            assert {ranks[m]["rhos"][i] for m in members} == {records[i // INTERVAL]["multipliers"]["lr"][r]}, "one rate in a replica"
-            torch.testing.assert_close(flat(assemble(*(ranks[m]["before"][i] for m in members))), hand.weights[i][r], **CLOSE)
-            if i % INTERVAL == INTERVAL - 1:
-                torch.testing.assert_close(flat(assemble(*(ranks[m]["after"][i] for m in members))), hand.means[i // INTERVAL], **CLOSE)
+def check_parts(ranks: list[Seen], assemble: Callable[..., Any], **settings: Any) -> None:
+    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order. ``settings``: of `check`."""
+    table = ranks[0].table
+
+    def whole(members: list[int], i: int, when: int) -> torch.Tensor:
+        return flat(assemble(*(ranks[m].parts(ranks[m].trace.steps[i][when]) for m in members)))
+
+    traces = [[(torch.empty(0), whole(members, i, 1), whole(members, i, 2)) for i in range(STEPS)] for members in table]
+    check([Trace(steps, ranks[members[0]].trace.records) for steps, members in zip(traces, table, strict=True)], **settings)
+    losses = [[record["losses"] for record in rank.trace.records] for rank in ranks]
+    assert all(own == losses[0] for own in losses), "bitwise, on ranks that see no loss too"
     for i in range(STEPS):
         for peers in zip(*table, strict=True):
-            first, *others = (ranks[rank]["after"][i] for rank in peers)
-            assert all(same(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others), "peers meet after a cycle, not before"
+            first, *others = (ranks[rank].trace.weights(i) for rank in peers)
+            assert all(torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others), (
+                "peers meet after a cycle, not before"
+            )
 
 
-def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def after(seen: Seen, i: int) -> list[torch.Tensor]:
+    return seen.parts(seen.trace.weights(i))
 
 
-def case_of(runs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [run[name] for run in runs]
+def alike_inside(ranks: list[Seen]) -> bool:
+    return all(torch.equal(ranks[r].trace.weights(i), ranks[r + 1].trace.weights(i)) for r in (0, 2) for i in range(STEPS))
 
 
-def test_columns_and_rows_over_tp(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "tensor")
-    check(
+def test_columns_and_rows_over_tp(runs: dict[str, list[Seen]]) -> None:
+    ranks = runs["tensor"]
+    check_parts(
         ranks,
-        normed,
         lambda a, b: [a[0], a[1], torch.cat([a[2], b[2]]), torch.cat([a[3], b[3]]), torch.cat([a[4], b[4]]).T.contiguous(), a[5]],
+        make=normed,
     )
     for i in range(STEPS):
         for one, two in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
-            first, second = one["after"][i], two["after"][i]
+            first, second = after(one, i), after(two, i)
             assert all(torch.equal(first[k], second[k]) for k in (0, 1, 5)), "the norm and the last bias are whole on both"
             assert not any(torch.equal(first[k], second[k]) for k in (2, 3, 4)), "shards are not mixed"
 
 
-def test_one_sample_on_two_ranks_of_cp(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "context")
-    check(ranks, model, lambda a, b: a)
-    assert all(same(ranks[r]["after"][i], ranks[r + 1]["after"][i]) for r in (0, 2) for i in range(STEPS))
+def test_one_sample_on_two_ranks_of_cp(runs: dict[str, list[Seen]]) -> None:
+    ranks = runs["context"]
+    check_parts(ranks, lambda a, b: a)
+    assert alike_inside(ranks)
 
 
-def test_experts_are_averaged_with_their_own_kind(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "expert")
-    check(ranks, Experts, lambda a, b: [*a, *b[2:]])
-    assert not torch.equal(ranks[0]["after"][-1][2], ranks[1]["after"][-1][2])
+def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -> None:
+    ranks = runs["expert"]
+    check_parts(ranks, lambda a, b: [*a, *b[2:]], make=Experts)
+    assert not torch.equal(after(ranks[0], STEPS - 1)[2], after(ranks[1], STEPS - 1)[2])
 
 
-def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "groups")
-    check(ranks, model, lambda a, b: a, shards=2)
-    assert all(same(ranks[r]["after"][i], ranks[r + 1]["after"][i]) for r in (0, 2) for i in range(STEPS))
+def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: dict[str, list[Seen]]) -> None:
+    ranks = runs["groups"]
+    check_parts(ranks, lambda a, b: a, shards=2)
+    assert alike_inside(ranks)
 
 
-def test_stages_and_a_matrix_on_two_of_them(stages: list[dict[str, Any]]) -> None:
-    ranks = case_of(stages, "pipeline")
-    check(ranks, Tied, lambda a, b: [a[0], a[1], b[1]])
-    for first, last in ranks[0]["table"]:
+def test_stages_and_a_matrix_on_two_of_them() -> None:
+    """Three replicas: of two, any order of a sum is the same to the bit."""
+    ranks = ranks_of(6, "pipeline")["pipeline"]
+    check_parts(ranks, lambda a, b: [a[0], a[1], b[1]], make=Tied)
+    for first, last in ranks[0].table:
         for i in range(STEPS):
-            assert torch.equal(ranks[first]["after"][i][1], ranks[last]["after"][i][0]), "two copies of one matrix, bit for bit"
+            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0]), "two copies of one matrix, bit for bit"
