@@ -587,7 +587,9 @@ class Ensemble:
         self._begin_cycle()
 
     def close(self) -> None:
-        """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
+        """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first. A second call does nothing."""
+        if getattr(self.optimizer, "_hdet_fan_out", None) is not self._fan_out:  # it may be another's by now
+            return
         self._panel.release()
         self._snapshots.close()
         self._fan_out.close()
