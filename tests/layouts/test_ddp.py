@@ -96,14 +96,14 @@ def test_a_hook_changes_the_gradient_and_nothing_else(runs: list[dict[str, Trace
 # -- GradScaler --------------------------------------------------------------------------------------------------------------
 
 
-def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor], list[float]]:
+def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[float]]:
     """In step 2 replica 1's gradient overflows: the all-reduced one is inf everywhere, and every scaler skips the step."""
     net = model().float()
     ddp = DDP(net)
     optimizer = adamw(net.parameters())
     ensemble = ensemble_of(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    cycles, before, after, scales = [], [], [], []
+    cycles, after, scales = [], [], []
     for i in range(STEPS):
         optimizer.zero_grad()
         x, y = (part.float() for part in batch(i, rank))
@@ -111,35 +111,34 @@ def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[t
         scaler.scale(loss * (float("inf") if (rank, i) == (1, 2) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        before.append(flat(net.parameters()))
         ensemble.step(loss)
         cycles.append(ensemble.cycle)
         scales.append(scaler.get_scale())
         after.append(flat(net.parameters()))
-    return cycles, before, after, scales
+    return cycles, after, scales
 
 
 def test_a_step_that_the_scaler_skips_counts_none() -> None:
     ranks = run_ranks(scaled, 2)
-    for cycles, before, after, scales in ranks:
+    for cycles, after, scales in ranks:
         assert cycles == [0, 0, 0, 1, 1, 1, 2], "T = 3 optimizer steps: calls 0, 1, 3 and 4, 5, 6"
         assert scales[1] == 2 * scales[2], "the scaler saw it"
-        assert torch.equal(after[1], after[2]) and not torch.equal(after[2], before[3])
-    for i, (one, two) in enumerate(zip(ranks[0][2], ranks[1][2], strict=True)):
+        assert torch.equal(after[1], after[2]) and not torch.equal(after[2], after[3])
+    for i, (one, two) in enumerate(zip(ranks[0][1], ranks[1][1], strict=True)):
         assert torch.equal(one, two) == (i in (3, 6))
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------------
 
 
-def with_batch_norm(rank: int, world: int) -> Any:
+def with_batch_norm(rank: int, world: int, spread: float) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
     ddp = unsynchronised(net)
     optimizer = adamw(net.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        ensemble = ensemble_of(optimizer, buffers=ddp)
+        ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(spread)])
     steps = []
     for i in range(STEPS):
         optimizer.zero_grad()
@@ -148,32 +147,15 @@ def with_batch_norm(rank: int, world: int) -> Any:
         optimizer.step()
         before = flat([net[1].running_mean, net[1].running_var])
         ensemble.step(loss)
-        steps.append((before, flat([net[1].running_mean, net[1].running_var]), int(net[1].num_batches_tracked)))
+        after = flat([net[1].running_mean, net[1].running_var])
+        steps.append((before, after, int(net[1].num_batches_tracked), ensemble.in_sync))
+    ensemble.converge()
+    steps[-1] = (*steps[-1][:3], ensemble.in_sync)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ensemble.close()
         ensemble_of(optimizer, buffers=DDP(net))
     return steps, [str(warning.message) for warning in caught]
-
-
-def buffers_without_spread(rank: int, world: int) -> list[bool]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
-    ddp, optimizer = unsynchronised(net), adamw(net.parameters())
-    ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(0.0)])
-    converged = []
-    for i in range(INTERVAL + 1):
-        loss = loss_of(ddp, batch(i, rank))
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss)
-        converged.append(ensemble.in_sync)
-    ensemble.converge()
-    return [*converged, ensemble.in_sync]
-
-
-def test_buffers_part_without_a_spread_too() -> None:
-    assert run_ranks(buffers_without_spread, 2) == [[False, False, True, False, True]] * 2
 
 
 def unsynchronised(net: nn.Module) -> DDP:
@@ -186,13 +168,16 @@ def unsynchronised(net: nn.Module) -> DDP:
             return DDP(net, broadcast_buffers=False)
 
 
-def test_running_statistics_are_averaged_and_their_overwriting_is_warned_of() -> None:
-    ranks = run_ranks(with_batch_norm, 2)
-    (first, said), (second, _) = ranks
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_running_statistics_are_averaged_and_their_overwriting_is_warned_of(spread: float) -> None:
+    """They part without a spread, too."""
+    (first, said), (second, _) = run_ranks(with_batch_norm, 2, spread)
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
         assert not torch.equal(one[0], two[0]), "each replica has its own batches' statistics"
-        if i % INTERVAL == INTERVAL - 1:
+        ends = i % INTERVAL == INTERVAL - 1
+        if ends:
             assert torch.equal(one[1], two[1])
             torch.testing.assert_close(one[1], (one[0] + two[0]) / 2, **CLOSE)
         assert one[2] == two[2] == i + 1
+        assert one[3] == two[3] == (ends or i == STEPS - 1), "known to be equal"
     assert any("copies rank 0's buffers" in message for message in said)
