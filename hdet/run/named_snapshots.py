@@ -61,12 +61,15 @@ class Snapshots:
         self._of(name).restore(self._trained, self._masters)
 
     def check_alone(self, replicas: Replicas, device: torch.device) -> str | None:
-        """A message if another optimizer has moved parameters of the model since a snapshot with state was taken. On all ranks alike: a shard
-        may have moved on one of them only. One all_reduce."""
+        """A message if another optimizer has moved parameters of the model since a snapshot with state was taken, which is restored then. On
+        all ranks alike: a shard may have moved on one of them only. One all_reduce."""
         name = next((name for snapshot in self._kept.values() if (name := snapshot.moved()) is not None), None)
         moved = torch.full((1,), float(name is not None), dtype=torch.float64, device=device)
         if not replicas.sum_rows(*[moved] * len(replicas.local)).any():
             return None
+        for snapshot in self._kept.values():
+            if snapshot.has_state:
+                snapshot.restore(self._trained, self._masters)
         which = "a parameter of the controller's model on another rank" if name is None else f"the controller's model has {name!r}, which"
         return (
             f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with "
@@ -130,6 +133,10 @@ class _Snapshot:
             elif master is not None:
                 for part, value in zip((tensor, master), split(kept.to(tensor.device, torch.float32)), strict=True):
                     part.copy_(value)
+
+    @property
+    def has_state(self) -> bool:
+        return self._rest is not None
 
     def moved(self) -> str | None:
         return None if self._rest is None or not self.weights else self._rest.moved()
