@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hdet.converge import BucketedAverage, all_finite, digest
 from hdet.converge.buckets import Buckets, Part
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
+from .helpers import account
 
 
 def bfloat16_mean_keeps_small_differences(rank: int, world: int) -> float:
@@ -39,22 +39,12 @@ def test_weight_zero_contributes_nothing_not_even_nan(weights: list[float], mean
 
 def count_collectives(rank: int, world: int, shapes: list[tuple[int, ...]], bucket_bytes: int) -> tuple[int, int]:
     tensors = [torch.ones(shape) for shape in shapes]
-    calls = []
-    real = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        average = BucketedAverage(tensors, Replicas.from_group(), bucket_bytes)
+    average = BucketedAverage(tensors, Replicas.from_group(), bucket_bytes)
+    with account() as sent:
         average()
         average()
-    finally:
-        dist.all_reduce = real
-    assert sum(calls) == 2 * sum(t.numel() for t in tensors), "every element travels exactly once per average"
-    return len(calls) // 2, average.extra_bytes
+    assert sum(size for _, size in sent) == 2 * sum(t.nbytes for t in tensors), "every element travels exactly once per average"
+    return len(sent) // 2, average.extra_bytes
 
 
 @pytest.mark.parametrize(
@@ -73,13 +63,17 @@ def test_collectives_and_extra_memory_are_bounded(shapes: list[tuple[int, ...]],
             assert extra == 0
 
 
-def test_what_cannot_be_averaged_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="tensor 1 has dtype torch.int64"):
-        BucketedAverage([torch.ones(2), torch.ones(2, dtype=torch.int64)], Replicas.single())
-    with pytest.raises(ValueError, match="tensor 0 has layout torch.sparse_coo"):
-        BucketedAverage([torch.ones(2, 2).to_sparse()], Replicas.single())
-    with pytest.raises(ValueError, match="bucket_bytes"):
-        BucketedAverage([torch.ones(2)], Replicas.single(), 10)
+@pytest.mark.parametrize(
+    ("last", "settings", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), (), "tensor 1 has dtype torch.int64"),
+        (torch.ones(2, 2).to_sparse(), (), "tensor 1 has layout torch.sparse_coo"),
+        (torch.ones(2), (10,), "bucket_bytes"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_by_name(last: torch.Tensor, settings: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BucketedAverage([torch.ones(2), last], Replicas.single(), *settings)
 
 
 def test_a_single_replica_is_left_untouched() -> None:

@@ -160,35 +160,34 @@ def test_the_mean_follows_the_model_until_it_steps_and_is_in_the_optimizers_stat
         assert torch.equal(in_cycle, ranks[0][1]) and torch.equal(parameter, ranks[0][3]) and torch.equal(parameter, mean)
 
 
-def test_what_has_no_mean_of_its_own_is_refused() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
+def parameter(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3, dtype=dtype))]
 
-    def build(optimizer: Any, tensors: Any = None, **changes: Any) -> None:
-        given = tensors or [p for group in optimizer.param_groups for p in group["params"]]
-        ExactLocal().build(task(given, optimizer=optimizer, replicas=Replicas(0, 2), **changes))
 
-    with pytest.raises(TypeError, match="ExactLocal needs one of hdet's fused optimizers.*got SGD"):
-        build(torch.optim.SGD([parameter], lr=0.1))
-    with pytest.raises(ValueError, match="weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"):
-        build(hdet.FusedAdamW([parameter], lr=0.1))
-    with pytest.raises(ValueError, match="weight_decay=0.1 of group 0 is part of the gradient"):
-        build(hdet.FusedSGD([parameter], lr=0.1, weight_decay=0.1))
-    with pytest.raises(ValueError, match="parameter 0 of group 0 is torch.bfloat16 without a master"):
-        build(hdet.FusedSGD([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], lr=0.1))
-    with pytest.raises(ValueError, match="gradients='shared'"):
-        build(hdet.FusedSGD([parameter], lr=0.1), gradients="local")
-    with pytest.raises(ValueError, match="tensor 1 is not the optimizer's.*buffers"):
-        build(hdet.FusedSGD([parameter], lr=0.1), [parameter, torch.zeros(3)])
-    with pytest.raises(ValueError, match="check_every must be a whole number of cycles >= 1, got 0"):
-        ExactLocal(0)
-    optimizer = hdet.FusedAdamW([parameter], lr=0.1)
-    with pytest.raises(ValueError):
-        build(optimizer)
-    assert optimizer.num_replicas == 1, "nothing is left on a refused optimizer"
+def stepping_three() -> hdet.FusedAdamW:
+    optimizer = hdet.FusedAdamW(parameter(), lr=0.1, decay_at="base")
     optimizer.set_replicas(3, lambda p: [p, p.detach().clone(), p.detach().clone()])
-    optimizer.decay_at = "base"
-    with pytest.raises(ValueError, match="steps 3 replicas already"):
-        build(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "message"),
+    [
+        (torch.optim.SGD(parameter(), lr=0.1), {}, "ExactLocal needs one of hdet's fused optimizers.*got SGD"),
+        (hdet.FusedAdamW(parameter(), lr=0.1), {}, "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"),
+        (hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1), {}, "weight_decay=0.1 of group 0 is part of the gradient"),
+        (hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1), {}, "parameter 0 of group 0 is torch.bfloat16 without a master"),
+        (hdet.FusedSGD(parameter(), lr=0.1), {"gradients": "local"}, "gradients='shared'"),
+        (hdet.FusedSGD(parameter(), lr=0.1), {"buffers": [torch.zeros(3)]}, "tensor 1 is not the optimizer's.*buffers"),
+        (stepping_three(), {}, "steps 3 replicas already"),
+    ],
+)
+def test_what_has_no_mean_of_its_own_is_refused(optimizer: Any, changes: dict[str, Any], message: str) -> None:
+    before = getattr(optimizer, "num_replicas", 1), registered(optimizer)
+    tensors = [*optimizer.param_groups[0]["params"], *changes.pop("buffers", ())]
+    with pytest.raises((ValueError, TypeError), match=message):
+        ExactLocal().build(task(tensors, optimizer=optimizer, replicas=Replicas(0, 2), **changes))
+    assert before == (getattr(optimizer, "num_replicas", 1), registered(optimizer)), "nothing is left on a refused optimizer"
 
 
 def registered(optimizer: torch.optim.Optimizer) -> int:

@@ -18,7 +18,7 @@ from hdet.tensors.dtensor import part_of
 from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import run_ranks
-from .helpers import account, task
+from .helpers import task
 
 WAYS: dict[str, Converge] = {
     "plain": Plain(),
@@ -92,25 +92,6 @@ def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
 def test_a_state_may_be_loaded_while_something_is_kept_or_under_way(name: str) -> None:
     for found in run_ranks(loaded_into_a_live_run, 2, name):
         assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[2])
-
-
-def nothing_sent(rank: int, world: int) -> Any:
-    run = run_of(rank, ExactLocal(check_every=100))
-    run.steps(5)  # the first cycle compares
-    sizes = []
-    for _ in range(3):
-        run.steps(4)
-        with account() as sent:
-            run.step()
-        sizes.append([b for name, b in sent if name == "all_reduce"])
-    return sizes, run.weights(), run.optimizer.multipliers
-
-
-def test_exact_local_sends_the_cycle_statistics_and_ddps_gradients_only() -> None:
-    (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
-    stats = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
-    assert sizes == [[stats]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"
-    assert torch.equal(weights, other[1]) and multipliers[1] == [1.0] and multipliers[0] != [1.0]
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------
