@@ -359,7 +359,7 @@ class Ensemble:
     def _agree(self) -> None:
         if not self._agreement.reached:
             with self.during("agreement"):
-                self._agreement.check()
+                self._agreement.check(self.weights.device)
 
     def _schedule_step(self) -> int:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""

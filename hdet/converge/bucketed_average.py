@@ -55,7 +55,6 @@ class BucketedAverage:
         ask = masters or (lambda: [None] * len(tensors))
         self._buckets = Buckets(lambda: parts_of(tensors, ask), bucket_bytes, direct=True)
 
-    @torch.no_grad()
     def __call__(self, weights: Sequence[float] | None = None) -> None:
         """Replace every tensor by sum_r w_r theta_r. ``weights``: w_r of all N replicas (default 1/N each); they must sum to 1.
 
@@ -69,6 +68,7 @@ class BucketedAverage:
         return self._buckets.extra_bytes
 
 
+@torch.no_grad()
 def average(buckets: Buckets, replicas: Replicas, weights: Sequence[float] | None = None) -> None:
     """See `BucketedAverage`; of ``buckets`` that leave out what goes directly."""
     group = replicas.peer_group

@@ -34,10 +34,11 @@ def reachable(group: dist.ProcessGroup | None, device: torch.device | None = Non
 Value = TypeVar("Value")
 
 
-def gathered(thing: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Every rank's plain data, by its place in ``group`` (None: the world)."""
+def gathered(thing: Value, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[Value]:
+    """Every rank's plain data, by its place in ``group`` (None: the world). A group of NCCL alone sends it from ``device``."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, thing, group=group)
+    with torch.accelerator.device_index(None if device is None else device.index):
+        dist.all_gather_object(everyone, thing, group=group)
     return everyone
 
 
@@ -68,12 +69,13 @@ def compare(
     by_member: Mapping[str, int],
     orders: Mapping[str, tuple[int, int]],
     group: dist.ProcessGroup,
+    device: torch.device | None,
 ) -> None:
     """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
     common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
     named = {**common, **by_member, **orders}
     own = _Said(digest(list(named)), *place, len(ranks[0]) if ranks else 1, list(named.values()))
-    said = dict(zip(dist.get_process_group_ranks(group), gathered(own, group), strict=True))
+    said = dict(zip(dist.get_process_group_ranks(group), gathered(own, group, device), strict=True))
     problems = _misfits(said)
     for k, name in enumerate([] if problems else named):
         values = {rank: one.values[k] for rank, one in said.items()}

@@ -79,32 +79,27 @@ def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.P
     return kind(index, len(table), peers, ranks=table, member=member, world_group=world)
 
 
-def make_groups(table: Sequence[Sequence[int]], *, apart: bool = False, own: bool = False) -> list[Any]:
-    """A group for each list of ranks, in the order given there; None or torch's non-member for those that this rank is not in.
+def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
+    """A group for each list of ranks, in the order given there; torch's non-member for those that this rank is not in.
 
     Every rank of the world makes every group, also those that it is not in: NCCL may split them off the world's communicator, which
     all must do.
-
-    Args:
-        apart: ranks of the world do not come here; then the members of each group make it among themselves.
-        own: a communicator of its own also where a group is the whole world, which is there already.
     """
-    world, rank = list(range(dist.get_world_size())), dist.get_rank()
-
-    def make(ranks: list[int]) -> Any:
-        if ranks == world and not own:
-            return dist.group.WORLD
-        if apart and rank not in ranks:
-            return None
-        return dist.new_group(ranks, use_local_synchronization=apart, sort_ranks=ranks == sorted(ranks))
-
-    return [make(list(ranks)) for ranks in table]
+    world = list(range(dist.get_world_size()))
+    return [dist.group.WORLD if list(ranks) == world else _new_group(ranks) for ranks in table]
 
 
 def own_group(table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The new group in ``table`` that this rank is in. All ranks of all ``replicas`` call it with the same table."""
-    groups = make_groups(table, apart=sum(map(len, replicas)) < dist.get_world_size(), own=True)
-    return next(group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks)
+    """The group in ``table`` that this rank is in: a new one, also where the whole world has one already. All ranks of all ``replicas`` call
+    it with the same table."""
+    apart = sum(map(len, replicas)) < dist.get_world_size()  # some ranks do not come here: members make their group among themselves
+    rank = dist.get_rank()
+    made = [(ranks, _new_group(ranks, apart)) for ranks in table if rank in ranks or not apart]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def _new_group(ranks: Sequence[int], apart: bool = False) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=list(ranks) == sorted(ranks))
 
 
 def more_than_one(table: Table, name: str, remedy: str) -> Table:

@@ -222,6 +222,7 @@ class Replicas:
         self,
         common: Mapping[str, int],
         by_member: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
         orders: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Compare whole numbers over all ranks, in one all_gather_object of some dozen numbers a rank.
@@ -231,10 +232,11 @@ class Replicas:
         Args:
             common: numbers by a name that users know, which must be equal on all ranks.
             by_member: the same, among peers, such as the shapes of a stage's parameters.
+            device: where this rank's parameters are.
             orders: (things, order): the order must be equal among those peers that have the same things.
 
         Raises:
             ReplicaDisagreement: on every rank alike, naming each setting and the ranks that have each value.
         """
         if self.world_group is not None:
-            compare((self.index, self.member), self.ranks, common, by_member or {}, orders or {}, self.world_group)
+            compare((self.index, self.member), self.ranks, common, by_member or {}, orders or {}, self.world_group, device)

@@ -56,7 +56,7 @@ class Agreement:
         if not self.reached and self._values is None and self._replicas.world_group is not None:
             self._values = fingerprints(local_parts(self._parameters))
 
-    def check(self) -> None:
+    def check(self, device: torch.device) -> None:
         """One all_gather_object. Raises on all ranks alike if they differ."""
         self.look()
         scheduler = self._schedule.scheduler
@@ -66,7 +66,7 @@ class Agreement:
         lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
         single = (_kind(scheduler), [(key, value) for key, value in state.items() if key not in lists])
         orders = {} if self._values is None else {"the order of the parameters (digest of their values)": _in_order(self._values)}
-        self._replicas.require_agreement(self._common(single), self._by_member(lists), orders)
+        self._replicas.require_agreement(self._common(single), self._by_member(lists), device, orders)
         self.reached, self._values = True, None
 
     def _common(self, scheduler: object) -> dict[str, int]:

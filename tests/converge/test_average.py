@@ -27,7 +27,7 @@ def test_bfloat16_is_summed_in_fp32() -> None:
 def two_replicas(rank: int, world: int, weights: list[float]) -> Any:
     """A tensor that is reduced where it lies, and one that goes into a bucket."""
     value = float("nan") if weights[rank] == 0 else 2.0 + 2 * rank
-    tensors = [torch.full((1 << 20,), value), torch.full((5,), -value)]
+    tensors = [torch.full((1 << 20,), value, requires_grad=True), torch.full((5,), -value, requires_grad=True)]
     BucketedAverage(tensors, Replicas.from_group())(weights)
     return [t.unique().tolist() for t in tensors]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,9 +208,7 @@ def test_what_is_wrong_with_megatrons_groups_is_said(
     sizes: dict[str, int], instances: int, distributed: bool, drop: Any, message: str
 ) -> None:
     for result in run_ranks(from_megatron, 4, sizes, instances, distributed, drop):
-        with pytest.raises(ValueError, match=message):
-            assert result.startswith("ValueError")
-            raise ValueError(result)
+        assert re.match(f"ValueError: .*{message}", result), result
 
 
 # -- ranks that ask for different things --------------------------------------------------------------------------------------------------
@@ -271,9 +270,7 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
 )
 def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) -> None:
     for kind, text in run_ranks(ask_differently, 4, [call] * 4):
-        with pytest.raises(ValueError, match=message):
-            assert kind == "ValueError"
-            raise ValueError(text)
+        assert kind == "ValueError" and re.search(message, text), text
 
 
 def test_without_processes() -> None:
@@ -307,7 +304,7 @@ def agree(rank: int, world: int, common: list[dict[str, int]], by_member: list[d
     if twist == "size" and rank == 3:
         replicas.ranks = [[0], [3]]
     try:
-        replicas.require_agreement(common[rank], by_member[rank])
+        replicas.require_agreement(common[rank], by_member[rank], torch.device("cpu"))
     except hdet.ReplicaDisagreement as error:
         return str(error)
     return ""
@@ -334,12 +331,7 @@ STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different 
 def test_settings_are_compared_once(common: Any, by_member: Any, twist: str, message: str) -> None:
     results = run_ranks(agree, 4, common, by_member, twist)
     assert len(set(results)) == 1
-    if message:
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(results[0])
-        assert "Start all ranks with the same code" in results[0]
-    else:
-        assert results[0] == ""
+    assert re.search(message, results[0]) and ("Start all ranks with the same code" in results[0]) == bool(results[0]) == bool(message)
 
 
 def test_many_ranks_are_shortened() -> None:
