@@ -72,21 +72,26 @@ def compare(
     device: torch.device | None,
 ) -> None:
     """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
+    member = place[1]
     common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
-    named = {**common, **by_member, **orders}
-    own = _Said(digest(list(named)), *place, len(ranks[0]) if ranks else 1, list(named.values()))
+    # (what ranks have in common that are to have the same value, the value)
+    values = {
+        **{name: ((), value) for name, value in common.items()},
+        **{name: ((member,), value) for name, value in by_member.items()},
+        **{name: ((member, things), order) for name, (things, order) in orders.items()},
+    }
+    own = _Said(digest(list(values)), *place, len(ranks[0]) if ranks else 1, list(values.values()))
     said = dict(zip(dist.get_process_group_ranks(group), gathered(own, group, device), strict=True))
     problems = _misfits(said)
-    for k, name in enumerate([] if problems else named):
-        values = {rank: one.values[k] for rank, one in said.items()}
-        if name in orders:
-            problems += _peers_differ(
-                name, {r: order for r, (_, order) in values.items()}, {r: (said[r].member, values[r][0]) for r in said}
-            )
-        elif name in by_member:
-            problems += _peers_differ(name, values, {rank: (one.member,) for rank, one in said.items()})
-        elif len(set(values.values())) > 1:
-            problems.append(f"{name} differs between replicas' ranks: {who_has(values)}")
+    for k, name in enumerate([] if problems else values):
+        alike: dict[tuple[int, ...], dict[int, int]] = {}
+        for rank, one in said.items():
+            shared, value = one.values[k]
+            alike.setdefault(shared, {})[rank] = value
+        differing = next((found for _, found in sorted(alike.items()) if len(set(found.values())) > 1), None)
+        if differing is not None:
+            where = "replicas' ranks" if name in common else "replicas, among ranks with the same part of the model"
+            problems.append(f"{name} differs between {where}: {who_has(differing)}")
     if problems:
         raise ReplicaDisagreement(". ".join(problems) + ". Start all ranks with the same code, settings and model")
 
@@ -104,12 +109,3 @@ def _misfits(said: Mapping[int, _Said]) -> list[str]:
     for rank, one in said.items():
         at.setdefault((one.replica, one.member), []).append(rank)
     return [f"ranks {brief(who)} all are member {m} of replica {r}" for (r, m), who in sorted(at.items()) if len(who) > 1][:4]
-
-
-def _peers_differ(name: str, values: Mapping[int, int], place: Mapping[int, tuple[int, ...]]) -> list[str]:
-    """For the first ``place`` whose copies are not alike."""
-    for here in sorted(set(place.values())):
-        of_peers = {rank: value for rank, value in values.items() if place[rank] == here}
-        if len(set(of_peers.values())) > 1:
-            return [f"{name} differs between replicas, among ranks with the same part of the model: {who_has(of_peers)}"]
-    return []

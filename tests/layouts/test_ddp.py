@@ -115,6 +115,7 @@ def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[f
         cycles.append(ensemble.cycle)
         scales.append(scaler.get_scale())
         after.append(flat(net.parameters()))
+    assert not ensemble.private_state
     return cycles, after, scales
 
 

@@ -131,7 +131,7 @@ def skipping(rank: int, world: int, steps: int) -> Any:
         ensemble.step(1e9 if i in (6, 7, 8) else loss)
         cycles.append(ensemble.cycle)
         weights.append(flat(net.parameters()))
-    assert ensemble.history is not None
+    assert ensemble.history is not None and ensemble.private_state
     return cycles, ensemble.engine.rollbacks, ensemble.corrections, ensemble.history["scheduled"], weights
 
 
