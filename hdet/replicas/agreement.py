@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,12 @@ def reachable(group: dist.ProcessGroup | None, device: torch.device | None = Non
 Value = TypeVar("Value")
 
 
-def gathered(thing: Value, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[Value]:
-    """Every rank's plain data, by its place in ``group`` (None: the world). A group of NCCL alone sends it from ``device``."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with torch.accelerator.device_index(None if device is None else device.index):
-        dist.all_gather_object(everyone, thing, group=group)
-    return everyone
+def gathered(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[list[int]]:
+    """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather, on ``device`` if the group can."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=reachable(group, device))
+    everyone = own.new_empty(dist.get_world_size(group), len(numbers))
+    dist.all_gather(list(everyone.unbind(0)), own, group=group)
+    return everyone.tolist()
 
 
 def who_has(values: Mapping[int, Value], most: int = 4) -> str:
@@ -52,16 +52,6 @@ def who_has(values: Mapping[int, Value], most: int = 4) -> str:
     return "; ".join(shown + ([f"and {len(ordered) - most} more values"] if len(ordered) > most else []))
 
 
-class _Said(NamedTuple):
-    """What one rank has: a digest of the names, its place, and a value for each name."""
-
-    names: int
-    replica: int
-    member: int
-    members: int
-    values: Sequence[Any]
-
-
 def compare(
     place: tuple[int, int],
     ranks: Sequence[Sequence[int]],
@@ -72,22 +62,19 @@ def compare(
     device: torch.device | None,
 ) -> None:
     """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
-    member = place[1]
     common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
-    # (what ranks have in common that are to have the same value, the value)
-    values = {
-        **{name: ((), value) for name, value in common.items()},
-        **{name: ((member,), value) for name, value in by_member.items()},
-        **{name: ((member, things), order) for name, (things, order) in orders.items()},
-    }
-    own = _Said(digest(list(values)), *place, len(ranks[0]) if ranks else 1, list(values.values()))
-    said = dict(zip(dist.get_process_group_ranks(group), gathered(own, group, device), strict=True))
+    names = [*common, *by_member, *orders]
+    row = [digest(names), *place, len(ranks[0]) if ranks else 1, *common.values(), *by_member.values()]
+    row += [order for _, order in orders.values()] + [things for things, _ in orders.values()]
+    # Of a fixed width: ranks of another version may have another number of settings, and would else be cut off or waited for.
+    rows = gathered(row + [0] * (-len(row) % 64), group, device)
+    said = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
     problems = _misfits(said)
-    for k, name in enumerate([] if problems else values):
-        alike: dict[tuple[int, ...], dict[int, int]] = {}
-        for rank, one in said.items():
-            shared, value = one.values[k]
-            alike.setdefault(shared, {})[rank] = value
+    for k, name in enumerate([] if problems else names, start=4):
+        alike: dict[tuple[int, ...], dict[int, int]] = {}  # by what ranks share that are to have the same value
+        for rank, row in said.items():
+            shared = () if name in common else (row[2],) if name in by_member else (row[2], row[k + len(orders)])
+            alike.setdefault(shared, {})[rank] = row[k]
         differing = next((found for _, found in sorted(alike.items()) if len(set(found.values())) > 1), None)
         if differing is not None:
             where = "replicas' ranks" if name in common else "replicas, among ranks with the same part of the model"
@@ -96,16 +83,16 @@ def compare(
         raise ReplicaDisagreement(". ".join(problems) + ". Start all ranks with the same code, settings and model")
 
 
-def _misfits(said: Mapping[int, _Said]) -> list[str]:
+def _misfits(said: Mapping[int, Sequence[int]]) -> list[str]:
     """Ranks that do not even compare the same things, or stand at one place."""
-    for attribute, what in (
-        ("names", "the settings to compare differ between replicas' ranks, as with several versions of hdet"),
-        ("members", "the number of ranks in a replica differs between replicas' ranks"),
+    for k, what in (
+        (0, "the settings to compare differ between replicas' ranks, as with several versions of hdet"),
+        (3, "the number of ranks in a replica differs between replicas' ranks"),
     ):
-        values = {rank: getattr(one, attribute) for rank, one in said.items()}
+        values = {rank: row[k] for rank, row in said.items()}
         if len(set(values.values())) > 1:
             return [f"{what}: {who_has(values)}"]
     at: dict[tuple[int, int], list[int]] = {}
-    for rank, one in said.items():
-        at.setdefault((one.replica, one.member), []).append(rank)
+    for rank, row in said.items():
+        at.setdefault((row[1], row[2]), []).append(rank)
     return [f"ranks {brief(who)} all are member {m} of replica {r}" for (r, m), who in sorted(at.items()) if len(who) > 1][:4]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .agreement import ReplicaDisagreement, digest, gathered, who_has
+from .agreement import ReplicaDisagreement, digest, who_has
 from .layout import Layout, Table, brief
 
 __all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "own_group", "together"]
@@ -45,7 +45,9 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
         refusal, request = error, Request("")
         text = f"{name} refused with {type(error).__name__}: {error}"
     text = text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]"
-    refused, texts, own = zip(*gathered((refusal is not None, text, request.own), None), strict=True)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (refusal is not None, text, request.own))
+    refused, texts, own = zip(*said, strict=True)
     if refusal is not None and all(refused):
         raise refusal
     if len(set(texts)) > 1:

@@ -225,14 +225,14 @@ class Replicas:
         device: torch.device | None = None,
         orders: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Compare whole numbers over all ranks, in one all_gather_object of some dozen numbers a rank.
+        """Compare whole numbers over all ranks, in one all_gather of some dozen numbers a rank.
 
         That each rank has a place of its own is compared as well.
 
         Args:
-            common: numbers by a name that users know, which must be equal on all ranks.
+            common: numbers below 2^63 by a name that users know, which must be equal on all ranks.
             by_member: the same, among peers, such as the shapes of a stage's parameters.
-            device: where this rank's parameters are.
+            device: where the collective runs.
             orders: (things, order): the order must be equal among those peers that have the same things.
 
         Raises:

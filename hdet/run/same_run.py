@@ -57,7 +57,7 @@ class Agreement:
             self._values = fingerprints(local_parts(self._parameters))
 
     def check(self, device: torch.device) -> None:
-        """One all_gather_object. Raises on all ranks alike if they differ."""
+        """One all_gather. Raises on all ranks alike if they differ."""
         self.look()
         scheduler = self._schedule.scheduler
         state = {} if scheduler is None else _comparable(scheduler.state_dict())
@@ -75,7 +75,7 @@ class Agreement:
         return {
             "the version of hdet (digest)": digest(version),
             "the version of the state": STATE_VERSION,
-            "seed": self._engine.seed,
+            "seed": self._engine.seed % (1 << 52),
             "every (sync_interval)": clock.sync_interval,
             "warmup_steps": clock.warmup_steps,
             "total_steps": -1 if clock.total_steps is None else clock.total_steps,
