@@ -19,7 +19,7 @@ from .core.controller import Controller
 from .core.divergence import Divergence, Verdict
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
-from .core.plan import Adopt, Average, Ending, Keep, Restore
+from .core.plan import Average, Ending, Keep, Restore
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from .knobs.bound import ProductKnob
 from .measure.measurement import Closure, Watched
@@ -34,7 +34,7 @@ from .run.faults import Guard
 from .run.history import cycle_record
 from .run.measurements import Panel
 from .run.named_snapshots import Snapshots
-from .run.replica_parameters import ReplicaWeights, average_weights, check_tied
+from .run.replica_parameters import ReplicaWeights, check_tied
 from .run.same_run import Agreement, check_gradients
 from .run.schedule import Schedule, Scheduler
 
@@ -242,7 +242,7 @@ class Ensemble:
         # Equal replicas are left alone: N times x / N is not always x in floating point, and spread 0 is to be DDP bit for bit.
         if not (self.weights.average.idle and self.weights.moments.policy != "average" and len({stat.digest for stat in stats}) == 1):
             with self.during("average"):
-                self.weights.complete(average_weights(self.sync.weights, finite, [stat.loss for stat in stats]))
+                self.weights.complete(finite, [stat.loss for stat in stats])
         self._mark_in_sync()
         for r, stat in enumerate(stats):
             if not stat.finite:
@@ -408,8 +408,10 @@ class Ensemble:
         self._check_explored()
         started = self._now()
         moment, plan = self.engine.moment, self.engine.plan
-        if self.sweeping:
-            self._check_alone()
+        # Raises, after everything was restored, if another optimizer moves parameters of a model in a trial.
+        if self.sweeping and (message := self._snapshots.check_alone(self.replicas, self.weights.device)) is not None:
+            self.weights.took_back()
+            raise ValueError(message)
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
@@ -478,14 +480,9 @@ class Ensemble:
 
     def _carry_out(self, end: Ending, verdict: Verdict, losses: Sequence[float | None]) -> bool:
         """An ending, which the engine has checked. Returns whether replicas are equal now."""
-        if isinstance(end, Adopt):
-            self._notes += self.weights.end_cycle([float(r == end.replica) for r in range(self.replicas.count)])
-        elif isinstance(end, Average):
-            self._notes += self.weights.end_cycle(average_weights(self.sync.weights, verdict.healthy, losses))
-        elif isinstance(end, Restore):
-            self._snapshots.restore(end.snapshot)
+        self._notes += self.weights.end_cycle(end, verdict.healthy, losses, self._snapshots)
+        if isinstance(end, Restore):
             self._panel.restart()
-            self.weights.took_back()
         return not isinstance(end, Keep)
 
     def _control(
@@ -507,17 +504,6 @@ class Ensemble:
                 losses, voting, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
-
-    def _check_alone(self) -> None:
-        """Raises ValueError, after everything was restored, if another optimizer moves parameters of a model in a trial."""
-        message = self._snapshots.check_alone(self.replicas, self.weights.device)
-        if message is None:
-            return
-        for snapshot, wanted in self.engine.plan.snapshots.items():
-            if wanted.state:
-                self._snapshots.restore(snapshot)
-        self.weights.took_back()
-        raise ValueError(message)
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -587,7 +573,9 @@ class Ensemble:
         self._begin_cycle()
 
     def close(self) -> None:
-        """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first."""
+        """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first. A second call does nothing."""
+        if getattr(self.optimizer, "_hdet_fan_out", None) is not self._fan_out:  # it may be another's by now
+            return
         self._panel.release()
         self._snapshots.close()
         self._fan_out.close()

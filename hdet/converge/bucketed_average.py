@@ -5,7 +5,7 @@ Cost: one all_reduce of the parameters' bytes. Extra memory: at most one bucket,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from ..core.validate import whole
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 from .base import Masters
-from .buckets import Buckets, Part, parts_of
+from .buckets import Buckets, parts_of
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "check_averageable", "start_weighted_sum"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "average", "check_averageable", "start_weighted_sum"]
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 
@@ -33,7 +33,6 @@ class BucketedAverage:
         bucket_bytes: upper bound of the extra memory, in bytes; it is kept between calls.
         masters: gives the master of each tensor or None, asked at every call: an optimizer makes them in its first step. float32,
             or int16, the lower half of a bfloat16 tensor's exact value. The average is that of the masters; both are written.
-        select: which parts of them are averaged: takes and gives `Part`s; default all.
 
     Guarantees: afterwards the tensors are bitwise equal on all replicas; the order and the number of collectives depend on
     shapes and dtypes alone; the host never waits for a CUDA device. Not for overlapping calls.
@@ -48,39 +47,43 @@ class BucketedAverage:
         replicas: Replicas,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         masters: Masters | None = None,
-        select: Callable[[Sequence[Part]], Sequence[Part]] = lambda parts: parts,
     ) -> None:
         whole(bucket_bytes, "bucket_bytes", 1024, of="bytes")
         for i, tensor in enumerate(local_parts(tensors)):
             check_averageable(tensor, f"tensor {i}")
-        self.tensors, self.replicas, self.bucket_bytes = tensors, replicas, bucket_bytes
-        ask = masters or (lambda: [None] * len(self.tensors))
-        self._buckets = Buckets(lambda: select(parts_of(self.tensors, ask)), bucket_bytes, direct=True)
+        self._replicas = replicas
+        ask = masters or (lambda: [None] * len(tensors))
+        self._buckets = Buckets(lambda: parts_of(tensors, ask), bucket_bytes, direct=True)
 
-    @torch.no_grad()
     def __call__(self, weights: Sequence[float] | None = None) -> None:
         """Replace every tensor by sum_r w_r theta_r. ``weights``: w_r of all N replicas (default 1/N each); they must sum to 1.
 
         A replica of weight 0 contributes exactly zero, even where it holds NaN or inf, and takes the average like the others.
         """
-        group = self.replicas.peer_group
-        if group is None:
-            return
-        weight = 1 / self.replicas.count if weights is None else float(weights[self.replicas.index])
-        fillings = self._buckets.plan()
-        pending = [start_weighted_sum(tensor, weight, group) for tensor in self._buckets.direct]
-        for filling in fillings:
-            work = dist.all_reduce(filling.gather(weight), group=group, async_op=True)
-            filling.expect()
-            work.wait()
-            filling.scatter()
-        for work in pending:
-            work.wait()  # on CUDA this orders streams; the host goes on
+        average(self._buckets, self._replicas, weights)
 
     @property
     def extra_bytes(self) -> int:
         """Bytes of bucket memory held since the first call."""
         return self._buckets.extra_bytes
+
+
+@torch.no_grad()
+def average(buckets: Buckets, replicas: Replicas, weights: Sequence[float] | None = None) -> None:
+    """See `BucketedAverage`; of ``buckets`` that leave out what goes directly."""
+    group = replicas.peer_group
+    if group is None:
+        return
+    weight = 1 / replicas.count if weights is None else float(weights[replicas.index])
+    fillings = buckets.plan()
+    pending = [start_weighted_sum(tensor, weight, group) for tensor in buckets.direct]
+    for filling in fillings:
+        work = dist.all_reduce(filling.gather(weight), group=group, async_op=True)
+        filling.expect()
+        work.wait()
+        filling.scatter()
+    for work in pending:
+        work.wait()  # on CUDA this orders streams; the host goes on
 
 
 def start_weighted_sum(tensor: torch.Tensor, weight: float, group: dist.ProcessGroup) -> dist.Work:

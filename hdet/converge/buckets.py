@@ -106,7 +106,7 @@ class Buckets:
         self, parts: Callable[[], Sequence[Part]], bytes_: int, *, direct: bool = False, multiple: int = 1, keep: bool = False
     ) -> None:
         self._parts, self._bytes, self._allow_direct, self._multiple, self._keep = parts, bytes_, direct, multiple, keep
-        self._addresses: list[int] = []
+        self._planned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._memories: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
         self.direct: list[torch.Tensor] = []
         self.fillings: list[Filling] = []
@@ -117,12 +117,12 @@ class Buckets:
         return sum(memory.nbytes for memory in self._memories.values())
 
     def plan(self) -> list[Filling]:
-        """The fillings; made anew only if a tensor has moved, over the same memory."""
+        """The fillings; made anew only if a tensor has moved or is another, over the same memory."""
         parts = [part for part in self._parts() if part.tensor.numel()]
-        addresses = [tensor.data_ptr() for part in parts for tensor in part if tensor is not None]
-        if addresses == self._addresses:
+        planned = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for part in parts for tensor in part if tensor is not None]
+        if planned == self._planned:
             return self.fillings
-        self._addresses, self.direct, self.fillings = addresses, [], []
+        self._planned, self.direct, self.fillings = planned, [], []
         kinds: dict[tuple[torch.device, torch.dtype], list[Part]] = {}
         for part in parts:
             tensor = part.tensor

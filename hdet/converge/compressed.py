@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from .base import Average, Task, all_gather
 from .buckets import Buckets, parts_of
 from .plain import Plain, PlainAverage
 
-__all__ = ["BFloat16", "Codec", "Compressed", "Int8"]
+__all__ = ["BFloat16", "Compressed", "Int8"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class _Kept:
 class _Compressed(PlainAverage):
     keeps_state = True
 
-    def __init__(self, task: Task, codec: Codec) -> None:
+    def __init__(self, task: Task, codec: BFloat16 | Int8) -> None:
         super().__init__(task)
         self._replicas, self._codec = task.replicas, codec
         multiple = task.replicas.count * codec.granule
@@ -122,36 +121,24 @@ class _Compressed(PlainAverage):
 # -- numbers on the wire in fewer bits ----------------------------------------------------------------------------------
 
 
-class Codec(Protocol):
-    """Rounds each row on its own, so that rows can be sent to different ranks."""
-
-    @property
-    def granule(self) -> int:
-        """Rows have a multiple of so many elements."""
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """(k, n) float32 or float64 -> (k, bytes) uint8. ``rows`` stay."""
-
-    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The inverse, but for what rounding took; writes and returns ``out``, (k, n). Elementwise, so the same bits on every rank."""
-
-
 @dataclass(frozen=True)
 class BFloat16:
-    """Rounded to nearest."""
+    """Rounded to nearest. Each row is rounded on its own, so that rows can be sent to different ranks; it has a multiple of ``granule`` elements."""
 
     granule: int = 8
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """(k, n) float32 or float64 -> (k, bytes) uint8. ``rows`` stay."""
         return rows.to(torch.bfloat16).view(torch.uint8)
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The inverse, but for what rounding took; writes and returns ``out``, (k, n). Elementwise, so the same bits on every rank."""
         return out.copy_(coded.view(torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class Int8:
-    """x = scale * q with whole q in -127 .. 127, and scale = max |x| / 127 of each block, in fp32 behind the row's q."""
+    """As `BFloat16`, but x = scale * q with whole q in -127 .. 127, and scale = max |x| / 127 of each block, in fp32 behind the row's q."""
 
     granule: int
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..core.validate import whole
 from ..tensors.dtensor import local_parts
 from .base import Average, Task
-from .bucketed_average import BucketedAverage
-from .buckets import Part, parts_of
+from .bucketed_average import average
+from .buckets import Buckets, Part, parts_of
 from .health import all_finite
 from .plain import Plain, PlainAverage
 
@@ -55,8 +55,13 @@ class _Streaming(PlainAverage):
         self.due = [-(-(f + 1) * task.sync_interval // count) for f in range(count)]
         """the step after which each fragment is averaged"""
         room = max(1024, task.bucket_bytes // count)
-        self._fragments = [_Fragment(task, spans) for spans in _spans(local_parts(task.tensors), count)]
-        self._averages = [BucketedAverage(f, task.replicas, room, f.masters, f.cut) for f in self._fragments]
+        self._spans = _spans(local_parts(task.tensors), count)
+        self._fragments = [Buckets(functools.partial(self._parts, f), room, direct=True) for f in range(count)]
+
+    def _parts(self, f: int) -> list[Part]:
+        """Of fragment ``f``: the first and the last of its tensors are perhaps not whole."""
+        parts = parts_of(self._task.tensors, self._task.masters)
+        return [_cut(parts[i], first, last) for i, first, last in self._spans[f]]
 
     def acts_after(self, position: int) -> bool:
         return position in self.due[:-1]
@@ -69,8 +74,7 @@ class _Streaming(PlainAverage):
     def _average_alone(self, f: int) -> list[str]:
         """Average a fragment inside a cycle, whose weights are not known yet."""
         replicas = self._task.replicas
-        fragment = self._fragments[f]
-        values = [part.value for part in fragment.cut(parts_of(fragment, fragment.masters))]
+        values = [part.value for part in self._parts(f)]
         device = local_parts(self._task.tensors[:1])[0].device
         broken = (1.0 - all_finite(values)).reshape(1).to(device)
         rows: list[float] = replicas.sum_rows(broken).flatten().tolist()
@@ -79,7 +83,7 @@ class _Streaming(PlainAverage):
         if not healthy:
             return [f"{where} not averaged: finite on no replica"]
         self.idle = False
-        self._averages[f]([1 / len(healthy) if bad == 0 else 0.0 for bad in rows])
+        average(self._fragments[f], replicas, [1 / len(healthy) if bad == 0 else 0.0 for bad in rows])
         return [f"replica {r} left out of the average of {where}: not finite" for r, bad in enumerate(rows) if bad != 0]
 
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
@@ -87,9 +91,9 @@ class _Streaming(PlainAverage):
         if notes := self._average_at_once(weights, "all fragments "):
             return notes
         self.idle = False
-        for average, due in zip(self._averages, self.due, strict=True):
+        for fragment, due in zip(self._fragments, self.due, strict=True):
             if due > self._position:
-                average(weights)
+                average(fragment, self._task.replicas, weights)
         self._position = 0
         return []
 
@@ -99,31 +103,6 @@ class _Streaming(PlainAverage):
 
 _Span = tuple[int, int, int]
 """number of a tensor, first and last + 1 of its elements"""
-
-
-class _Fragment(Sequence[torch.Tensor]):
-    """Some tensors of a task, the first and the last of them perhaps not whole."""
-
-    def __init__(self, task: Task, spans: Sequence[_Span]) -> None:
-        self._task, self._spans = task, spans
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        own = list(self._task.tensors)
-        return (own[i] for i, _, _ in self._spans)
-
-    def masters(self) -> list[torch.Tensor | None]:
-        all_ = self._task.masters()
-        return [all_[i] for i, _, _ in self._spans]
-
-    def cut(self, parts: Sequence[Part]) -> list[Part]:
-        """Of the tensors' parts what belongs to the fragment."""
-        return [_cut(part, first, last) for part, (_, first, last) in zip(parts, self._spans, strict=True)]
 
 
 def _cut(part: Part, first: int, last: int) -> Part:

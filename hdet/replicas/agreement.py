@@ -31,15 +31,15 @@ def reachable(group: dist.ProcessGroup | None, device: torch.device | None = Non
     return (None if "cpu:" in backends else torch.accelerator.current_accelerator()) or torch.device("cpu")
 
 
+Value = TypeVar("Value")
+
+
 def gathered(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[list[int]]:
     """Every rank's whole numbers, by its place in ``group`` (None: the world). One all_gather, on ``device`` if the group can."""
     own = torch.tensor(numbers, dtype=torch.int64, device=reachable(group, device))
     everyone = own.new_empty(dist.get_world_size(group), len(numbers))
     dist.all_gather(list(everyone.unbind(0)), own, group=group)
     return everyone.tolist()
-
-
-Value = TypeVar("Value")
 
 
 def who_has(values: Mapping[int, Value], most: int = 4) -> str:
@@ -62,48 +62,37 @@ def compare(
     device: torch.device | None,
 ) -> None:
     """See `Replicas.require_agreement`. ``place``: this rank's (replica, member)."""
-    members = len(ranks[0]) if ranks else 1
     common = {"the number of replicas and their ranks (digest)": digest([list(replica) for replica in ranks]), **common}
     names = [*common, *by_member, *orders]
-    found = [digest(names), *place, members, *common.values(), *by_member.values()]
-    row = found + [order for _, order in orders.values()] + [what for what, _ in orders.values()]
+    row = [digest(names), *place, len(ranks[0]) if ranks else 1, *common.values(), *by_member.values()]
+    row += [order for _, order in orders.values()] + [things for things, _ in orders.values()]
     # Of a fixed width: ranks of another version may have another number of settings, and would else be cut off or waited for.
     rows = gathered(row + [0] * (-len(row) % 64), group, device)
-    by_rank = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
-    problems = _misfits(by_rank)
-    if not problems:
-        for k, name in enumerate(names, start=4):
-            values = {rank: row[k] for rank, row in by_rank.items()}
-            if name in common and len(set(values.values())) > 1:
-                problems.append(f"{name} differs between replicas' ranks: {who_has(values)}")
-            elif name in by_member:
-                problems += _peers_differ(name, values, {rank: (row[2],) for rank, row in by_rank.items()})
-            elif name in orders:
-                problems += _peers_differ(name, values, {rank: (row[2], row[k + len(orders)]) for rank, row in by_rank.items()})
+    said = dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
+    problems = _misfits(said)
+    for k, name in enumerate([] if problems else names, start=4):
+        alike: dict[tuple[int, ...], dict[int, int]] = {}  # by what ranks share that are to have the same value
+        for rank, row in said.items():
+            shared = () if name in common else (row[2],) if name in by_member else (row[2], row[k + len(orders)])
+            alike.setdefault(shared, {})[rank] = row[k]
+        differing = next((found for _, found in sorted(alike.items()) if len(set(found.values())) > 1), None)
+        if differing is not None:
+            where = "replicas' ranks" if name in common else "replicas, among ranks with the same part of the model"
+            problems.append(f"{name} differs between {where}: {who_has(differing)}")
     if problems:
         raise ReplicaDisagreement(". ".join(problems) + ". Start all ranks with the same code, settings and model")
 
 
-def _misfits(by_rank: Mapping[int, Sequence[int]]) -> list[str]:
+def _misfits(said: Mapping[int, Sequence[int]]) -> list[str]:
     """Ranks that do not even compare the same things, or stand at one place."""
-    if len({row[0] for row in by_rank.values()}) > 1:
-        return ["the settings to compare differ between replicas' ranks, as with several versions of hdet: " + _by(by_rank, 0)]
-    if len({row[3] for row in by_rank.values()}) > 1:
-        return ["the number of ranks in a replica differs between replicas' ranks: " + _by(by_rank, 3)]
+    for k, what in (
+        (0, "the settings to compare differ between replicas' ranks, as with several versions of hdet"),
+        (3, "the number of ranks in a replica differs between replicas' ranks"),
+    ):
+        values = {rank: row[k] for rank, row in said.items()}
+        if len(set(values.values())) > 1:
+            return [f"{what}: {who_has(values)}"]
     at: dict[tuple[int, int], list[int]] = {}
-    for rank, row in by_rank.items():
+    for rank, row in said.items():
         at.setdefault((row[1], row[2]), []).append(rank)
     return [f"ranks {brief(who)} all are member {m} of replica {r}" for (r, m), who in sorted(at.items()) if len(who) > 1][:4]
-
-
-def _by(by_rank: Mapping[int, Sequence[int]], k: int) -> str:
-    return who_has({rank: row[k] for rank, row in by_rank.items()})
-
-
-def _peers_differ(name: str, values: Mapping[int, int], place: Mapping[int, tuple[int, ...]]) -> list[str]:
-    """For the first ``place`` whose copies are not alike."""
-    for here in sorted(set(place.values())):
-        of_peers = {rank: value for rank, value in values.items() if place[rank] == here}
-        if len(set(of_peers.values())) > 1:
-            return [f"{name} differs between replicas, among ranks with the same part of the model: {who_has(of_peers)}"]
-    return []

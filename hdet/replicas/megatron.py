@@ -21,7 +21,7 @@ def megatron_table(groups: Any, distributed_optimizer: bool) -> tuple[Table, Cal
     """For `Replicas.from_megatron`, on all ranks: [replica][member], and what gives this rank's peers, if one of the groups is theirs."""
     names = (*_SHARING, *_COPIES, *(_INSTANCE if distributed_optimizer else ()))
     rows = together("from_megatron", lambda: _request(groups, names, distributed_optimizer))
-    found = {name: _groups(rows, 3 * k, name) for k, name in enumerate(names)}
+    found = {name: _groups([row.get(name) for row in rows], name) for name in names}
     sharing = {name: table for name, table in found.items() if name not in _COPIES}
     table = paired(range(len(rows)), sharing, {name: found[name] for name in _COPIES if found[name]})
     remedy = "Make tp, cp, pp or ep smaller"
@@ -32,7 +32,7 @@ def megatron_table(groups: Any, distributed_optimizer: bool) -> tuple[Table, Cal
 
 
 def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> Request:
-    """Numbers for each name: who is first in this rank's group, this rank's place in it, its size (0: it has none)."""
+    """By name: who is first in this rank's group, this rank's place in it, its size; nothing where it has none."""
     if _group(groups, "dp") is None:
         raise ValueError(
             f"groups must have Megatron-Core's names, at least dp, got {type(groups).__name__} without: "
@@ -49,12 +49,9 @@ def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> 
         raise ValueError(
             "groups.inter_dist_opt connects instances of a distributed optimizer: pass distributed_optimizer=True, or leave that group out"
         )
-    numbers: list[int] = []
-    for name in names:
-        group = _group(groups, name)
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        numbers += [ranks[0], ranks.index(dist.get_rank()), len(ranks)] if ranks else [0, 0, 0]
-    return Request(f"(groups, distributed_optimizer={distributed_optimizer})", numbers)
+    own = {name: dist.get_process_group_ranks(group) for name in names if (group := _group(groups, name)) is not None}
+    places = {name: (ranks[0], ranks.index(dist.get_rank()), len(ranks)) for name, ranks in own.items()}
+    return Request(f"(groups, distributed_optimizer={distributed_optimizer})", places)
 
 
 def _group(groups: Any, name: str) -> dist.ProcessGroup | None:
@@ -67,12 +64,12 @@ def _group(groups: Any, name: str) -> dist.ProcessGroup | None:
     return group
 
 
-def _groups(rows: Sequence[Sequence[int]], start: int, name: str) -> Table:
+def _groups(places: Sequence[tuple[int, int, int] | None], name: str) -> Table:
     """All ranks' groups of one name. Raises ValueError if ranks of one group know of different ones."""
     found: dict[tuple[int, int], dict[int, int]] = {}
-    for rank, row in enumerate(rows):
-        first, place, size = row[start : start + 3]
-        if size:
+    for rank, own in enumerate(places):
+        if own is not None:
+            first, place, size = own
             found.setdefault((first, size), {})[place] = rank
     for (_, size), members in found.items():
         if sorted(members) != list(range(size)):

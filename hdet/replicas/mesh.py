@@ -24,9 +24,9 @@ def mesh_table(mesh: Any, replicate: str | Sequence[str]) -> tuple[Table, Callab
 
 
 def _request(mesh: Any, names: Sequence[str]) -> Request:
-    """Numbers: is this rank in the mesh, the number of its replica, who is first on its line.
+    """Of a rank in the mesh: the number of its replica, and who is first on its line.
 
-    A line is the ranks that differ in the replicating dimensions only. From these numbers of all ranks the table follows for every kind of
+    A line is the ranks that differ in the replicating dimensions only. From these of all ranks the table follows for every kind of
     mesh, also for a part of a larger one, whose other dimensions then lie inside a replica.
     """
     if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
@@ -43,19 +43,20 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
     call = f"(mesh ({dims}) of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], replicate={', '.join(names)})"
     place = mesh.get_coordinate()
     if place is None:
-        return Request(call, (0, 0, 0))
+        return Request(call)
     index, start = 0, list(place)
     for k, name in enumerate(known):
         if name in names:
             index, start[k] = index * mesh.mesh.shape[k] + place[k], 0
-    return Request(call, (1, index, int(mesh.mesh[tuple(start)])))
+    return Request(call, (index, int(mesh.mesh[tuple(start)])))
 
 
-def _table(rows: Sequence[Sequence[int]]) -> Table:
+def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
     """Members are in the order of their lines' first ranks."""
     lines: dict[int, dict[int, int]] = {}
-    for rank, (inside, index, first, *_) in enumerate(rows):
-        if inside:
+    for rank, own in enumerate(rows):
+        if own is not None:
+            index, first = own
             lines.setdefault(first, {})[index] = rank
     count = max(map(len, lines.values()), default=0)
     if not count or any(sorted(line) != list(range(count)) for line in lines.values()):

@@ -1,7 +1,7 @@
 """From rank tables to process groups. All ranks of the world compare what they ask for before any group is made.
 
-`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor here starts with one all_gather of a
-few whole numbers a rank. A rank whose arguments are refused takes part in it too: all ranks go on, or all raise.
+`torch.distributed.new_group` waits for ever if ranks ask for different groups. So every constructor here starts with one all_gather_object
+of a line of text a rank. A rank whose arguments are refused takes part in it too: all ranks go on, or all raise.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .agreement import ReplicaDisagreement, digest, gathered, who_has
+from .agreement import ReplicaDisagreement, digest, who_has
 from .layout import Layout, Table, brief
 
 __all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "own_group", "together"]
-
-_WIDTH = 48  # whole numbers that each rank sends, whatever it asks for: else ranks that ask for different things could not even compare
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,12 @@ class Request:
 
     call: str
     """The arguments as people would write them; must be equal on all ranks. Shown shortened."""
-    numbers: Sequence[int] = ()
-    """What only this rank knows."""
+    own: Any = None
+    """What only this rank knows: plain data."""
 
 
-def together(name: str, ask: Callable[[], Request]) -> list[list[int]]:
-    """What each rank of the world asks of the constructor ``name``: its numbers, by rank. All ranks of the world call it.
+def together(name: str, ask: Callable[[], Request]) -> list[Any]:
+    """What each rank of the world asks of the constructor ``name``: its `Request.own`, by rank. All ranks of the world call it.
 
     Raises:
         ValueError: there is no process group; or whatever ``ask`` raises, if it does so on all ranks.
@@ -46,17 +44,17 @@ def together(name: str, ask: Callable[[], Request]) -> list[list[int]]:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not be left waiting
         refusal, request = error, Request("")
         text = f"{name} refused with {type(error).__name__}: {error}"
-    row = [int(refusal is not None), digest(text), *request.numbers]
-    rows = gathered(row + [0] * (_WIDTH - len(row)), None)
-    if refusal is not None and all(refused for refused, *_ in rows):
+    text = text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]"
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (refusal is not None, text, request.own))
+    refused, texts, own = zip(*said, strict=True)
+    if refusal is not None and all(refused):
         raise refusal
-    if len({tuple(row[:2]) for row in rows}) > 1:
-        texts: list[Any] = [None] * len(rows)
-        dist.all_gather_object(texts, text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]")
+    if len(set(texts)) > 1:
         raise ReplicaDisagreement(
             f"ranks ask for different replicas. {who_has(dict(enumerate(texts)))}. Call it on all ranks with the same arguments"
         ) from refusal
-    return [row[2:] for row in rows]
+    return list(own)
 
 
 Kind = TypeVar("Kind")
@@ -83,32 +81,27 @@ def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.P
     return kind(index, len(table), peers, ranks=table, member=member, world_group=world)
 
 
-def make_groups(table: Sequence[Sequence[int]], *, apart: bool = False, own: bool = False) -> list[Any]:
-    """A group for each list of ranks, in the order given there; None or torch's non-member for those that this rank is not in.
+def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
+    """A group for each list of ranks, in the order given there; torch's non-member for those that this rank is not in.
 
     Every rank of the world makes every group, also those that it is not in: NCCL may split them off the world's communicator, which
     all must do.
-
-    Args:
-        apart: ranks of the world do not come here; then the members of each group make it among themselves.
-        own: a communicator of its own also where a group is the whole world, which is there already.
     """
-    world, rank = list(range(dist.get_world_size())), dist.get_rank()
-
-    def make(ranks: list[int]) -> Any:
-        if ranks == world and not own:
-            return dist.group.WORLD
-        if apart and rank not in ranks:
-            return None
-        return dist.new_group(ranks, use_local_synchronization=apart, sort_ranks=ranks == sorted(ranks))
-
-    return [make(list(ranks)) for ranks in table]
+    world = list(range(dist.get_world_size()))
+    return [dist.group.WORLD if list(ranks) == world else _new_group(ranks) for ranks in table]
 
 
 def own_group(table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The new group in ``table`` that this rank is in. All ranks of all ``replicas`` call it with the same table."""
-    groups = make_groups(table, apart=sum(map(len, replicas)) < dist.get_world_size(), own=True)
-    return next(group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks)
+    """The group in ``table`` that this rank is in: a new one, also where the whole world has one already. All ranks of all ``replicas`` call
+    it with the same table."""
+    apart = sum(map(len, replicas)) < dist.get_world_size()  # some ranks do not come here: members make their group among themselves
+    rank = dist.get_rank()
+    made = [(ranks, _new_group(ranks, apart)) for ranks in table if rank in ranks or not apart]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def _new_group(ranks: Sequence[int], apart: bool = False) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=list(ranks) == sorted(ranks))
 
 
 def more_than_one(table: Table, name: str, remedy: str) -> Table:

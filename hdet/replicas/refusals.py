@@ -38,7 +38,6 @@ def check_sharding(
     Raises:
         ValueError: they do not; names the parameter or the optimizer, and the way out.
     """
-    check_wrapper(optimizer)
     several = replicas.count > 1 if replicas is not None else dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if several and gradients == "shared" and any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
         raise ValueError(

@@ -67,17 +67,16 @@ class ReplicaLost(RuntimeError):
 
 
 @contextmanager
-def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]], *, patience: float | None = None) -> Iterator[None]:
+def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
     """Turn an error of communication inside into `ReplicaLost`; every other error passes unchanged, a nested `ReplicaLost` too.
 
     Args:
         phase: what is done inside, for the message.
         replicas: who takes part. Where torch.distributed is not initialised nothing is caught.
         where: gives (cycle, step), asked when something has failed.
-        patience: seconds for the roll call, >= 0; default `PATIENCE_S`.
 
     Guarantees: without an error the only cost is one small ``store.set`` per process group. With one, `ReplicaLost` is raised after
-    at most ``patience`` + 1 seconds, and nothing else: a store that is gone or does not answer is named in it.
+    at most `PATIENCE_S` + 1 seconds, and nothing else: a store that is gone or does not answer is named in it.
     """
     _announce(replicas)
     try:
@@ -85,7 +84,7 @@ def during(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]],
     except RuntimeError as error:
         if not (_distributed() and is_communication_error(error)):
             raise
-        raise _lost(phase, replicas, where, PATIENCE_S if patience is None else patience) from error
+        raise _lost(phase, replicas, where) from error
 
 
 class Guard:
@@ -146,13 +145,13 @@ def is_communication_error(error: BaseException) -> bool:
 # -- the error ---------------------------------------------------------------------------------------------------------
 
 
-def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]], patience: float) -> ReplicaLost:
+def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> ReplicaLost:
     cycle, step = -1, -1
     found = _Found("the roll could not be called, so who is lost is not known")
     with suppress(Exception):  # whatever goes wrong here must not hide what has happened
         cycle, step = where()
     with suppress(Exception):
-        found = _call_roll(replicas, patience)
+        found = _call_roll(replicas, PATIENCE_S)
     doing = _WHILE.get(phase, f"in the phase {phase!r}")
     text = f"cycle {cycle} (step {step}), {doing}: {found.text}; this is {_named([dist.get_rank()], replicas)}. {_REMEDY}"
     return ReplicaLost(text, phase, cycle, step, found.lost, found.late)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from ..converge import BucketedAverage
+from ..converge.bucketed_average import average, check_averageable
+from ..converge.buckets import Buckets, Part
 from ..optim.state import WEIGHT_KEYS
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
@@ -28,8 +29,8 @@ class Moments:
     """The moments of one optimizer under one of the policies of `Sync`; None, under shared gradients, does nothing."""
 
     def __init__(self, policy: str | None, optimizer: Optimizer, replicas: Replicas, bucket_bytes: int) -> None:
-        self.policy, self._optimizer, self._replicas, self._bucket_bytes = policy, optimizer, replicas, bucket_bytes
-        self._average: BucketedAverage | None = None
+        self.policy, self._optimizer, self._replicas = policy, optimizer, replicas
+        self._buckets = Buckets(lambda: [Part(tensor) for _, _, tensor in self._values()], bucket_bytes, direct=True)
         self._groups = GroupNumbers(optimizer)
 
     @property
@@ -58,10 +59,9 @@ class Moments:
         if self.policy == "reset":
             self.reset()
         elif self.policy == "average":
-            values = [tensor for _, _, tensor in self._values()]
-            if self._average is None or not _same(self._average.tensors, values):
-                self._average = BucketedAverage(values, self._replicas, self._bucket_bytes)
-            self._average(weights)
+            for i, (_, _, tensor) in enumerate(self._values()):
+                check_averageable(tensor, f"tensor {i}")
+            average(self._buckets, self._replicas, weights)
         elif self.policy == "keep" and weights[self._replicas.index] == 0:
             self.reset()  # its own led it astray
 
@@ -74,9 +74,3 @@ class Moments:
     def of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """What the last average has written for this parameter."""
         return [tensor for p, _, tensor in self._values() if p is parameter] if self.policy == "average" else []
-
-
-def _same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(
-        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True)
-    )

@@ -35,9 +35,8 @@ class Snapshots:
     def __init__(
         self, trained: Sequence[torch.Tensor], masters: Masters, optimizer: Optimizer, models: Sequence[nn.Module], copied: bool
     ) -> None:
-        self._trained, self._masters, self._optimizer = list(trained), masters, optimizer
-        self._model = models[0] if models else None
-        self._copied = copied
+        self._weights = (list(trained), masters, optimizer)
+        self._model, self._copied = models[0] if models else None, copied
         self._kept: dict[str, _Snapshot] = {}
 
     def begin_cycle(self, wanted: Mapping[str, SnapshotOf]) -> None:
@@ -45,12 +44,16 @@ class Snapshots:
         for name in self._kept.keys() - wanted.keys():
             self._kept.pop(name).close()
         for name in wanted.keys() - self._kept.keys():
-            self._kept[name] = _Snapshot(wanted[name], self._optimizer, self._model, self._copied)
+            if wanted[name].state:
+                self._kept[name] = _WithState(wanted[name], *self._weights, self._model, self._copied)
+            else:
+                self._kept[name] = _Snapshot(wanted[name], *self._weights)
 
     def on_cycle_start(self) -> None:
         """Before the first step: take those that have not been."""
         for snapshot in self._kept.values():
-            snapshot.take(self._trained, self._masters)
+            if not snapshot.weights:
+                snapshot.take()
 
     def parameters(self, name: str) -> list[torch.Tensor]:
         """Their values in a snapshot, local shards; its memory, not a copy. Raises ValueError if there is none of that name."""
@@ -58,15 +61,18 @@ class Snapshots:
 
     def restore(self, name: str) -> None:
         """Parameters of the (first) local replica, and what else the snapshot has. Raises ValueError if there is none of that name."""
-        self._of(name).restore(self._trained, self._masters)
+        self._of(name).restore()
 
     def check_alone(self, replicas: Replicas, device: torch.device) -> str | None:
-        """A message if another optimizer has moved parameters of the model since a snapshot with state was taken. On all ranks alike: a shard
-        may have moved on one of them only. One all_reduce."""
+        """A message if another optimizer has moved parameters of the model since a snapshot with state was taken, which is restored then. On
+        all ranks alike: a shard may have moved on one of them only. One all_reduce."""
         name = next((name for snapshot in self._kept.values() if (name := snapshot.moved()) is not None), None)
         moved = torch.full((1,), float(name is not None), dtype=torch.float64, device=device)
         if not replicas.sum_rows(*[moved] * len(replicas.local)).any():
             return None
+        for snapshot in self._kept.values():
+            if isinstance(snapshot, _WithState):
+                snapshot.restore()
         which = "a parameter of the controller's model on another rank" if name is None else f"the controller's model has {name!r}, which"
         return (
             f"{which} is not this Ensemble's optimizer's, and has moved in the sweep: a second optimizer over the same model would be swept with "
@@ -93,37 +99,28 @@ class Snapshots:
 
 
 class _Snapshot:
-    def __init__(self, wanted: SnapshotOf, optimizer: Optimizer, model: nn.Module | None, copied: bool) -> None:
-        self._optimizer = optimizer
+    """The parameters, from `take` to `close`."""
+
+    def __init__(self, wanted: SnapshotOf, tensors: Sequence[torch.Tensor], masters: Masters, optimizer: Optimizer) -> None:
+        self._tensors, self._masters, self._optimizer = tensors, masters, optimizer
         self._place, self._dtype = wanted.place, None if wanted.dtype is None else getattr(torch, wanted.dtype)
-        self._rest = _Rest(optimizer, model, wanted.place, copied) if wanted.state else None
         self.weights: list[torch.Tensor] = []
-        if self._rest is not None:
-            self._rest.expect()
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
-        if self.weights:
-            return
-        for tensor, master in zip(local_parts(tensors), local_masters(masters()), strict=True):
+    def take(self) -> None:
+        """At the first step, before it has changed anything."""
+        for tensor, master in zip(local_parts(self._tensors), local_masters(self._masters()), strict=True):
             room = room_for(tensor, self._dtype, self._place)
             room.copy_(value_at(tensor, master))
             self.weights.append(room)
-        if self._rest is not None:
-            self._rest.take()
 
     @torch.no_grad()
-    def restore(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
+    def restore(self) -> None:
         """In place, and what is beyond a parameter's dtype in its master, or in the base of all replicas."""
         if getattr(self._optimizer, "storage", None) == "displacement":
-            self._optimizer.put_values(tensors, self.weights)  # type: ignore[attr-defined]
-        else:
-            self._restore_each(tensors, masters)
-        if self._rest is not None:
-            self._rest.put_back()
-
-    def _restore_each(self, tensors: Sequence[torch.Tensor], masters: Masters) -> None:
-        for tensor, master, kept in zip(local_parts(tensors), local_masters(masters()), self.weights, strict=True):
+            self._optimizer.put_values(self._tensors, self.weights)  # type: ignore[attr-defined]
+            return
+        for tensor, master, kept in zip(local_parts(self._tensors), local_masters(self._masters()), self.weights, strict=True):
             tensor.copy_(kept)
             if master is not None and master.dtype == torch.float32:
                 master.copy_(kept)
@@ -132,21 +129,20 @@ class _Snapshot:
                     part.copy_(value)
 
     def moved(self) -> str | None:
-        return None if self._rest is None or not self.weights else self._rest.moved()
+        """The name of a parameter that asks for gradients, is not this optimizer's, and is not what it was, on this rank."""
+        return None
 
     def forget(self) -> None:
+        """It is still to come, with the next first step."""
         self.weights = []
-        if self._rest is not None:
-            self._rest.expect()
 
     def close(self) -> None:
+        """It is not needed any more: its memory is free."""
         self.weights = []
-        if self._rest is not None:
-            self._rest.close()
 
 
-class _Rest:
-    """All that a sweep changes but the optimizer's own parameters, as it was at the first step.
+class _WithState(_Snapshot):
+    """And all else that a sweep changes, as it was at the first step.
 
     - The optimizer's state, with moments that were loaded; without masters, which follow their parameters.
     - The model's buffers. A forward pass changes them before the Ensemble sees anything of the step. So they are copied by a hook before the
@@ -156,22 +152,30 @@ class _Rest:
 
     Args:
         model: None: there is only the optimizer's state.
-        place: "device" or "host": where the copies live, until `close`.
         copied: the optimizer has copies of the model's parameters, which follow them; parameters of others are then ignored.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None, place: str, copied: bool = False) -> None:
-        self._optimizer, self._model, self._place, self._copied = optimizer, model, place, copied
-        self._buffers = None if model is None else BufferCopies(model, place == "host")
+    def __init__(
+        self,
+        wanted: SnapshotOf,
+        tensors: Sequence[torch.Tensor],
+        masters: Masters,
+        optimizer: Optimizer,
+        model: nn.Module | None,
+        copied: bool,
+    ) -> None:
+        super().__init__(wanted, tensors, masters, optimizer)
+        self._model, self._copied = model, copied
+        self._buffers = None if model is None else BufferCopies(model, wanted.place == "host")
         self._snapshot: Snapshot | None = None
         self._others: list[tuple[str, nn.Parameter]] = []
         self._left_out: list[tuple[str, nn.Parameter, int]] = []
         self._before_forward: list[RemovableHandle] = []
         self._after_load: list[RemovableHandle] = []
         self._traced = False
+        self.forget()
 
-    def expect(self) -> None:
-        """It is still to come, with the next first step."""
+    def forget(self) -> None:
         self.close()
         if self._model is None or not any(module._buffers for module in self._model.modules()):
             return
@@ -211,7 +215,7 @@ class _Rest:
             _remove(self._before_forward)
 
     def take(self) -> None:
-        """At the first step, before it has changed anything."""
+        super().take()
         own = {id(p): p for group in self._optimizer.param_groups for p in group["params"]}
         others = [] if self._model is None or self._copied else [(n, p) for n, p in self._model.named_parameters() if id(p) not in own]
         resting = local_parts([p for _, p in others if not p.requires_grad])
@@ -224,7 +228,8 @@ class _Rest:
             self._buffers.take()
         _remove(self._after_load)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        super().restore()
         assert self._snapshot is not None, "take comes first"
         self._snapshot.restore()
         written = next((name for name, p, version in self._left_out if _version(p) != version), None)
@@ -238,14 +243,13 @@ class _Rest:
             self._buffers.put_back()
 
     def moved(self) -> str | None:
-        """The name of a parameter that asks for gradients, is not this optimizer's, and is not what it was, on this rank."""
         if self._snapshot is None:
             return None
         thawed = next((name for name, p, version in self._left_out if p.requires_grad and _version(p) != version), None)
         return thawed or next((name for i, (name, p) in enumerate(self._others) if p.requires_grad and self._snapshot.moved(i)), None)
 
     def close(self) -> None:
-        """It is not needed any more: its memory is free."""
+        super().close()
         self._snapshot, self._others, self._left_out = None, [], []
         if self._buffers is not None:
             self._buffers.forget()

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..converge import Average, Task
+from ..converge import Average as Averaging
+from ..converge import Task
 from ..converge.plain import PlainAverage
 from ..core.divergence import Divergence
+from ..core.plan import Adopt, Average, Ending, Restore
 from ..core.rules.softmax import softmax_weights
 from ..policies import Sync
 from ..replicas import ReplicaDisagreement, Replicas
@@ -21,9 +23,10 @@ from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import LocalReplica, local_replicas
 from .moments import Moments
+from .named_snapshots import Snapshots
 from .snapshot import CycleStarts
 
-__all__ = ["ReplicaWeights", "average_weights", "check_tied"]
+__all__ = ["ReplicaWeights", "check_tied"]
 
 
 class ReplicaWeights:
@@ -48,9 +51,9 @@ class ReplicaWeights:
         self.tensors, self.optimizer, self.replicas = tensors, optimizer, replicas
         self.local: list[LocalReplica] = local_replicas(replicas, optimizer, self.tensors)
         task = Task(self.tensors, replicas, optimizer, self.local[0].masters, sync.every, sync.bucket_bytes, sync.gradients)
-        self.average: Average = _Coresident(optimizer) if len(self.local) > 1 else sync.converge.build(task)
+        self.average: Averaging = _Coresident(optimizer) if len(self.local) > 1 else sync.converge.build(task)
         self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
-        self._tied, self._refresh, self.modules = list(sync.tied), sync.refresh, list(modules)
+        self._kind, self._tied, self._refresh, self.modules = sync.weights, list(sync.tied), sync.refresh, list(modules)
         self._starts = None if divergence.rollback is None else CycleStarts(self.tensors, optimizer, divergence.rollback)
 
     # -- what is known ---------------------------------------------------------------------------------------------------
@@ -99,15 +102,24 @@ class ReplicaWeights:
         self._publish()
         return notes
 
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        """Eq. 3 at the end of a cycle, as `Sync.converge` says. Returns notes for the record."""
+    def end_cycle(self, end: Ending, healthy: Sequence[int], losses: Sequence[float | None], snapshots: Snapshots) -> list[str]:
+        """As a plan ends, or a controller; an average as `Sync.converge` says. ``losses``: of all replicas. Returns notes for the record."""
+        if isinstance(end, Restore):
+            snapshots.restore(end.snapshot)
+            self.took_back()
+        if not isinstance(end, (Adopt, Average)):
+            return []
+        weights = [float(r == end.replica) for r in range(len(losses))] if isinstance(end, Adopt) else self._weights(healthy, losses)
         notes = self.average.end_cycle(weights)
         self.moments.converge(weights)
         self._publish()
         return notes
 
-    def complete(self, weights: Sequence[float]) -> None:
+    def complete(self, healthy: Sequence[int], losses: Sequence[float | None]) -> None:
         """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no end of a cycle."""
+        self._complete(self._weights(healthy, losses))
+
+    def _complete(self, weights: Sequence[float]) -> None:
         self.average.complete(weights)
         if self.moments.policy == "average":
             self.moments.converge(weights)
@@ -127,9 +139,18 @@ class ReplicaWeights:
         """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
         self.loaded()
         if self.replicas.count > 1:
-            self.complete([1.0] + [0.0] * (self.replicas.count - 1))
+            self._complete([1.0] + [0.0] * (self.replicas.count - 1))
         else:
             self._publish()
+
+    def _weights(self, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
+        """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again where a healthy one has no loss)."""
+        weights = [0.0] * len(losses)
+        known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
+        softmax = self._kind == "softmax" and len(known) == len(healthy)
+        for r, w in zip(healthy, softmax_weights(known, 0.1) if softmax else [1 / len(healthy)] * len(healthy), strict=True):
+            weights[r] = w
+        return weights
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -164,18 +185,6 @@ def check_tied(tied: Any, parameters: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"the group of tied[{i}] is None, which torch takes for the world: pass the group of the ranks with a copy")
         if not isinstance(pair[1], dist.ProcessGroup):
             raise ValueError(f"the group of tied[{i}] must be a process group that this rank is in, got {pair[1]!r}")
-
-
-def average_weights(kind: str, healthy: Sequence[int], losses: Sequence[float | None]) -> list[float]:
-    """w_r of all replicas: uniform over the healthy ones, or Eq. 4 ("softmax"; uniform again where a healthy one has no loss)."""
-    weights = [0.0] * len(losses)
-    for r in healthy:
-        weights[r] = 1 / len(healthy)
-    known = [loss for loss in (losses[r] for r in healthy) if loss is not None]
-    if kind == "softmax" and len(known) == len(healthy):
-        for r, w in zip(healthy, softmax_weights(known, 0.1), strict=True):
-            weights[r] = w
-    return weights
 
 
 class _Coresident(PlainAverage):

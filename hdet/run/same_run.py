@@ -16,7 +16,6 @@ from .. import __version__ as version
 from ..converge import fingerprints
 from ..core.controller import Controller
 from ..core.engine import STATE_VERSION, Engine
-from ..knobs import Bound
 from ..replicas import Replicas
 from ..replicas.agreement import digest
 from ..tensors.dtensor import local_parts
@@ -60,64 +59,53 @@ class Agreement:
     def check(self, device: torch.device) -> None:
         """One all_gather. Raises on all ranks alike if they differ."""
         self.look()
-        common, by_member = agreement(
-            self._engine, self._parameters, self._schedule.knobs, optimizer=self._optimizer, scheduler=self._schedule.scheduler,
-            modules=self._modules, **self._settings,
-        )  # fmt: skip
-        orders = {} if self._values is None else {"the order of the parameters (digest of their values)": in_order(self._values)}
-        self._replicas.require_agreement(common, by_member, device, orders)
+        scheduler = self._schedule.scheduler
+        state = {} if scheduler is None else _comparable(scheduler.state_dict())
+        state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
+        # Lists are by parameter group, of which a pipeline's stages may have different ones.
+        lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
+        single = (_kind(scheduler), [(key, value) for key, value in state.items() if key not in lists])
+        orders = {} if self._values is None else {"the order of the parameters (digest of their values)": _in_order(self._values)}
+        self._replicas.require_agreement(self._common(single), self._by_member(lists), device, orders)
         self.reached, self._values = True, None
 
+    def _common(self, scheduler: object) -> dict[str, int]:
+        """What must be the same on all ranks, by names that users know."""
+        clock, controller = self._engine.clock, self._engine.controller
+        return {
+            "the version of hdet (digest)": digest(version),
+            "the version of the state": STATE_VERSION,
+            "seed": self._engine.seed % (1 << 52),
+            "every (sync_interval)": clock.sync_interval,
+            "warmup_steps": clock.warmup_steps,
+            "total_steps": -1 if clock.total_steps is None else clock.total_steps,
+            **{name: value for name, value in self._settings.items() if isinstance(value, int)},
+            **{f"{name} (digest)": digest(value) for name, value in self._settings.items() if not isinstance(value, int)},
+            "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in self._engine.knobs]),
+            "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
+            "the state (digest)": digest(self._engine.state_dict()),
+            "the scheduler's class and settings (digest)": digest(scheduler),
+        }
 
-def agreement(
-    engine: Engine,
-    parameters: Sequence[torch.Tensor],
-    knobs: Sequence[Bound],
-    *,
-    optimizer: Optimizer,
-    scheduler: Any,
-    modules: Sequence[nn.Module],
-    **settings: object,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Whole numbers below 2^53 with names that users know: what must be the same on all ranks, and what among peers.
-
-    ``modules`` know names of parameters. ``settings``: further ones, by name; compared by their repr.
-    """
-    clock, controller = engine.clock, engine.controller
-    state = {} if scheduler is None else _comparable(scheduler.state_dict())
-    state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
-    # Lists are by parameter group, of which a pipeline's stages may have different ones.
-    lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
-    common = {
-        "the version of hdet (digest)": digest(version),
-        "the version of the state": STATE_VERSION,
-        "seed": engine.seed % (1 << 52),
-        "every (sync_interval)": clock.sync_interval,
-        "warmup_steps": clock.warmup_steps,
-        "total_steps": -1 if clock.total_steps is None else clock.total_steps,
-        **{f"{name} (digest)" if not isinstance(value, int) else name: _whole(value) for name, value in settings.items()},
-        "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in engine.knobs]),
-        "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
-        "the state (digest)": digest(engine.state_dict()),
-        "the scheduler's class and settings (digest)": digest((_kind(scheduler), [(k, v) for k, v in state.items() if k not in lists])),
-    }
-    # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
-    known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
-    groups = [
-        {key: value for key, value in group.items() if key not in _OF_THE_MACHINE and (known or key in _USUAL)}
-        for group in optimizer.param_groups
-    ]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    by_member = {
-        "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(parameters)],
-        "the names of the parameters": _names(parameters, optimizer, modules),
-        "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in knobs],
-        "the scheduler's settings by parameter group": lists,
-        "the optimizer's class and settings": (
-            _kind(optimizer), sizes, _comparable(groups), _comparable([getattr(optimizer, name, None) for name in _OF_FUSED]),
-        ),
-    }  # fmt: skip
-    return common, {f"{name} (digest)": digest(value) for name, value in by_member.items()}
+    def _by_member(self, of_scheduler: object) -> dict[str, int]:
+        """The same, among peers."""
+        optimizer = self._optimizer
+        # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
+        known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
+        groups = [
+            {key: value for key, value in group.items() if key not in _OF_THE_MACHINE and (known or key in _USUAL)}
+            for group in optimizer.param_groups
+        ]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        fused = [getattr(optimizer, name, None) for name in _OF_FUSED]
+        values = {
+            "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(self._parameters)],
+            "the names of the parameters": _names(self._parameters, optimizer, self._modules),
+            "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in self._schedule.knobs],
+            "the scheduler's settings by parameter group": of_scheduler,
+            "the optimizer's class and settings": (_kind(optimizer), sizes, _comparable(groups), _comparable(fused)),
+        }
+        return {f"{name} (digest)": digest(value) for name, value in values.items()}
 
 
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -127,7 +115,7 @@ _OF_FUSED = ("master_weights", "moment_dtype", "stochastic_rounding", "max_grad_
 """Settings that hdet's optimizers do not keep in their groups."""
 
 
-def in_order(fingerprints: torch.Tensor) -> tuple[int, int]:
+def _in_order(fingerprints: torch.Tensor) -> tuple[int, int]:
     """(digest of what there is, digest of what there is in this order), of a row for each tensor. Reads them from their device."""
     rows = [digest(row) for row in fingerprints.tolist()]
     return digest(sorted(rows)), digest(rows)
@@ -198,7 +186,3 @@ def _settings(controller: Any) -> list[tuple[str, Any]]:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, (int, float, str, type(None))) or (isinstance(value, tuple) and all(map(_is_plain, value)))
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else digest(value)

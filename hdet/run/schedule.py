@@ -130,10 +130,10 @@ class Schedule:
         return own
 
     def _find_others(self) -> None:
-        for knob in self.knobs:
-            if isinstance(knob, GroupKnob):  # torch's schedulers write nowhere else
-                self._others = TorchSchedulers(knob.optimizer, self.scheduler)
-                return
+        optimizer = next(
+            (knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None
+        )  # torch's schedulers write nowhere else
+        self._others = None if optimizer is None else TorchSchedulers(optimizer, self.scheduler)
 
     def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:
         """Warns once, because no correction has an effect under a schedule that is written by hand in each step."""

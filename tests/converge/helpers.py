@@ -72,7 +72,8 @@ def account() -> Iterator[list[tuple[str, float]]]:
 
     def watch(name: str, real: Any, payload: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            sent.append((name, payload(args, dist.get_world_size(kwargs.get("group")))))
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]  # output first
+            sent.append((name, payload(tensors, dist.get_world_size(kwargs.get("group")))))
             return real(*args, **kwargs)
 
         return call
@@ -85,10 +86,10 @@ def account() -> Iterator[list[tuple[str, float]]]:
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     ]
     payloads = [
-        lambda args, n: 2 * (n - 1) / n * args[0].nbytes,
-        lambda args, n: (n - 1) / n * args[1].nbytes,
-        lambda args, n: (n - 1) * args[1].nbytes,
-        lambda args, n: (n - 1) / n * args[1].nbytes,
+        lambda t, n: 2 * (n - 1) / n * t[0].nbytes,
+        lambda t, n: (n - 1) / n * t[1].nbytes,
+        lambda t, n: (n - 1) * t[1].nbytes,
+        lambda t, n: (n - 1) / n * t[1].nbytes,
     ]
     chosen = [next(name for name in either if hasattr(dist, name)) for either in names]
     real = [getattr(dist, name) for name in chosen]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.converge.compressed import BFloat16, Codec, Compressed, Int8
+from hdet.converge.compressed import BFloat16, Compressed, Int8
 
 from ..distributed import run_ranks
 from .helpers import KINDS, account, exact, held, rounding_of, task, written
@@ -136,7 +136,7 @@ def test_the_bytes_on_the_wire(way: Compressed, each: float) -> None:
 
 @pytest.mark.parametrize("codec", [BFloat16(), Int8(16)], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_codec_rounds_to_nearest_and_keeps_what_it_can_express(codec: Codec, dtype: torch.dtype) -> None:
+def test_a_codec_rounds_to_nearest_and_keeps_what_it_can_express(codec: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 64, generator=generator, dtype=dtype) * torch.logspace(-30, 30, 3, dtype=dtype).unsqueeze(1)
     rows[0, :16] = 0.0

@@ -160,35 +160,34 @@ def test_the_mean_follows_the_model_until_it_steps_and_is_in_the_optimizers_stat
         assert torch.equal(in_cycle, ranks[0][1]) and torch.equal(parameter, ranks[0][3]) and torch.equal(parameter, mean)
 
 
-def test_what_has_no_mean_of_its_own_is_refused() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
+def parameter(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3, dtype=dtype))]
 
-    def build(optimizer: Any, tensors: Any = None, **changes: Any) -> None:
-        given = tensors or [p for group in optimizer.param_groups for p in group["params"]]
-        ExactLocal().build(task(given, optimizer=optimizer, replicas=Replicas(0, 2), **changes))
 
-    with pytest.raises(TypeError, match="ExactLocal needs one of hdet's fused optimizers.*got SGD"):
-        build(torch.optim.SGD([parameter], lr=0.1))
-    with pytest.raises(ValueError, match="weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"):
-        build(hdet.FusedAdamW([parameter], lr=0.1))
-    with pytest.raises(ValueError, match="weight_decay=0.1 of group 0 is part of the gradient"):
-        build(hdet.FusedSGD([parameter], lr=0.1, weight_decay=0.1))
-    with pytest.raises(ValueError, match="parameter 0 of group 0 is torch.bfloat16 without a master"):
-        build(hdet.FusedSGD([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], lr=0.1))
-    with pytest.raises(ValueError, match="gradients='shared'"):
-        build(hdet.FusedSGD([parameter], lr=0.1), gradients="local")
-    with pytest.raises(ValueError, match="tensor 1 is not the optimizer's.*buffers"):
-        build(hdet.FusedSGD([parameter], lr=0.1), [parameter, torch.zeros(3)])
-    with pytest.raises(ValueError, match="check_every must be a whole number of cycles >= 1, got 0"):
-        ExactLocal(0)
-    optimizer = hdet.FusedAdamW([parameter], lr=0.1)
-    with pytest.raises(ValueError):
-        build(optimizer)
-    assert optimizer.num_replicas == 1, "nothing is left on a refused optimizer"
+def stepping_three() -> hdet.FusedAdamW:
+    optimizer = hdet.FusedAdamW(parameter(), lr=0.1, decay_at="base")
     optimizer.set_replicas(3, lambda p: [p, p.detach().clone(), p.detach().clone()])
-    optimizer.decay_at = "base"
-    with pytest.raises(ValueError, match="steps 3 replicas already"):
-        build(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "message"),
+    [
+        (torch.optim.SGD(parameter(), lr=0.1), {}, "ExactLocal needs one of hdet's fused optimizers.*got SGD"),
+        (hdet.FusedAdamW(parameter(), lr=0.1), {}, "weight_decay=0.01 of group 0 acts at each replica's own rate.*decay_at='base'"),
+        (hdet.FusedSGD(parameter(), lr=0.1, weight_decay=0.1), {}, "weight_decay=0.1 of group 0 is part of the gradient"),
+        (hdet.FusedSGD(parameter(torch.bfloat16), lr=0.1), {}, "parameter 0 of group 0 is torch.bfloat16 without a master"),
+        (hdet.FusedSGD(parameter(), lr=0.1), {"gradients": "local"}, "gradients='shared'"),
+        (hdet.FusedSGD(parameter(), lr=0.1), {"buffers": [torch.zeros(3)]}, "tensor 1 is not the optimizer's.*buffers"),
+        (stepping_three(), {}, "steps 3 replicas already"),
+    ],
+)
+def test_what_has_no_mean_of_its_own_is_refused(optimizer: Any, changes: dict[str, Any], message: str) -> None:
+    before = getattr(optimizer, "num_replicas", 1), registered(optimizer)
+    tensors = [*optimizer.param_groups[0]["params"], *changes.pop("buffers", ())]
+    with pytest.raises((ValueError, TypeError), match=message):
+        ExactLocal().build(task(tensors, optimizer=optimizer, replicas=Replicas(0, 2), **changes))
+    assert before == (getattr(optimizer, "num_replicas", 1), registered(optimizer)), "nothing is left on a refused optimizer"
 
 
 def registered(optimizer: torch.optim.Optimizer) -> int:
@@ -200,64 +199,39 @@ WAYS = [ExactLocal(), Compressed("int8", block=16), Overlapped(1), Streaming(2)]
 
 
 def used_and_closed(rank: int, world: int) -> list[Any]:
-    """Of each way: hooks before, between and after, the replicas left on the optimizer, and whether a plain average works then."""
+    """Of each way: hooks before, under and after an Ensemble, what is left on the optimizer, and where another Ensemble takes it."""
     found = []
     for way in WAYS:
         parameter = torch.nn.Parameter(torch.zeros(8))
         optimizer = hdet.FusedSGD([parameter], lr=0.1, momentum=0.9)
-        counts = [registered(optimizer)]
-        made = way.build(task([parameter], optimizer=optimizer))
-        for cycle in range(2):
-            parameter.grad = torch.ones(8)
-            optimizer.step()
-            if cycle == 0:
-                made.end_cycle([0.5, 0.5])  # in the second, something is under way or kept back
-        counts.append(registered(optimizer))
-        made.close()
-        made.close()
-        counts.append(registered(optimizer))
-        plain = Plain().build(task([parameter], optimizer=optimizer))
+
+        def step(ensemble: hdet.Ensemble) -> None:
+            parameter.grad = torch.ones(8)  # noqa: B023
+            optimizer.step()  # noqa: B023
+            ensemble.step(1.0)
+
+        hooks = registered(optimizer)
+        first = hdet.Ensemble(optimizer, sync=hdet.Sync(2, converge=way))
+        for _ in range(3):  # in the second cycle, something is under way or kept back
+            step(first)
+        during = registered(optimizer)
+        first.close()
+        left = registered(optimizer) - hooks, optimizer.num_replicas, sorted(optimizer.state[parameter]), list(optimizer.multipliers)
         with torch.no_grad():
             parameter.fill_(float(rank))
         optimizer.load_state_dict(optimizer.state_dict())
-        plain.end_cycle([0.5, 0.5])
-        kept = sorted(optimizer.state[parameter])
-        optimizer.step()
-        found.append(
-            (counts[0] < counts[1], counts[2] - counts[0], optimizer.num_replicas, kept, parameter.tolist(), optimizer.multipliers)
-        )
+        plain = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.0)], sync=hdet.Sync(1))
+        first.close()  # once more, which is nothing to the other
+        plain.converge()
+        step(plain)
+        found.append((during > hooks, left, plain.cycle, parameter.tolist()))
     return found
 
 
-def test_a_closed_way_leaves_nothing_on_the_optimizer() -> None:
+def test_a_closed_ensemble_leaves_the_optimizer_to_another() -> None:
     ranks = run_ranks(used_and_closed, 2)
     assert ranks[0] == ranks[1]
-    for way, (hooked, left, replicas, kept, values, multipliers) in zip(WAYS, ranks[0], strict=True):
-        assert hooked and left == 0, way
-        assert (replicas, kept, multipliers) == (1, ["momentum_buffer", "step"], [[1.0]]), way
-        assert values == pytest.approx([0.5 - 0.1 * (1 + 0.9 + 0.81)] * 8, rel=1e-6), way  # the mean of 0 and 1, and a third step
-
-
-def two_ensembles(rank: int, world: int) -> tuple[Any, ...]:
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.ones(4))
-    optimizer = hdet.FusedSGD([parameter], lr=0.1)
-    hooks, sent = registered(optimizer), []
-    for way in (ExactLocal(), Plain()):
-        ensemble = hdet.Ensemble(optimizer, None, sync=hdet.Sync(2, converge=way))
-        with account() as collectives:
-            for _ in range(4):
-                parameter.grad = torch.full((4,), 0.5)
-                optimizer.step()
-                ensemble.step(1.0 + rank)
-        ensemble.close()
-        sent.append(sum(name == "all_reduce" for name, _ in collectives))
-    return parameter.tolist(), optimizer.num_replicas, registered(optimizer) - hooks, sent
-
-
-def test_a_closed_ensemble_leaves_the_optimizer_to_another() -> None:
-    first, second = run_ranks(two_ensembles, 2)
-    assert first == second
-    values, replicas, hooks, sent = first
-    assert (replicas, hooks) == (1, 0) and sent[1] > sent[0]
-    assert len(set(values)) == 1 and 0 < values[0] < 1
+    for way, (hooked, left, cycle, values) in zip(WAYS, ranks[0], strict=True):
+        assert hooked and left == (0, 1, ["momentum_buffer", "step"], [[1.0]]) and cycle == 1, way
+        # the mean of 0 and 1, and a fourth step
+        assert values == pytest.approx([0.5 - 0.1 * (1 + 0.9 + 0.81 + 0.729)] * 8, rel=1e-6), way

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdet.converge import Compressed, Converge, Hierarchical, Overlapped, Plain, Streaming, Task
+from hdet.converge import Compressed, Converge, ExactLocal, Hierarchical, Overlapped, Plain, Streaming, Task
 from hdet.converge import bucketed_average as average
 from hdet.replicas import Replicas
 
@@ -50,6 +50,7 @@ def average_cases(rank: int, world: int, seeds: range, way: Converge, method: st
         else:
             made.complete(weights)
             assert made.idle
+        assert all(m is None or m.dtype == torch.int16 or torch.equal(t, m.bfloat16()) for t, m in zip(tensors, masters, strict=True))
         reports.append((written(tensors, masters), exact(tensors, masters)))
     return reports
 
@@ -278,6 +279,7 @@ def given(count: int, **changes: Any) -> Task:
         (lambda: Hierarchical(4).build(given(4)), "all 4 replicas in one node.*Plain"),
         (lambda: Compressed("fp8"), 'dtype must be "bf16" or "int8", got \'fp8\''),
         (lambda: Compressed("int8", 30), "block must be a multiple of 4 from 16 to 65536, got 30"),
+        (lambda: ExactLocal(0), "check_every must be a whole number of cycles >= 1, got 0"),
         (lambda: Streaming(1), "fragments must be a whole number >= 2, got 1.*Plain"),
         (lambda: Streaming(5).build(given(2)), "fragments=5 is more than sync_interval=4"),
         (lambda: Overlapped(0), "steps must be a whole number >= 1, got 0.*Plain"),

@@ -18,7 +18,7 @@ from hdet.tensors.dtensor import part_of
 from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import run_ranks
-from .helpers import account, task
+from .helpers import task
 
 WAYS: dict[str, Converge] = {
     "plain": Plain(),
@@ -68,12 +68,7 @@ def test_a_run_ends_where_the_plain_one_does(runs: list[dict[str, Any]], name: s
 def resumed(rank: int, world: int, name: str) -> Any:
     run = run_of(rank, WAYS[name]).steps(12)
     run.ensemble.converge()
-    saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict(), run.ensemble.state_dict()))
-    fresh = run_of(rank, WAYS[name])
-    fresh.net.load_state_dict(saved[0])
-    fresh.optimizer.load_state_dict(saved[1])
-    fresh.ensemble.load_state_dict(saved[2])
-    fresh.index = run.index
+    fresh = run_of(rank, WAYS[name]).loaded(run.saved())
     return run.steps(14).weights(), fresh.steps(14).weights(), run.ensemble.multipliers == fresh.ensemble.multipliers
 
 
@@ -86,13 +81,10 @@ def test_after_converge_nothing_is_kept_that_a_checkpoint_lacks(name: str) -> No
 def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
     run = run_of(rank, WAYS[name]).steps(14)
     run.ensemble.converge()
-    saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict(), run.ensemble.state_dict()))
-    index, found = run.index, []
+    saved, found = run.saved(), []
     for more in (12, 10, 10):  # to the first step of a cycle, or the last but one
         found.append(run.steps(more).weights())
-        for own, state in zip((run.net, run.optimizer, run.ensemble), copy.deepcopy(saved), strict=True):
-            own.load_state_dict(state)
-        run.index = index
+        run.loaded(copy.deepcopy(saved))
     return found + [run.steps(12).weights()]
 
 
@@ -100,25 +92,6 @@ def loaded_into_a_live_run(rank: int, world: int, name: str) -> Any:
 def test_a_state_may_be_loaded_while_something_is_kept_or_under_way(name: str) -> None:
     for found in run_ranks(loaded_into_a_live_run, 2, name):
         assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[2])
-
-
-def nothing_sent(rank: int, world: int) -> Any:
-    run = run_of(rank, ExactLocal(check_every=100))
-    run.steps(5)  # the first cycle compares
-    sizes = []
-    for _ in range(3):
-        run.steps(4)
-        with account() as sent:
-            run.step()
-        sizes.append([b for name, b in sent if name == "all_reduce"])
-    return sizes, run.weights(), run.optimizer.multipliers
-
-
-def test_exact_local_sends_the_cycle_statistics_and_ddps_gradients_only() -> None:
-    (sizes, weights, multipliers), other = run_ranks(nothing_sent, 2)
-    stats = 2 * (1 / 2) * 2 * 3 * 8  # loss, weight, and the mark of the schedule's values
-    assert sizes == [[stats]] * 3, "DDP's own all_reduce does not go through torch.distributed.all_reduce"
-    assert torch.equal(weights, other[1]) and multipliers[1] == [1.0] and multipliers[0] != [1.0]
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -114,3 +115,61 @@ class ByHand:
                 for value in state.values():
                     value.zero_()
         self.means.append(flat(self.nets[0].parameters()))
+
+
+# -- a run in a layout ---------------------------------------------------------------------------------------------------
+
+
+class Trace(NamedTuple):
+    """What one rank has seen."""
+
+    steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(gradient, parameters before and after `Ensemble.step`)"""
+    records: list[dict[str, Any]]
+
+    def weights(self, i: int) -> torch.Tensor:
+        return self.steps[i][2]
+
+
+def train(
+    parameters: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[int, Callable[..., None]], None],
+    steps: int,
+    between: Callable[[int], object] = lambda step: None,
+    **settings: Any,
+) -> Trace:
+    """``backward(step, observe)`` leaves gradients, and observes losses; ``between``: after the optimizer's step. ``settings``: of the Ensemble."""
+    trace = Trace([], [])
+    ensemble = ensemble_of(optimizer, log=lambda record, step: trace.records.append(record), **settings)
+    for i in range(steps):
+        optimizer.zero_grad()
+        backward(i, ensemble.observe)
+        gradient = flat(p.grad for p in parameters)
+        optimizer.step()
+        before = flat(parameters)
+        between(i)
+        ensemble.step()
+        trace.steps.append((gradient, before, flat(parameters)))
+    return trace
+
+
+def check(traces: Sequence[Trace], *, shards: int = 1, close: dict[str, float] = CLOSE, loss: float = 1e-10, **settings: Any) -> ByHand:
+    """The cycles that are done equal the training by hand, whose ``settings`` these are; ranks of a replica follow one another.
+
+    ``close``: tolerance of parameters; ``loss``: of the cycles' losses, relative. All ranks are equal after an average, to the bit.
+    """
+    records = traces[0].records
+    steps = len(records) * INTERVAL
+    assert len(traces[0].steps) // INTERVAL == len(records) > 0
+    hand = ByHand([record["multipliers"]["lr"] for record in records], shards=shards, **settings).run(steps)
+    for trace in traces:
+        for ours, first, losses in zip(trace.records, records, hand.losses, strict=True):
+            assert ours["losses"] == first["losses"] == pytest.approx(losses, rel=loss)
+    for rank, trace in enumerate(traces):
+        for i, (_, before, after) in enumerate(trace.steps[:steps]):
+            torch.testing.assert_close(before.double(), hand.weights[i][rank * hand.count // len(traces)], **close)
+            if i % INTERVAL == INTERVAL - 1:
+                torch.testing.assert_close(after.double(), hand.means[i // INTERVAL], **close)
+                assert torch.equal(after, traces[0].weights(i))
+    return hand

@@ -14,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import CLOSE, INTERVAL, Trace, adamw, batch, check, ensemble_of, flat, loss_of, model, train
 
 STEPS = 7
-
-Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gradient; parameters before and after ensemble.step()
 
 
 def wrapped(way: str, net: nn.Module) -> Any:
@@ -33,43 +31,35 @@ def wrapped(way: str, net: nn.Module) -> Any:
     return torch.compile(ddp, backend="aot_eager") if way == "compile" else ddp
 
 
-def accumulate(ddp: Any, ensemble: Any, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+def accumulate(ddp: Any, observe: Any, data: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Micro-batches of 6 and 2 rows: weights differ, and the cycle's loss is still that of the whole batch."""
     (x1, x2), (y1, y2) = (part.split([6, 2]) for part in data)
     with ddp.no_sync():
         loss = loss_of(ddp, (x1, y1))
         (loss * 6 / 8).backward()
-    ensemble.observe(loss, weight=6)
+    observe(loss, weight=6)
     loss = loss_of(ddp, (x2, y2))
     (loss * 2 / 8).backward()
-    ensemble.observe(loss, weight=2)
+    observe(loss, weight=2)
 
 
-def train(rank: int, world: int, way: str) -> tuple[list[Step], list[dict[str, Any]]]:
+def run(rank: int, way: str) -> Trace:
     net = model()
     ddp = wrapped(way, net)
-    optimizer = adamw(net.parameters())
-    records: list[dict[str, Any]] = []
-    ensemble = ensemble_of(optimizer, log=lambda record, step: records.append(record))
-    steps = []
-    for i in range(STEPS):
-        optimizer.zero_grad()
+
+    def backward(step: int, observe: Any) -> None:
         if way == "accumulated":
-            accumulate(ddp, ensemble, batch(i, rank))
+            accumulate(ddp, observe, batch(step, rank))
         else:
-            loss = loss_of(ddp, batch(i, rank))
+            loss = loss_of(ddp, batch(step, rank))
             loss.backward()
-            ensemble.observe(loss)
-        gradient = flat(p.grad for p in net.parameters())
-        optimizer.step()
-        before = flat(net.parameters())
-        ensemble.step()
-        steps.append((gradient, before, flat(net.parameters())))
-    return steps, records
+            observe(loss)
+
+    return train(list(net.parameters()), adamw(net.parameters()), backward, STEPS)
 
 
-def train_all(rank: int, world: int, ways: list[str]) -> dict[str, Any]:
-    return {way: train(rank, world, way) for way in ways}
+def train_all(rank: int, world: int, ways: list[str]) -> dict[str, Trace]:
+    return {way: run(rank, way) for way in ways}
 
 
 EXACT = ["plain", "accumulated", "static_graph", "compile"]
@@ -77,28 +67,18 @@ COMPRESSED = ["bf16_hook", "power_sgd"]
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
+def runs() -> list[dict[str, Trace]]:
     return run_ranks(train_all, 2, EXACT + COMPRESSED)
 
 
 @pytest.mark.parametrize("way", EXACT)
-def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
-    records = runs[0][way][1]
-    assert len(records) == STEPS // INTERVAL
-    last = [1.0, 1.0]  # of the cycle that is not finished: not compared
-    hand = ByHand([*(record["multipliers"]["lr"] for record in records), last]).run(len(records) * INTERVAL)
-    for cycle, record in enumerate(records):
-        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
-    for rank, run in enumerate(runs):
-        for i, (_, before, after) in enumerate(run[way][0][: len(records) * INTERVAL]):
-            torch.testing.assert_close(before, hand.weights[i][rank], **CLOSE)
-            if i % INTERVAL == INTERVAL - 1:
-                torch.testing.assert_close(after, hand.means[i // INTERVAL], **CLOSE)
+def test_equals_the_training_by_hand(runs: list[dict[str, Trace]], way: str) -> None:
+    check([run[way] for run in runs])
 
 
 @pytest.mark.parametrize("way", EXACT + COMPRESSED)
-def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str, Any]], way: str) -> None:
-    first, second = (run[way][0] for run in runs)
+def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str, Trace]], way: str) -> None:
+    first, second = (run[way].steps for run in runs)
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(one[0], two[0]), "the same gradient on both"
         assert not torch.equal(one[1], two[1]), "another rate on each"
@@ -106,9 +86,9 @@ def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str,
 
 
 @pytest.mark.parametrize("way", COMPRESSED)
-def test_a_hook_changes_the_gradient_and_nothing_else(runs: list[dict[str, Any]], way: str) -> None:
+def test_a_hook_changes_the_gradient_and_nothing_else(runs: list[dict[str, Trace]], way: str) -> None:
     """So that the hook is known to have run: its gradients are near DDP's, not equal."""
-    pairs = [(ours[0], plain[0]) for ours, plain in zip(runs[0][way][0], runs[0]["plain"][0], strict=True)]
+    pairs = [(ours[0], plain[0]) for ours, plain in zip(runs[0][way].steps, runs[0]["plain"].steps, strict=True)]
     assert not all(torch.equal(ours, plain) for ours, plain in pairs)
     torch.testing.assert_close(*pairs[0], rtol=2**-7, atol=1e-3)  # bf16: 8 bits; two rounded numbers may cancel
 
@@ -116,51 +96,50 @@ def test_a_hook_changes_the_gradient_and_nothing_else(runs: list[dict[str, Any]]
 # -- GradScaler --------------------------------------------------------------------------------------------------------------
 
 
-def scaled(rank: int, world: int) -> tuple[list[int], list[Step], list[float]]:
+def scaled(rank: int, world: int) -> tuple[list[int], list[torch.Tensor], list[float]]:
     """In step 2 replica 1's gradient overflows: the all-reduced one is inf everywhere, and every scaler skips the step."""
     net = model().float()
     ddp = DDP(net)
     optimizer = adamw(net.parameters())
     ensemble = ensemble_of(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    cycles, steps, scales = [], [], []
+    cycles, after, scales = [], [], []
     for i in range(STEPS):
         optimizer.zero_grad()
         x, y = (part.float() for part in batch(i, rank))
         loss = loss_of(ddp, (x, y))
         scaler.scale(loss * (float("inf") if (rank, i) == (1, 2) else 1.0)).backward()
-        gradient = flat(p.grad for p in net.parameters())
         scaler.step(optimizer)
         scaler.update()
-        before = flat(net.parameters())
         ensemble.step(loss)
         cycles.append(ensemble.cycle)
         scales.append(scaler.get_scale())
-        steps.append((gradient, before, flat(net.parameters())))
-    return cycles, steps, scales
+        after.append(flat(net.parameters()))
+    assert not ensemble.private_state
+    return cycles, after, scales
 
 
 def test_a_step_that_the_scaler_skips_counts_none() -> None:
     ranks = run_ranks(scaled, 2)
-    for cycles, steps, scales in ranks:
+    for cycles, after, scales in ranks:
         assert cycles == [0, 0, 0, 1, 1, 1, 2], "T = 3 optimizer steps: calls 0, 1, 3 and 4, 5, 6"
         assert scales[1] == 2 * scales[2], "the scaler saw it"
-        assert torch.equal(steps[1][2], steps[2][2]) and not torch.equal(steps[2][2], steps[3][1])
+        assert torch.equal(after[1], after[2]) and not torch.equal(after[2], after[3])
     for i, (one, two) in enumerate(zip(ranks[0][1], ranks[1][1], strict=True)):
-        assert torch.equal(one[2], two[2]) == (i in (3, 6))
+        assert torch.equal(one, two) == (i in (3, 6))
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------------
 
 
-def with_batch_norm(rank: int, world: int) -> Any:
+def with_batch_norm(rank: int, world: int, spread: float) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
     ddp = unsynchronised(net)
     optimizer = adamw(net.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        ensemble = ensemble_of(optimizer, buffers=ddp)
+        ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(spread)])
     steps = []
     for i in range(STEPS):
         optimizer.zero_grad()
@@ -169,32 +148,15 @@ def with_batch_norm(rank: int, world: int) -> Any:
         optimizer.step()
         before = flat([net[1].running_mean, net[1].running_var])
         ensemble.step(loss)
-        steps.append((before, flat([net[1].running_mean, net[1].running_var]), int(net[1].num_batches_tracked)))
+        after = flat([net[1].running_mean, net[1].running_var])
+        steps.append((before, after, int(net[1].num_batches_tracked), ensemble.in_sync))
+    ensemble.converge()
+    steps[-1] = (*steps[-1][:3], ensemble.in_sync)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ensemble.close()
         ensemble_of(optimizer, buffers=DDP(net))
     return steps, [str(warning.message) for warning in caught]
-
-
-def buffers_without_spread(rank: int, world: int) -> list[bool]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
-    ddp, optimizer = unsynchronised(net), adamw(net.parameters())
-    ensemble = ensemble_of(optimizer, buffers=ddp, knobs=[hdet.LearningRate(0.0)])
-    converged = []
-    for i in range(INTERVAL + 1):
-        loss = loss_of(ddp, batch(i, rank))
-        loss.backward()
-        optimizer.step()
-        ensemble.step(loss)
-        converged.append(ensemble.in_sync)
-    ensemble.converge()
-    return [*converged, ensemble.in_sync]
-
-
-def test_buffers_part_without_a_spread_too() -> None:
-    assert run_ranks(buffers_without_spread, 2) == [[False, False, True, False, True]] * 2
 
 
 def unsynchronised(net: nn.Module) -> DDP:
@@ -207,13 +169,16 @@ def unsynchronised(net: nn.Module) -> DDP:
             return DDP(net, broadcast_buffers=False)
 
 
-def test_running_statistics_are_averaged_and_their_overwriting_is_warned_of() -> None:
-    ranks = run_ranks(with_batch_norm, 2)
-    (first, said), (second, _) = ranks
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_running_statistics_are_averaged_and_their_overwriting_is_warned_of(spread: float) -> None:
+    """They part without a spread, too."""
+    (first, said), (second, _) = run_ranks(with_batch_norm, 2, spread)
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
         assert not torch.equal(one[0], two[0]), "each replica has its own batches' statistics"
-        if i % INTERVAL == INTERVAL - 1:
+        ends = i % INTERVAL == INTERVAL - 1
+        if ends:
             assert torch.equal(one[1], two[1])
             torch.testing.assert_close(one[1], (one[0] + two[0]) / 2, **CLOSE)
         assert one[2] == two[2] == i + 1
+        assert one[3] == two[3] == (ends or i == STEPS - 1), "known to be equal"
     assert any("copies rank 0's buffers" in message for message in said)

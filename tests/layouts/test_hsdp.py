@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, DECAY, INTERVAL, RATE, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import DECAY, INTERVAL, RATE, Trace, batch, check, loss_of, model, train
 
 STEPS = 6
 WAYS = ["float64", "bf16", "offload", "probe", "evaluated", "evaluated, module known", "fused"]
@@ -29,7 +29,7 @@ def sharded(mesh: DeviceMesh, way: str) -> Any:
     return fully_shard(net, **settings)  # the root's own parameters, net[2], stay unsharded after a forward without backward
 
 
-def train(rank: int, world: int, way: str) -> dict[str, Any]:
+def run(rank: int, way: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     net = sharded(mesh, way)
     parameters = list(net.parameters())  # shards; while a module is gathered it shows others
@@ -38,39 +38,38 @@ def train(rank: int, world: int, way: str) -> dict[str, Any]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return net(x.to(dtype)).double()
 
+    def backward(step: int, observe: Any) -> None:
+        loss = loss_of(forward, batch(step, rank))
+        loss.backward()
+        observe(loss)
+
+    @torch.no_grad()
+    def evaluate(step: int) -> None:
+        """Gathers the root's parameters as they are now, and leaves them so."""
+        if "evaluated" in way or way == "probe":
+            forward(batch(step, 0)[0])
+
     make = hdet.FusedAdamW if way == "fused" else torch.optim.AdamW
-    optimizer = make(parameters, lr=RATE, weight_decay=DECAY)
-    records: list[dict[str, Any]] = []
     # This rule looks and never decides: t is cut at 1000.
     rule = hdet.ProbeRule(dead=1e4)
-    ensemble = ensemble_of(
-        optimizer,
+    trace = train(
+        parameters,
+        make(parameters, lr=RATE, weight_decay=DECAY),
+        backward,
+        STEPS,
+        evaluate,
         replicas=hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"),
         controller=hdet.ProbeController(loss_of, PROBES, chunks=4, model=net, rule=rule, average_every=1) if way == "probe" else None,
         total_steps=STEPS,
         refresh=(lambda: [module.reshard() for module in (net[0], net)]) if way == "evaluated" else None,
         buffers=net if way == "evaluated, module known" else (),
-        log=lambda record, step: records.append(record),
     )
-    steps = []
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(forward, batch(i, rank))
-        loss.backward()
-        gradient = flat(p.grad for p in parameters)
-        optimizer.step()
-        before = flat(parameters)
-        if "evaluated" in way or way == "probe":
-            with torch.no_grad():
-                forward(batch(i, 0)[0])  # gathers the root's parameters as they are now, and leaves them so
-        ensemble.step(loss)
-        steps.append((gradient, before, flat(parameters)))
     kept = {tuple(p.to_local().shape) for p in parameters}
-    return {"steps": steps, "records": records, "shards": kept, "dtypes": {p.to_local().dtype for p in parameters}}
+    return {"trace": trace, "shards": kept, "dtypes": {p.to_local().dtype for p in parameters}}
 
 
 def train_all(rank: int, world: int) -> dict[str, Any]:
-    return {way: train(rank, world, way) for way in WAYS}
+    return {way: run(rank, way) for way in WAYS}
 
 
 @pytest.fixture(scope="module")
@@ -78,38 +77,26 @@ def runs() -> list[dict[str, Any]]:
     return run_ranks(train_all, 4)
 
 
-def by_hand(run: dict[str, Any]) -> ByHand:
-    return ByHand([record["multipliers"]["lr"] for record in run["records"]], shards=2).run(STEPS)
+def traces(runs: list[dict[str, Any]], way: str) -> list[Trace]:
+    return [run[way]["trace"] for run in runs]
 
 
 @pytest.mark.parametrize("way", ["float64", "offload", "probe", "evaluated", "evaluated, module known"])
 def test_equals_the_training_by_hand(runs: list[dict[str, Any]], way: str) -> None:
-    """Which DDP on two ranks equals too (test_ddp.py), with both ranks' batches on each."""
-    hand = by_hand(runs[0][way])
-    for cycle, record in enumerate(runs[0][way]["records"]):
-        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10), "both shards' losses add up to their replica's"
-    for rank, run in enumerate(runs):
-        assert (4, 6) in run[way]["shards"], "the 8 x 6 matrix is in halves"
-        for i, (_, before, after) in enumerate(run[way]["steps"]):
-            torch.testing.assert_close(before, hand.weights[i][rank // 2], **CLOSE)
-            if i % INTERVAL == INTERVAL - 1:
-                torch.testing.assert_close(after, hand.means[i // INTERVAL], **CLOSE)
+    """Which DDP on two ranks equals too (test_ddp.py), with both ranks' batches on each. Both shards' losses add up to their replica's."""
+    assert all((4, 6) in run[way]["shards"] for run in runs), "the 8 x 6 matrix is in halves"
+    check(traces(runs, way), shards=2)
 
 
 def test_the_fused_optimizer_steps_and_averages_shards(runs: list[dict[str, Any]]) -> None:
     """In float32: the gradients' last bits, and Adam's quotient of two of them, against float64."""
-    hand = by_hand(runs[0]["fused"])
-    for rank, run in enumerate(runs):
-        for i, (_, before, after) in enumerate(run["fused"]["steps"]):
-            torch.testing.assert_close(before.double(), hand.weights[i][rank // 2], rtol=1e-4, atol=1e-5)
-            if i % INTERVAL == INTERVAL - 1:
-                torch.testing.assert_close(after.double(), hand.means[i // INTERVAL], rtol=1e-4, atol=1e-5)
+    check(traces(runs, "fused"), shards=2, close={"rtol": 1e-4, "atol": 1e-5}, loss=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str, Any]], way: str) -> None:
     for i in range(STEPS):
-        gradients, before, after = zip(*(run[way]["steps"][i] for run in runs), strict=True)
+        gradients, before, after = zip(*(trace.steps[i] for trace in traces(runs, way)), strict=True)
         assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
         for weights, equal in ((before, False), (after, i % INTERVAL == INTERVAL - 1)):
             assert torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3]), "one replica's, gathered on both its ranks"
@@ -118,64 +105,20 @@ def test_gradients_stay_shared_and_parameters_part_and_meet(runs: list[dict[str,
 
 def test_masters_stay_in_float32_under_mixed_precision(runs: list[dict[str, Any]]) -> None:
     assert runs[0]["bf16"]["dtypes"] == {torch.float32}
-    after = runs[0]["bf16"]["steps"][INTERVAL - 1][2]
+    after = runs[0]["bf16"]["trace"].weights(INTERVAL - 1)
     assert not torch.equal(after, after.bfloat16().float()), "the average has more bits than bfloat16"
     # Losses were computed from inputs and weights of 8 bits.
-    assert runs[0]["bf16"]["records"][0]["losses"] == pytest.approx(by_hand(runs[0]["float64"]).losses[0], rel=0.02)
+    exact, rounded = (traces(runs, way)[0].records[0]["losses"] for way in ("float64", "bf16"))
+    assert rounded == pytest.approx(exact, rel=0.02)
 
 
 def test_a_probe_scores_the_cycle_average_and_leaves_no_trace(runs: list[dict[str, Any]]) -> None:
     """After an evaluation the root's parameters stay gathered; without resharding, training would go on with what was probed."""
-    plain, probed = (runs[0][way]["steps"] for way in ("float64", "probe"))
-    assert all(torch.equal(one[2], two[2]) for one, two in zip(plain, probed, strict=True))
-    hand, net = by_hand(runs[0]["probe"]), model()
-    for cycle, record in enumerate(runs[0]["probe"]["records"]):
+    plain, probed = (traces(runs, way)[0] for way in ("float64", "probe"))
+    assert all(torch.equal(plain.weights(i), probed.weights(i)) for i in range(STEPS))
+    hand, net = check([probed], shards=2), model()
+    for cycle, record in enumerate(probed.records):
         for replica, score in enumerate(record["probe"]):
             steps = hand.weights[cycle * INTERVAL : (cycle + 1) * INTERVAL]
             torch.nn.utils.vector_to_parameters(torch.stack([weights[replica] for weights in steps]).mean(0), net.parameters())
             assert score == pytest.approx(sum(loss_of(net, data).item() for data in PROBES) / len(PROBES), rel=1e-6)  # weighted in float32
-
-
-# -- what has no replicas ----------------------------------------------------------------------------------------------------
-
-
-def refusals(rank: int, world: int) -> dict[str, str]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    fsdp1 = FullyShardedDataParallel(model().float(), device_id=torch.device("cpu"))
-    fsdp2 = fully_shard(model(), mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-    hsdp = fully_shard(model(), mesh=mesh)
-    ddp = torch.nn.parallel.DistributedDataParallel(model())
-    cases: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {
-        "FSDP1": (adamw(fsdp1.parameters()), {}),
-        "one dimension": (adamw(fsdp2.parameters()), {}),
-        "one dimension, each rank a replica": (adamw(fsdp2.parameters()), {"replicas": hdet.Replicas.from_group()}),
-        "HSDP without from_mesh": (adamw(hsdp.parameters()), {}),
-        "HSDP with local gradients": (
-            adamw(hsdp.parameters()),
-            {"replicas": hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"), "gradients": "local", "moments": "keep"},
-        ),
-        "ZeRO": (ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3), {}),
-    }
-    messages = {}
-    for name, (optimizer, settings) in cases.items():
-        step = optimizer.step
-        with pytest.raises(ValueError) as caught:
-            ensemble_of(optimizer, **settings)
-        assert optimizer.step == step, "refused before anything is changed"
-        messages[name] = str(caught.value)
-    return messages
-
-
-def test_layouts_without_replicas_are_refused_by_name_and_with_the_way_out() -> None:
-    for messages in run_ranks(refusals, 2):
-        assert "FullyShardedDataParallel (FSDP1)" in messages["FSDP1"]
-        assert "sharded" in messages["one dimension, each rank a replica"]
-        assert "fully_shard(module, mesh=mesh['dp_shard'])" in messages["HSDP with local gradients"]
-        assert "ZeroRedundancyOptimizer" in messages["ZeRO"]
-        for name in ("FSDP1", "one dimension", "one dimension, each rank a replica", "HSDP without from_mesh", "ZeRO"):
-            assert "('dp_replicate', 'dp_shard')" in messages[name] and "from_mesh(mesh)" in messages[name], (
-                "the way out, ready to be copied"
-            )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import itertools
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,93 +15,59 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hdet
+from tests.converge.helpers import account
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import INTERVAL, Trace, adamw, batch, check, ensemble_of, flat, loss_of, model, train
 
 CYCLES = 3
 STEPS = CYCLES * INTERVAL
 POLICIES = ["keep", "average", "reset"]
-COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"]  # fmt: skip
 
 
-class Traffic:
-    """Bytes that this rank put into collectives between replicas. Replica r has the ranks r * members .. (r + 1) * members - 1."""
+def counting(sent: list[int]) -> Any:
+    """DDP's own hook, and the bytes that it sends."""
 
-    def __init__(self, members: int) -> None:
-        self.members, self.bytes = members, 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                groups = [a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)]
-                ranks = dist.get_process_group_ranks(groups[0] if groups else None)
-                if len({rank // self.members for rank in ranks}) > 1:
-                    sent = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-                    self.bytes += min(tensor.nbytes for tensor in sent)
-                return collective(*args, **kwargs)
-
-            return call
-
-        present = [name for name in COLLECTIVES if hasattr(dist, name)]
-        with mock.patch.multiple(dist, **{name: counting(getattr(dist, name)) for name in present}):
-            yield
-
-    def hook(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations that are types, not their names, or none
-        """DDP's own, counted."""
-        self.bytes += bucket.buffer().nbytes
+    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP wants annotations that are types, not their names, or none
+        sent.append(bucket.buffer().nbytes)
         return default_hooks.allreduce_hook(group, bucket)
 
-
-def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """First and second moments and the count of steps; nothing if they are still to be made."""
-    states = list(optimizer.state.values())
-    return states and [*(flat(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq")), states[0]["step"].clone()]
+    return hook
 
 
-def local(rank: int, world: int, policy: str, sharded: bool) -> dict[str, Any]:
-    net, replicas, members = model(), None, 1
+def local(rank: int, world: int, policy: str, sharded: bool) -> tuple[Trace, list[float]]:
+    """And the bytes that go into sums in each cycle, from its first `Ensemble.step` on; DDP's are none."""
+    net, replicas, by_ddp = model(), None, []
     wrapped: Any
     if sharded:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         wrapped = fully_shard(net, mesh=mesh["dp_shard"])
-        replicas, members = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate"), 2
+        replicas = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate")
     else:
         wrapped = DDP(net)
-    traffic = Traffic(members)
-    optimizer = adamw(net.parameters())
-    records: list[dict[str, Any]] = []
-    ensemble = ensemble_of(optimizer, replicas=replicas, gradients="local", moments=policy, log=lambda record, step: records.append(record))
-    if not sharded:
-        wrapped.register_comm_hook(dist.group.WORLD, traffic.hook)  # which no_sync never calls
-    volumes, before, after, states = [], [], [], []
-    for i in range(STEPS):
-        with traffic.counted():
-            optimizer.zero_grad()
-            with nullcontext() if sharded else wrapped.no_sync():
-                loss = loss_of(wrapped, batch(i, rank))
-                loss.backward()
-            optimizer.step()
-        before.append(flat(net.parameters()))
-        states.append(moments(optimizer))
-        with traffic.counted():
-            ensemble.step(loss)
-        if i % INTERVAL == INTERVAL - 1:
-            after.append((flat(net.parameters()), moments(optimizer)))
-            volumes.append(traffic.bytes)
-    return {
-        "records": records, "volumes": volumes, "before": before, "states": states, "after": after, "private": ensemble.private_state,
-    }  # fmt: skip
+        wrapped.register_comm_hook(dist.group.WORLD, counting(by_ddp))
+
+    def backward(step: int, observe: Any) -> None:
+        with nullcontext() if sharded else wrapped.no_sync():
+            loss = loss_of(wrapped, batch(step, rank))
+            loss.backward()
+        observe(loss)
+
+    settings = {"replicas": replicas, "gradients": "local", "moments": policy}
+    begins: list[int] = []
+    with account() as sent:
+        trace = train(list(net.parameters()), adamw(net.parameters()), backward, STEPS, lambda step: begins.append(len(sent)), **settings)
+    assert not by_ddp
+    cycles = itertools.pairwise([*begins[::INTERVAL], len(sent)])
+    return trace, [sum(size for name, size in sent[first:last] if name == "all_reduce") for first, last in cycles]
 
 
 def shared(rank: int, world: int) -> int:
     """Bytes of DDP's gradients in a cycle."""
-    net, traffic = model(), Traffic(1)
-    ddp = DDP(net)
-    ddp.register_comm_hook(dist.group.WORLD, traffic.hook)
+    ddp, sent = DDP(model()), []
+    ddp.register_comm_hook(dist.group.WORLD, counting(sent))
     for i in range(INTERVAL):
         loss_of(ddp, batch(i, rank)).backward()
-    return traffic.bytes
+    return sum(sent)
 
 
 def train_all(rank: int, world: int) -> dict[str, Any]:
@@ -115,65 +80,31 @@ def runs() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def shards() -> list[dict[str, Any]]:
+def shards() -> list[tuple[Trace, list[float]]]:
     return run_ranks(local, 4, "keep", True)
-
-
-def check(ranks: list[dict[str, Any]], policy: str, shards: int = 1) -> None:
-    records = ranks[0]["records"]
-    assert len(records) == CYCLES
-    hand = ByHand([record["multipliers"]["lr"] for record in records], shards=shards, local=True, policy=policy).run(STEPS)
-    for rank, run in enumerate(ranks):
-        for i in range(STEPS):
-            torch.testing.assert_close(run["before"][i], hand.weights[i][rank // shards], **CLOSE)
-        for cycle, (after, _) in enumerate(run["after"]):
-            torch.testing.assert_close(after, hand.means[cycle], **CLOSE)
-            assert torch.equal(after, ranks[0]["after"][cycle][0]), "equal after an average, to the bit"
-    for cycle, record in enumerate(records):
-        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_train_alone_and_equal_the_training_by_hand(runs: list[dict[str, Any]], policy: str) -> None:
-    check([run[policy] for run in runs], policy)
+    """Moments are kept, averaged or reset: else the next cycle would go elsewhere."""
+    traces = [run[policy][0] for run in runs]
+    check(traces, local=True, policy=policy)
+    assert not torch.equal(traces[0].steps[0][0], traces[1].steps[0][0]), "gradients of its own"
 
 
-def test_one_dimensional_fsdp_in_each_replica(shards: list[dict[str, Any]]) -> None:
-    check(shards, "keep", shards=2)
+def test_one_dimensional_fsdp_in_each_replica(shards: list[tuple[Trace, list[float]]]) -> None:
+    check([trace for trace, _ in shards], shards=2, local=True)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_moments_are_kept_averaged_or_reset(runs: list[dict[str, Any]], policy: str) -> None:
-    one, two = (run[policy] for run in runs)
-    assert one["private"] == two["private"] == (policy == "keep")
-    for cycle in range(CYCLES):
-        last = (cycle + 1) * INTERVAL - 1
-        assert not torch.equal(one["states"][last][0], two["states"][last][0]), "each has seen gradients of its own"
-        for run in (one, two):
-            before, (_, after) = run["states"][last], run["after"][cycle]
-            if policy == "keep":
-                assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-            if policy == "reset":
-                assert before and not after, "made anew by the next step, the count of steps too"
-        if policy == "average":
-            for k in (0, 1):
-                mean = (one["states"][last][k] + two["states"][last][k]) / 2
-                torch.testing.assert_close(one["after"][cycle][1][k], mean, **CLOSE)
-                assert torch.equal(one["after"][cycle][1][k], two["after"][cycle][1][k])
-
-
-def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], shards: list[dict[str, Any]]) -> None:
+def test_a_cycle_sends_what_ddp_sends_in_one_step(runs: list[dict[str, Any]], shards: list[tuple[Trace, list[float]]]) -> None:
     """1/T of DDP's bytes, and the stats: 3 N numbers, N more where moments are averaged, so that peers know to have the same ones; these
-    then make it three times as much. The first cycle checks the start as well."""
+    then make it three times as much. In the first cycle one number a replica tells the kind of gradients."""
     gradients = runs[0]["ddp"]
     for policy in POLICIES:
-        first, *later = (b - a for a, b in zip([0, *runs[0][policy]["volumes"]], runs[0][policy]["volumes"], strict=False))
-        expected = gradients // INTERVAL * (3 if policy == "average" else 1)
-        stats = 2 * (4 if policy == "average" else 3) * 8
-        assert later == [expected + stats] * (CYCLES - 1), policy
-        assert first < expected + 2000
+        expected = gradients // INTERVAL * (3 if policy == "average" else 1) + 2 * (4 if policy == "average" else 3) * 8
+        assert runs[0][policy][1] == [expected + 2 * 8] + [expected] * (CYCLES - 1), policy
     # A rank with half of the parameters sends half of that: 4 rows of 8, half of each vector; the single row and number stay on one rank.
-    volumes = [rank["volumes"][-1] - rank["volumes"][-2] - 2 * 3 * 8 for rank in shards]
+    volumes = [sent[-1] - 2 * 3 / 4 * 2 * 3 * 8 for _, sent in shards]
     assert sum(volumes[:2]) == sum(volumes[2:]) == gradients // INTERVAL
 
 
@@ -200,7 +131,7 @@ def skipping(rank: int, world: int, steps: int) -> Any:
         ensemble.step(1e9 if i in (6, 7, 8) else loss)
         cycles.append(ensemble.cycle)
         weights.append(flat(net.parameters()))
-    assert ensemble.history is not None
+    assert ensemble.history is not None and ensemble.private_state
     return cycles, ensemble.engine.rollbacks, ensemble.corrections, ensemble.history["scheduled"], weights
 
 

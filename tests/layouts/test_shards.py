@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,46 +12,12 @@ from torch import nn
 
 import hdet
 from tests.distributed import run_ranks
-from tests.layouts.common import CLOSE, INTERVAL, ByHand, adamw, batch, ensemble_of, flat, loss_of, model
+from tests.layouts.common import INTERVAL, Trace, adamw, batch, check, flat, loss_of, model, train
 
 STEPS = 6
-Data = tuple[torch.Tensor, torch.Tensor]
-
-
-class Columns(torch.autograd.Function):
-    """What a layer split by columns reads: whole on every rank, and so is its gradient, once added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class Rows(torch.autograd.Function):
-    """What a layer split by rows writes: a sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
 
 
 # -- the models, whole -------------------------------------------------------------------------------------------------------
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(6), *model()).double()
 
 
 class Experts(nn.Module):
@@ -92,48 +58,21 @@ class Tied(nn.Module):
 Part = tuple[hdet.Replicas, list[nn.Parameter], Callable[[int, Callable[..., None]], None], dict[str, Any]]
 
 
-def whole(data: Callable[[int], Data], replicas: hdet.Replicas, inside: Any, weight: int) -> Part:
-    """Every rank has all parameters; the gradient is the replica's, of its ranks' shares of a batch."""
-    net = model()
+def context_parallel(rank: int) -> Part:
+    """One sample on two ranks, 5 and 3 of its 8 rows. Every rank has all parameters; the gradient is that of both shares."""
+    replicas = hdet.Replicas.from_layout(cp=2)
+    inside, net = subgroup(replicas), model()
+    share, weight = (slice(0, 5), 5) if replicas.member == 0 else (slice(5, 8), 3)
 
     def backward(step: int, observe: Callable[..., None]) -> None:
-        loss = loss_of(net, data(step))
+        x, y = batch(step, replicas.index)
+        loss = loss_of(net, (x[share], y[share]))
         (loss * weight / 8).backward()
         for p in net.parameters():
             dist.all_reduce(p.grad, group=inside)
         observe(loss, weight=weight)
 
     return replicas, list(net.parameters()), backward, {}
-
-
-def tensor_parallel(rank: int) -> Part:
-    replicas = hdet.Replicas.from_layout(tp=2)
-    inside, half = subgroup(replicas), slice(4 * replicas.member, 4 * replicas.member + 4)
-    norm, first, _, last = normed()
-    w1, b1, w2 = (nn.Parameter(t.detach()[half].clone()) for t in (first.weight, first.bias, last.weight.T))
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(Columns.apply(norm(x), inside) @ w1.T + b1)
-        return Rows.apply(hidden @ w2, inside) + last.bias
-
-    def backward(step: int, observe: Callable[..., None]) -> None:
-        loss = loss_of(forward, batch(step, replicas.index))
-        loss.backward()
-        observe(loss)  # on both ranks: the same number twice
-
-    return replicas, [*norm.parameters(), w1, b1, w2, last.bias], backward, {}
-
-
-def context_parallel(rank: int) -> Part:
-    """One sample on two ranks, 5 and 3 of its 8 rows."""
-    replicas = hdet.Replicas.from_layout(cp=2)
-    share, weight = (slice(0, 5), 5) if replicas.member == 0 else (slice(5, 8), 3)
-
-    def data(step: int) -> Data:
-        x, y = batch(step, replicas.index)
-        return x[share], y[share]
-
-    return whole(data, replicas, subgroup(replicas), weight)
 
 
 def expert_parallel(rank: int) -> Part:
@@ -198,109 +137,98 @@ def subgroup(replicas: hdet.Replicas) -> Any:
     return dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas.ranks])[0]
 
 
-CASES = {"tensor": tensor_parallel, "context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups}
+CASES = {"context": context_parallel, "expert": expert_parallel, "pipeline": pipeline, "groups": groups}
 
 
-def train(rank: int, world: int, case: str) -> dict[str, Any]:
+class Seen(NamedTuple):
+    table: list[list[int]]
+    trace: Trace
+    shapes: list[torch.Size]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Of flat parameters, each by itself."""
+        sizes = [shape.numel() for shape in self.shapes]
+        return [part.view(shape) for part, shape in zip(vector.split(sizes), self.shapes, strict=True)]
+
+
+def run(rank: int, case: str) -> Seen:
     replicas, parameters, backward, settings = CASES[case](rank)
-    optimizer = adamw(parameters)
-    ensemble = ensemble_of(optimizer, replicas=replicas, **settings)
-    rhos, records, before, after = [], [], [], []
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        backward(i, ensemble.observe)
+
+    def shared(step: int, observe: Callable[..., None]) -> None:
+        backward(step, observe)
         for p in parameters if case != "groups" else ():
             dist.all_reduce(p.grad, group=replicas.peer_group)
             p.grad /= replicas.count
-        rhos.append(ensemble.multipliers["lr"])
-        optimizer.step()
-        before.append([p.detach().clone() for p in parameters])
-        ensemble.step()
-        after.append([p.detach().clone() for p in parameters])
-        if ensemble.cycle > len(records):
-            records.append(ensemble.history)
-    table = [list(ranks) for ranks in replicas.ranks]
-    return {"table": table, "rhos": rhos, "records": records, "before": before, "after": after}
+
+    trace = train(parameters, adamw(parameters), shared, STEPS, replicas=replicas, **settings)
+    return Seen([list(ranks) for ranks in replicas.ranks], trace, [p.shape for p in parameters])
 
 
-def train_all(rank: int, world: int, cases: list[str]) -> dict[str, Any]:
-    return {case: train(rank, world, case) for case in cases}
+def train_all(rank: int, world: int, cases: list[str]) -> dict[str, Seen]:
+    return {case: run(rank, case) for case in cases}
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
-    return run_ranks(train_all, 4, [case for case in CASES if case != "pipeline"])
+def ranks_of(world: int, *cases: str) -> dict[str, list[Seen]]:
+    runs = run_ranks(train_all, world, list(cases))
+    return {case: [run[case] for run in runs] for case in cases}
 
 
 @pytest.fixture(scope="module")
-def stages() -> list[dict[str, Any]]:
-    """Three replicas: of two, any order of a sum is the same to the bit."""
-    return run_ranks(train_all, 6, ["pipeline"])
+def runs() -> dict[str, list[Seen]]:
+    return ranks_of(4, "context", "expert", "groups")
 
 
-def check(ranks: list[dict[str, Any]], make: Callable[[], nn.Module], assemble: Callable[..., Any], shards: int = 1) -> None:
-    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order."""
-    table, records = ranks[0]["table"], ranks[0]["records"]
-    hand = ByHand([record["multipliers"]["lr"] for record in records], make=make, shards=shards).run(STEPS)
-    assert len(records) == STEPS // INTERVAL
-    for cycle, record in enumerate(records):
-        assert record["losses"] == pytest.approx(hand.losses[cycle], rel=1e-10)
-        assert all(rank["records"][cycle]["losses"] == record["losses"] for rank in ranks), "bitwise, on ranks that see no loss too"
-    for r, members in enumerate(table):
-        for i in range(STEPS):
-            assert {ranks[m]["rhos"][i] for m in members} == {records[i // INTERVAL]["multipliers"]["lr"][r]}, "one rate in a replica"
-            torch.testing.assert_close(flat(assemble(*(ranks[m]["before"][i] for m in members))), hand.weights[i][r], **CLOSE)
-            if i % INTERVAL == INTERVAL - 1:
-                torch.testing.assert_close(flat(assemble(*(ranks[m]["after"][i] for m in members))), hand.means[i // INTERVAL], **CLOSE)
+def check_parts(ranks: list[Seen], assemble: Callable[..., Any], **settings: Any) -> None:
+    """``assemble(member 0's parameters, member 1's)`` -> the whole model's, in its order. ``settings``: of `check`."""
+    table = ranks[0].table
+
+    def whole(members: list[int], i: int, when: int) -> torch.Tensor:
+        return flat(assemble(*(ranks[m].parts(ranks[m].trace.steps[i][when]) for m in members)))
+
+    traces = [[(torch.empty(0), whole(members, i, 1), whole(members, i, 2)) for i in range(STEPS)] for members in table]
+    check([Trace(steps, ranks[members[0]].trace.records) for steps, members in zip(traces, table, strict=True)], **settings)
+    losses = [[record["losses"] for record in rank.trace.records] for rank in ranks]
+    assert all(own == losses[0] for own in losses), "bitwise, on ranks that see no loss too"
     for i in range(STEPS):
         for peers in zip(*table, strict=True):
-            first, *others = (ranks[rank]["after"][i] for rank in peers)
-            assert all(same(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others), "peers meet after a cycle, not before"
+            first, *others = (ranks[rank].trace.weights(i) for rank in peers)
+            assert all(torch.equal(first, other) == (i % INTERVAL == INTERVAL - 1) for other in others), (
+                "peers meet after a cycle, not before"
+            )
 
 
-def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def after(seen: Seen, i: int) -> list[torch.Tensor]:
+    return seen.parts(seen.trace.weights(i))
 
 
-def case_of(runs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [run[name] for run in runs]
+def alike_inside(ranks: list[Seen]) -> bool:
+    return all(torch.equal(ranks[r].trace.weights(i), ranks[r + 1].trace.weights(i)) for r in (0, 2) for i in range(STEPS))
 
 
-def test_columns_and_rows_over_tp(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "tensor")
-    check(
-        ranks,
-        normed,
-        lambda a, b: [a[0], a[1], torch.cat([a[2], b[2]]), torch.cat([a[3], b[3]]), torch.cat([a[4], b[4]]).T.contiguous(), a[5]],
-    )
-    for i in range(STEPS):
-        for one, two in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
-            first, second = one["after"][i], two["after"][i]
-            assert all(torch.equal(first[k], second[k]) for k in (0, 1, 5)), "the norm and the last bias are whole on both"
-            assert not any(torch.equal(first[k], second[k]) for k in (2, 3, 4)), "shards are not mixed"
+def test_one_sample_on_two_ranks_of_cp(runs: dict[str, list[Seen]]) -> None:
+    ranks = runs["context"]
+    check_parts(ranks, lambda a, b: a)
+    assert alike_inside(ranks)
 
 
-def test_one_sample_on_two_ranks_of_cp(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "context")
-    check(ranks, model, lambda a, b: a)
-    assert all(same(ranks[r]["after"][i], ranks[r + 1]["after"][i]) for r in (0, 2) for i in range(STEPS))
+def test_experts_are_averaged_with_their_own_kind(runs: dict[str, list[Seen]]) -> None:
+    """And what both ranks have stays equal on them. (Layers split over tp are in test_parallel.py.)"""
+    ranks = runs["expert"]
+    check_parts(ranks, lambda a, b: [*a, *b[2:]], make=Experts)
+    one, two = (after(ranks[member], STEPS - 1) for member in (0, 1))
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) and not torch.equal(one[2], two[2])
 
 
-def test_experts_are_averaged_with_their_own_kind(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "expert")
-    check(ranks, Experts, lambda a, b: [*a, *b[2:]])
-    assert not torch.equal(ranks[0]["after"][-1][2], ranks[1]["after"][-1][2])
+def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: dict[str, list[Seen]]) -> None:
+    ranks = runs["groups"]
+    check_parts(ranks, lambda a, b: a, shards=2)
+    assert alike_inside(ranks)
 
 
-def test_groups_of_replicas_share_a_rate_and_stay_equal_inside(runs: list[dict[str, Any]]) -> None:
-    ranks = case_of(runs, "groups")
-    check(ranks, model, lambda a, b: a, shards=2)
-    assert all(same(ranks[r]["after"][i], ranks[r + 1]["after"][i]) for r in (0, 2) for i in range(STEPS))
-
-
-def test_stages_and_a_matrix_on_two_of_them(stages: list[dict[str, Any]]) -> None:
-    ranks = case_of(stages, "pipeline")
-    check(ranks, Tied, lambda a, b: [a[0], a[1], b[1]])
-    for first, last in ranks[0]["table"]:
+def test_stages_and_a_matrix_on_two_of_them() -> None:
+    """Three replicas: of two, any order of a sum is the same to the bit."""
+    ranks = ranks_of(6, "pipeline")["pipeline"]
+    check_parts(ranks, lambda a, b: [a[0], a[1], b[1]], make=Tied)
+    for first, last in ranks[0].table:
         for i in range(STEPS):
-            assert torch.equal(ranks[first]["after"][i][1], ranks[last]["after"][i][0]), "two copies of one matrix, bit for bit"
+            assert torch.equal(after(ranks[first], i)[1], after(ranks[last], i)[0]), "two copies of one matrix, bit for bit"

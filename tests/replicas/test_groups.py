@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,13 +80,6 @@ def test_from_group_of_lists(lists: Any) -> None:
     check(run_ranks(make, 4, "from_group", {"group": lists}), [list(ranks) for ranks in lists])
 
 
-def test_64_devices_in_groups_of_16_that_share_a_rate() -> None:
-    """By the tables alone: 4 replicas, 16 peer groups of 4."""
-    layout = Layout(64, shard=16)
-    assert [list(ranks) for ranks in layout.replicas] == [list(range(k, k + 16)) for k in range(0, 64, 16)]
-    assert [list(ranks) for ranks in layout.peers] == [[k, k + 16, k + 32, k + 48] for k in range(16)]
-
-
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -99,24 +93,22 @@ def from_mesh(rank: int, world: int, shape: tuple[int, ...], names: tuple[str, .
     return seen(replicas)
 
 
-@pytest.mark.parametrize("part", [None, "dp_replicate"])
-def test_from_mesh_of_two_dimensions(part: str | None) -> None:
-    """HSDP. A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four."""
-    check(run_ranks(from_mesh, 4, (2, 2), ("dp_replicate", "dp_shard"), part, None), [[0, 1], [2, 3]])
+HSDP = ("dp_replicate", "dp_shard")
 
 
-def test_from_mesh_along_the_inner_dimension() -> None:
-    check(run_ranks(from_mesh, 4, (2, 2), ("dp_shard", "dp_replicate"), None, "dp_replicate"), [[0, 2], [1, 3]])
-
-
-def test_from_mesh_along_two_dimensions_of_three() -> None:
-    names = ("node", "tp", "dp_replicate")
-    check(run_ranks(from_mesh, 8, (2, 2, 2), names, None, ("node", "dp_replicate")), [[0, 2], [1, 3], [4, 6], [5, 7]])
-
-
-def test_from_a_part_of_a_mesh_with_tensor_parallelism() -> None:
-    names = ("dp_replicate", "dp_shard", "tp")
-    check(run_ranks(from_mesh, 8, (2, 2, 2), names, ("dp_replicate", "dp_shard"), "dp_replicate"), [[0, 1, 2, 3], [4, 5, 6, 7]])
+@pytest.mark.parametrize(
+    ("shape", "names", "part", "replicate", "ranks"),
+    [
+        ((2, 2), HSDP, None, None, [[0, 1], [2, 3]]),
+        # A submesh of one dimension still belongs to a mesh of two: replicas have two ranks, losses add up over all four.
+        ((2, 2), HSDP, "dp_replicate", None, [[0, 1], [2, 3]]),
+        ((2, 2), HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
+        ((2, 2, 2), ("node", "tp", "dp_replicate"), None, ("node", "dp_replicate"), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ((2, 2, 2), (*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_from_mesh(shape: tuple[int, ...], names: tuple[str, ...], part: Any, replicate: Any, ranks: list[list[int]]) -> None:
+    check(run_ranks(from_mesh, 2 ** len(shape), shape, names, part, replicate), ranks)
 
 
 def several_views(rank: int, world: int) -> list[dict[str, Any]]:
@@ -133,28 +125,24 @@ def test_a_view_of_the_world_that_names_its_dimensions_later() -> None:
         check([result[k] for result in results], [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 
-def descending_mesh(rank: int, world: int) -> Any:
-    mesh = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return seen(hdet.Replicas.from_mesh(mesh))
-
-
-def test_peers_stand_in_the_order_of_their_replicas() -> None:
-    """The mesh's own group of ranks 2 and 0 has 0 first, so another is made."""
-    check(run_ranks(descending_mesh, 4), [[2, 3], [0, 1]])
-
-
-def mesh_smaller_than_the_world(rank: int, world: int) -> Any:
-    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp_replicate", "dp_shard"))
+def own_order(rank: int, world: int, ranks: list[list[int]]) -> Any:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=HSDP)
     try:
         return seen(hdet.Replicas.from_mesh(mesh))
     except ValueError as error:
         return str(error)
 
 
-def test_a_mesh_that_leaves_ranks_out() -> None:
-    """Its ranks get groups of their own; the others are told. Members are in the mesh's order."""
-    results = run_ranks(mesh_smaller_than_the_world, 6)
-    check(results[:4], [[0, 1], [3, 2]])
+@pytest.mark.parametrize(
+    ("world", "ranks"),
+    [
+        (4, [[2, 3], [0, 1]]),  # the mesh's own group of ranks 2 and 0 has 0 first, so another is made
+        (6, [[0, 1], [3, 2]]),  # ranks that the mesh leaves out are told
+    ],
+)
+def test_peers_and_members_stand_in_the_meshs_order(world: int, ranks: list[list[int]]) -> None:
+    results = run_ranks(own_order, world, ranks)
+    check(results[:4], ranks)
     assert all("belongs to no replica, only ranks 0-3 do" in result for result in results[4:])
 
 
@@ -190,22 +178,19 @@ def from_megatron(rank: int, world: int, sizes: dict[str, int], instances: int, 
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes", "ranks"),
+    ("world", "sizes", "instances", "ranks"),
     [
-        (4, {}, [[0], [1], [2], [3]]),
-        (4, {"tp": 2}, [[0, 1], [2, 3]]),
-        (4, {"pp": 2}, [[0, 2], [1, 3]]),
-        (4, {"ep": 2}, [[0, 1], [2, 3]]),
-        (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (8, {"ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (4, {}, 1, [[0], [1], [2], [3]]),
+        (4, {"tp": 2}, 1, [[0, 1], [2, 3]]),
+        (4, {"pp": 2}, 1, [[0, 2], [1, 3]]),
+        (4, {"ep": 2}, 1, [[0, 1], [2, 3]]),
+        (8, {"tp": 2, "pp": 2}, 1, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (8, {"ep": 4}, 1, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (4, {}, 2, [[0, 1], [2, 3]]),  # of a distributed optimizer
     ],
 )
-def test_from_megatron(world: int, sizes: dict[str, int], ranks: list[list[int]]) -> None:
-    check(run_ranks(from_megatron, world, sizes, 1, False, ()), ranks)
-
-
-def test_instances_of_a_distributed_optimizer_are_replicas() -> None:
-    check(run_ranks(from_megatron, 4, {}, 2, True, ()), [[0, 1], [2, 3]])
+def test_from_megatron(world: int, sizes: dict[str, int], instances: int, ranks: list[list[int]]) -> None:
+    check(run_ranks(from_megatron, world, sizes, instances, instances > 1, ()), ranks)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +208,7 @@ def test_what_is_wrong_with_megatrons_groups_is_said(
     sizes: dict[str, int], instances: int, distributed: bool, drop: Any, message: str
 ) -> None:
     for result in run_ranks(from_megatron, 4, sizes, instances, distributed, drop):
-        with pytest.raises(ValueError, match=message):
-            assert result.startswith("ValueError")
-            raise ValueError(result)
+        assert re.match(f"ValueError: .*{message}", result), result
 
 
 # -- ranks that ask for different things --------------------------------------------------------------------------------------------------
@@ -287,9 +270,7 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
 )
 def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) -> None:
     for kind, text in run_ranks(ask_differently, 4, [call] * 4):
-        with pytest.raises(ValueError, match=message):
-            assert kind == "ValueError"
-            raise ValueError(text)
+        assert kind == "ValueError" and re.search(message, text), text
 
 
 def test_without_processes() -> None:
@@ -350,12 +331,7 @@ STAGES = [{"shapes": 10}, {"shapes": 11}] * 2  # members 0 and 1 hold different 
 def test_settings_are_compared_once(common: Any, by_member: Any, twist: str, message: str) -> None:
     results = run_ranks(agree, 4, common, by_member, twist)
     assert len(set(results)) == 1
-    if message:
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(results[0])
-        assert "Start all ranks with the same code" in results[0]
-    else:
-        assert results[0] == ""
+    assert re.search(message, results[0]) and ("Start all ranks with the same code" in results[0]) == bool(results[0]) == bool(message)
 
 
 def test_many_ranks_are_shortened() -> None:
@@ -371,10 +347,6 @@ def add_up(rank: int, world: int) -> list[list[float]]:
     return replicas.sum_rows(torch.tensor([loss * weight, weight], dtype=torch.float64)).tolist()
 
 
-def test_rows_add_up_over_the_ranks_of_a_replica() -> None:
-    assert run_ranks(add_up, 4) == [[[30.0, 3.0], [60.0, 3.0]]] * 4
-
-
 def stages(rank: int, world: int) -> list[list[float]]:
     """pp 2: the first stages have no loss; a NaN stays with its replica."""
     replicas = hdet.Replicas.from_layout(pp=2)
@@ -382,5 +354,6 @@ def stages(rank: int, world: int) -> list[list[float]]:
     return replicas.sum_rows(torch.tensor(row, dtype=torch.float64)).nan_to_num(nan=-1.0).tolist()
 
 
-def test_stages_without_a_loss_add_nothing() -> None:
+def test_rows_add_up_over_the_ranks_of_a_replica() -> None:
+    assert run_ranks(add_up, 4) == [[[30.0, 3.0], [60.0, 3.0]]] * 4
     assert run_ranks(stages, 4) == [[[-1.0, 1.0], [7.0, 2.0]]] * 4

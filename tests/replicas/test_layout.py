@@ -28,17 +28,9 @@ def test_worked_tables(case: Case) -> None:
     assert lists(layout.tied) == case.tied
 
 
-def test_groups_along_each_axis() -> None:
-    """tp 2, cp 2, pp 2 on 16 ranks: tp + 2 cp + 4 dp + 8 pp."""
-    layout = Layout(16, tp=2, cp=2, pp=2, shard=2)
-    assert lists(layout.groups("tp"))[:3] == [[0, 1], [2, 3], [4, 5]]
-    assert lists(layout.groups("cp"))[:3] == [[0, 2], [1, 3], [4, 6]]
-    assert lists(layout.groups("dp"))[:3] == [[0, 4], [1, 5], [2, 6]]
-    assert lists(layout.groups("pp"))[:3] == [[0, 8], [1, 9], [2, 10]]
-    assert lists(layout.groups("shard"))[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert layout.groups("ep") == layout.groups("edp") == layout.groups("etp") == ()
+def test_an_unknown_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="axis must be one of"):
-        layout.groups("fsdp")
+        Layout(16).groups("fsdp")
 
 
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
@@ -109,12 +101,13 @@ def test_groups_of_any_layout(layout: Layout) -> None:
     assert prod(sizes[axis] for axis in ("tp", "cp", "dp", "pp")) == layout.world
 
 
-def test_as_megatron_documents_for_16_ranks() -> None:
-    """Two ranks a layer, four stages: eight tp, four pp and eight dp groups."""
+def test_groups_as_megatron_documents_them_for_16_ranks() -> None:
+    """Two ranks a layer, four stages: eight tp, four pp and eight dp groups. And shards, which run over dp and cp."""
     layout = Layout(16, tp=2, pp=4)
     assert lists(layout.groups("dp")) == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert lists(layout.groups("tp")) == [[k, k + 1] for k in range(0, 16, 2)]
     assert lists(layout.groups("pp")) == [[k, k + 4, k + 8, k + 12] for k in range(4)]
+    assert lists(Layout(16, tp=2, cp=2, pp=2, shard=2).groups("shard"))[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +133,17 @@ def test_refusals_name_the_way_out(sizes: dict[str, Any], message: str) -> None:
         Layout(**{"world": 8, **sizes})
 
 
-def test_all_in_one_replica() -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "ep": 2, "pp": 2},
+        {"shard": 8},
+        {"ep": 2, "shard": 4, "order": "tp-cp-dp-ep-pp"},  # {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}
+    ],
+)
+def test_all_in_one_replica(sizes: dict[str, Any]) -> None:
     """Whoever asks for replicas refuses it (from_layout); as a table it is right."""
-    assert lists(Layout(8, tp=2, ep=2, pp=2).replicas) == [[*range(8)]]
-    assert lists(Layout(8, shard=8).replicas) == [[*range(8)]]
-
-
-def test_instances_that_interleave_with_experts_are_tied_together() -> None:
-    """ep outside of dp: {0, 4}, {1, 5}, ... share experts, shards are {0-3}, {4-7}: nothing is left to differ."""
-    assert len(Layout(8, ep=2, shard=4, order="tp-cp-dp-ep-pp").replicas) == 1
+    assert lists(Layout(8, **sizes).replicas) == [[*range(8)]]
 
 
 # -- groups that nobody has computed -------------------------------------------------------------------------------------------------
@@ -158,23 +153,24 @@ def test_closure_joins_what_overlaps() -> None:
     assert closure(range(7), [(5, 1), (1, 3), (2, 6)]) == ((0,), (1, 3, 5), (2, 6), (4,))
 
 
-def test_unequal_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="unequal size: ranks 2 and ranks 0-1"):
-        paired(range(3), {"tp": ((0, 1), (2,))}, {})
-
-
-def test_replicas_of_another_make_are_refused() -> None:
-    """Four ranks each; in one tp is 0-1, in the other 4-6."""
-    with pytest.raises(ValueError, match="ranks 0-3 and ranks 4-7 have tp groups at different places"):
-        paired(range(8), {"tp": ((0, 1), (2, 3), (4, 6), (5, 7)), "pp": ((0, 2), (1, 3), (4, 5), (6, 7))}, {})
-    with pytest.raises(ValueError, match="tp groups at different places"):  # the other way round in one of them
-        paired(range(4), {"tp": ((0, 1), (3, 2))}, {})
-
-
-def test_peers_must_hold_the_same_parameters() -> None:
-    """tp was forgotten: dp says that 0 and 1 hold different ones."""
-    with pytest.raises(ValueError, match="ranks 0-3 .* not in one dp group.* missing"):
-        paired(range(4), {}, {"dp": ((0, 2), (1, 3))})
+@pytest.mark.parametrize(
+    ("world", "sharing", "copies", "message"),
+    [
+        (3, {"tp": ((0, 1), (2,))}, {}, "unequal size: ranks 2 and ranks 0-1"),
+        # four ranks each; in one tp is 0-1, in the other 4-6
+        (
+            8,
+            {"tp": ((0, 1), (2, 3), (4, 6), (5, 7)), "pp": ((0, 2), (1, 3), (4, 5), (6, 7))},
+            {},
+            "ranks 0-3 and ranks 4-7 have tp groups at different places",
+        ),
+        (4, {"tp": ((0, 1), (3, 2))}, {}, "tp groups at different places"),  # the other way round in one of them
+        (4, {}, {"dp": ((0, 2), (1, 3))}, "ranks 0-3 .* not in one dp group.* missing"),  # tp was forgotten: 0 and 1 are no copies
+    ],
+)
+def test_replicas_that_are_not_alike_are_refused(world: int, sharing: Any, copies: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paired(range(world), sharing, copies)
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hdet
-from hdet.replicas.refusals import check_sharding, check_wrapper
+from hdet.replicas.refusals import check_wrapper
 from tests.distributed import run_ranks
 
 NAMES = ("dp_replicate", "dp_shard")
 
 
-def refusal(optimizer: Any, replicas: hdet.Replicas | None, gradients: str = "shared") -> str:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def refusal(optimizer: Any, replicas: hdet.Replicas | None, gradients: str = "shared", **settings: Any) -> str:
+    """What an Ensemble says of it; nothing, if it takes it."""
+    step = optimizer.step
+    sync = hdet.Sync(gradients=gradients, moments="keep" if gradients == "local" else None)
     try:
-        check_sharding(optimizer, parameters, replicas, gradients)
+        hdet.Ensemble(optimizer, replicas=replicas, sync=sync, **settings).close()
     except ValueError as error:
+        assert optimizer.step == step, "refused before anything is changed"
         return str(error)
     return ""
 
@@ -37,13 +40,9 @@ def sharded(mesh: Any) -> torch.optim.Optimizer:
 
 def one_dimension(rank: int, world: int) -> list[str]:
     optimizer = sharded(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    replicas = hdet.Replicas.single()
-    try:
-        hdet.Ensemble(optimizer, replicas=replicas, divergence=hdet.Divergence(rollback="device"))
-        rolled = ""
-    except ValueError as error:
-        rolled = str(error)
-    return [refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()), refusal(optimizer, replicas), rolled]
+    single = hdet.Replicas.single()
+    rolled = refusal(optimizer, single, divergence=hdet.Divergence(rollback="device"))
+    return [refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()), refusal(optimizer, single), rolled]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -51,7 +50,8 @@ def test_one_dimensional_fsdp_has_no_replicas(world: int) -> None:
     for unsaid, said, single, rolled in run_ranks(one_dimension, world):
         assert unsaid.startswith("parameter 0 of group 0 (0.weight) is a DTensor over a mesh (dp=") and "Replicas.from_mesh(mesh)" in unsaid
         assert f"(0.weight) is sharded (S(0)) over ranks 0-{world - 1} by 'dp' of the mesh (dp={world})" in said
-        assert "dp_replicate" in said and "fully_shard" in said and "from_mesh" in said
+        for way_out in (unsaid, said, rolled):
+            assert "('dp_replicate', 'dp_shard')" in way_out and "fully_shard" in way_out and "from_mesh(mesh)" in way_out
         assert single == "" and "take its shards back by its own loss" in rolled
 
 
@@ -74,13 +74,12 @@ def test_two_dimensional_fsdp() -> None:
     for rank, said in enumerate(run_ranks(two_dimensions, 4)):
         assert said["hsdp"] == said["inner, local"] == ""
         assert "so a replica is not one rank of the world" in said["hsdp, nobody said"]
-        shard, line = ("0-1", "0, 2") if rank < 2 else ("2-3", "0, 2")
-        line = "0, 2" if rank % 2 == 0 else "1, 3"
+        shard, line = "0-1" if rank < 2 else "2-3", "0, 2" if rank % 2 == 0 else "1, 3"
         for wrong in ("hsdp, wrong dimension", "inner, wrong dimension"):
             assert f"over ranks {shard} by 'dp_shard'" in said[wrong] and f"(this one is ranks {line})" in said[wrong]
             assert "replicate= names the dimension" in said[wrong]
         assert f"replicated by 'dp_replicate' of the mesh (dp_replicate=2, dp_shard=2) over ranks {line}" in said["hsdp, local"]
-        assert "mesh=mesh['dp_shard']" in said["hsdp, local"]
+        assert "fully_shard(module, mesh=mesh['dp_shard'])" in said["hsdp, local"]
         assert f"over ranks {shard} by 'dp_shard'" in said["the world"]
 
 
