@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import hdet
+from tests.harness import Scripted
 
 Params = list[dict[str, Any]]
 
@@ -107,6 +110,20 @@ class Toy:
 
     def parameters(self) -> list[torch.Tensor]:
         return [self.first.detach(), self.second.detach()]
+
+    def take(self, other: Toy) -> None:
+        """The parameters of another."""
+        for own, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            own.copy_(theirs)
+
+
+def played(rho: float, factors: Sequence[float] = (), cycle: int = 1) -> Scripted:
+    """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs at the end of one cycle."""
+    return Scripted([1.0] * cycle + [factors or 1.0], [hdet.Plan(multipliers=[[rho]] * (len(factors) or 2))])
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 HYPERPARAMETERS = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "weight_decay")
