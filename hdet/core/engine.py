@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controller import Controller
+from .controller import Controller, learning_of
 from .design import orthogonal
 from .evidence import Evidence
 from .plan import Adopt, Decision, Ending, Learned, Moment, Plan, Question, Restore
@@ -424,17 +424,14 @@ def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Q
     Raises:
         ValueError: it asks, and nobody is there to answer.
     """
-    learned = controller.learn(evidence)
-    answers: list[Any] = []
-    if isinstance(learned, Learned):
-        return learned, answers
+    learning, answers = learning_of(controller, evidence), list[Any]()
     try:
-        question = next(learned)
+        question = next(learning)
         while True:
             if answer is None:
                 raise ValueError(f"controller {controller.name!r} asks {question!r}, but nothing was measured that could answer")
             answers.append(answer(question))
-            question = learned.send(answers[-1])
+            question = learning.send(answers[-1])
     except StopIteration as end:
         return end.value, answers
 
