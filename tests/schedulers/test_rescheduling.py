@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Scripted, TwoReplicas, policies
+from tests.harness import Scripted, TwoReplicas, force, policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, played, rates, sgd, sgd_tensor_lr
 from tests.schedulers.test_any_scheduler import SCHEDULERS
 
@@ -122,12 +122,6 @@ def corrected(*factors: float, optimizer: Any = sgd) -> tuple[Toy, hdet.Ensemble
     ensemble = ensemble_on(toy, list(factors or (2.0,)))
     epoch(toy, ensemble)
     return toy, ensemble
-
-
-def force(run: hdet.Ensemble, *corrections: float) -> None:
-    """As if a cycle had ended with these."""
-    run.engine.corrections = list(corrections)
-    run.schedule.write(run.engine)
 
 
 def times(optimizer: Optimizer, factor: float) -> None:
