@@ -74,18 +74,13 @@ def evidence(**given: Any) -> Evidence:
     })  # fmt: skip
 
 
-def test_a_decision_at_freeze_after_still_moves() -> None:
-    rule = ProbeRule(freeze_after=10)
+def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> None:
+    rule, early, last = ProbeRule(freeze_after=10), ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
     rows = [[math.log(rho) * (1 + c / 10) for c in range(8)] for rho in (0.7, 0.9, 1.1, 1.3)]
-    assert decide(rule, evidence(step=10, probes=rows))[0].factor < 1.0
-    assert rule.idle
+    assert decide(rule, evidence(step=10, probes=rows))[0].factor < 1.0 and rule.idle
     assert decide(rule, evidence(step=11, probes=rows))[0].factor == 1.0
-
-
-def test_it_rests_in_a_cycle_that_would_end_too_late_but_not_in_a_last_one_cut_short() -> None:
-    early, last = ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
-    for rule in (early, last):
-        decide(rule, evidence(step=20, sync_interval=10, total_steps=25))
+    for cut_short in (early, last):
+        decide(cut_short, evidence(step=20, sync_interval=10, total_steps=25))
     assert not early.idle and not last.idle
     decide(early, evidence(step=20, sync_interval=10, total_steps=100))
     assert early.idle

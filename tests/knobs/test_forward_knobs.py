@@ -105,20 +105,6 @@ def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes
     assert held.value == 6.0 and run.schedule.values() == [3.0]
 
 
-@pytest.mark.parametrize("index", [0, 7])
-def test_what_the_user_writes_before_exploring_counts_too(index: int) -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Dropout(net), hdet.LearningRate(0.3)], index=index, **LOCAL)
-    net.drop.p, run.optimizer.param_groups[0]["lr"] = 0.4, 0.05
-    with run.explore():
-        assert net.drop.p != 0.4
-        backward(net)
-    run.optimizer.step()
-    run.step()
-    assert net.drop.p == 0.4 and run.optimizer.param_groups[0]["lr"] == 0.05
-    assert run.schedule.values() == [0.05, 0.4]  # rates come first
-
-
 def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users() -> None:
     net = Net()
     del net.temperature
@@ -198,16 +184,6 @@ def test_dropout_moves_what_it_is_told_to(rho: float, settings: dict[str, Any], 
 def test_dropout_that_is_not_there_is_refused(part: str, modules: list[str] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hdet.Dropout(Dropping().get_submodule(part), modules=modules).bind(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
-
-
-def test_dropout_inside_explore_is_what_the_forward_pass_uses() -> None:
-    net = nn.Sequential(nn.Dropout(0.25), nn.Linear(1, 1))
-    run = ensemble(net, [hdet.Dropout(net)], optimizer=torch.optim.SGD(net.parameters(), 0.1), controller=given(2.0 - 1e-9), **LOCAL)
-    x = torch.ones(20_000, 1)
-    with run.explore():
-        inside = (net[0](x) == 0).float().mean().item()
-    outside = (net[0](x) == 0).float().mean().item()
-    assert (inside, outside) == (pytest.approx(0.5, abs=0.02), pytest.approx(0.25, abs=0.02))
 
 
 def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> None:
