@@ -112,8 +112,7 @@ class Engine:
         self.rollbacks_in_row = 0
         self.diverged_total = 0
         """How often a replica was left out of an average since step 0."""
-        self._table: list[list[float]] = []
-        self._table_of: tuple[int, int, Plan] | None = None
+        self._table: list[list[float]] | None = None
 
     # -- plan and fan out ------------------------------------------------------------------------------------------------
 
@@ -167,14 +166,11 @@ class Engine:
 
     def multipliers(self) -> list[list[float]]:
         """[knob][replica]: rho of the running cycle: the plan's, or drawn (Eq. 1 and 8), or all 1. Not to be written to."""
-        key = (self.seed, self.cycle, self.plan)
-        if self._table_of is None or key[:2] != self._table_of[:2] or key[2] is not self._table_of[2]:
-            # A cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost.
+        if self._table is None:  # a cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost
             if self.plan.multipliers is not None:
                 self._table = [list(map(float, row)) for row in self.plan.multipliers]
             else:
                 self._table = self._draw() if self.explores else [[1.0] * self.replicas for _ in self.knobs]
-            self._table_of = key
         return self._table
 
     def _draw(self) -> list[list[float]]:
@@ -279,13 +275,13 @@ class Engine:
     def _next_cycle(self) -> None:
         self.cycle += 1
         self.position = 0
-        self._plan = None
+        self._plan = self._table = None
 
     def restart(self) -> None:
         """Weights were loaded or restored: the controller plans the running cycle anew."""
         if self.controller is not None:
             self.controller.restart(self.moment)
-        self._plan = None
+        self._plan = self._table = None
 
     def roll_back(self, factor: float, schedule_step: int | None = None) -> CycleOutcome:
         """End a cycle that is taken back: nothing was learned in it but that the rates were too high. ``schedule_step`` as for `close`."""
@@ -415,7 +411,7 @@ class Engine:
         self.corrections = [float(x) for x in values["corrections"]]
         self.held = [None if x is None else float(x) for x in values["bases"]]
         self.ramps = [(float(before), since, steps) for before, since, steps in values["ramps"]]
-        self._plan = None
+        self._plan = self._table = None
 
 
 def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None) -> tuple[Learned, list[Any]]:
