@@ -198,14 +198,6 @@ def test_corrections_after_a_write_are_relative_to_it() -> None:
     assert rates(toy.optimizer) == [0.75, 2.0] and ensemble.corrections == {"lr": 4.0}
 
 
-def test_one_group_of_several_is_written() -> None:
-    toy, ensemble = corrected(2.0, 0.25)
-    toy.optimizer.param_groups[1]["lr"] = 0.25
-    with pytest.warns(UserWarning, match="lr/1 was set"):
-        toy.step()
-    assert rates(toy.optimizer) == [1.0, 0.25] and ensemble.schedule.values() == [0.5, 1.0]
-
-
 @pytest.mark.filterwarnings("ignore:lr was set")
 def test_a_scheduler_of_the_users_beside_the_ensembles_own() -> None:
     """A warm-up by hand on top of what the Ensemble steps: the next value of a recursive scheduler goes on from it."""
@@ -387,17 +379,6 @@ def test_states_saved_after_the_schedulers_step_hold_base_values_and_go_on(name:
             theirs.step()
             scheduler.step()
     assert exact(fresh.parameters()) == exact(whole.parameters())
-
-
-def test_an_earlier_state_of_the_optimizer_brings_its_rates() -> None:
-    toy = Toy(sgd)
-    before = copy.deepcopy(toy.optimizer.state_dict())
-    ensemble = ensemble_on(toy, [2.0])
-    epoch(toy, ensemble)
-    toy.optimizer.load_state_dict(before)
-    with pytest.warns(UserWarning, match=TAKEN):
-        ensemble.step(toy.step())
-    assert rates(toy.optimizer) == [0.5, 0.5] and ensemble.schedule.values() == [0.25]
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["the ensemble steps it", "the user steps it"])
