@@ -135,6 +135,7 @@ def test_doublings_double_the_rate_whatever_the_schedule_does_meanwhile() -> Non
     """It grows evenly by the logarithm here, by 3/2 a doubling: then the correction has to grow by 4/3."""
     rule = LineRule()
     coarse_scan(rule, correction=0.1, scheduled=[0.01])
+    assert rule.untrained == [0.0, 2.0, pytest.approx(SHOWN.error / math.sqrt(CYCLE))]  # of the mean over as many batches
     for doubling in range(4):
         scheduled = [0.01 * 1.5 ** (doubling + 1)]
         decision = decide(rule, (doubling + 2) * CYCLE, SHOWN, 2.0 - 0.3 * doubling, 0.1, scheduled=scheduled)
@@ -282,6 +283,7 @@ def test_a_late_line_search_counts_where_the_rate_is_far_too_low(best: float, mo
     decision = decide(after_sweep(), 260, bowl(best))
     assert decision.factor == (pytest.approx(best / 2, rel=0.05) if moves else 1.0)
     assert decision.t is not None and (decision.t < 0) is (best > 1) and not decision.restart
+    assert ("far too low" in decision.note) is moves
 
 
 def test_it_rests_after_40_percent_and_long_cycles_skip_a_late_line_search() -> None:

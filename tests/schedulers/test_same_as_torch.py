@@ -9,16 +9,9 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from tests.schedulers.cases import CASES, Toy, exact, hyperparameters, sgd, sgd_shared_tensor_lr
+from tests.schedulers.cases import CASES, Toy, exact, hyperparameters, pair, sgd, sgd_shared_tensor_lr
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-
-def pair(build, case, **more):
-    """(toy, scheduler) of a case, with torch's class or with ours."""
-    toy = Toy(case.optimizer)
-    ours = {"model_sync_interval": 4} if build is hdet.OneCycleAutoLR else {}
-    return toy, build(toy.optimizer, **copy.deepcopy(case.arguments), **ours, **more)
 
 
 def both(case):
