@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler as torchs
 
 import hdet
 from tests.harness import Scripted, TwoReplicas, force, policies
-from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, played, rates, sgd, sgd_tensor_lr
+from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, played, rates, sgd, sgd_tensor_lr
 from tests.schedulers.test_any_scheduler import SCHEDULERS
 
 EPOCHS, STEPS = 12, 3
@@ -349,68 +349,59 @@ def test_nothing_is_stepped_or_saved_inside_rescheduling() -> None:
 # -- states ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["CosineAnnealingLR", "LambdaLR", "StepLR"])
-@pytest.mark.parametrize("order", ["optimizer", "scheduler", "ensemble"])
-def test_states_saved_after_the_schedulers_step_hold_base_values_and_go_on(name: str, order: str) -> None:
-    """The usual place to save is the end of an epoch, where the scheduler has just written its own values."""
-    whole = Toy(sgd)
-    theirs = USERS[name](whole.optimizer)
-    ensemble = ensemble_on(whole, [2.0])
-    for _ in range(3):
-        epoch(whole, ensemble)
-        theirs.step()
-    saved = copy.deepcopy({"optimizer": whole.optimizer.state_dict(), "scheduler": theirs.state_dict(), "ensemble": ensemble.state_dict()})
-    assert [group["lr"] for group in saved["optimizer"]["param_groups"]] == rates(whole.optimizer)
-    if name == "LambdaLR":
-        assert rates(whole.optimizer) == [2 * x for x in theirs.get_last_lr()]
-    fresh = Toy(sgd)
-    scheduler = USERS[name](fresh.optimizer)
-    resumed = ensemble_on(fresh, [2.0])
-    fresh.take(whole)
-    loads = {"optimizer": fresh.optimizer.load_state_dict, "scheduler": scheduler.load_state_dict, "ensemble": resumed.load_state_dict}
-    for key in sorted(loads, key=lambda key: key != order):
-        loads[key](saved[key])
-    with silent():
-        for _ in range(3):
-            for _ in range(STEPS):
-                ensemble.step(whole.step())
-                resumed.step(fresh.step())
-                assert rates(fresh.optimizer) == rates(whole.optimizer)
-            theirs.step()
-            scheduler.step()
-    assert exact(fresh.parameters()) == exact(whole.parameters())
-
-
 @pytest.mark.parametrize("own", [True, False], ids=["the ensemble steps it", "the user steps it"])
-@pytest.mark.parametrize("order", ["optimizer first", "ensemble first"])
-def test_a_rate_that_is_lowered_by_hand_after_a_resume_is_lowered(order: str, own: bool) -> None:
-    """What the optimizer's state brings is not a write, in any order; what is written after it is."""
+@pytest.mark.parametrize("first", ["optimizer", "scheduler", "ensemble"])
+@pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "LambdaLR", "OneCycleLR", "StepLR"])
+def test_resume_with_a_correction_goes_on_exactly(name: str, optimizer: Any, first: str, own: bool) -> None:
+    """Saved where the scheduler has just written its own values. What the optimizer's state brings is not a write, in any order."""
 
     def build() -> tuple[Toy, Any, hdet.Ensemble]:
-        toy = Toy(sgd)
-        scheduler = harmonic(toy.optimizer)
+        toy = Toy(optimizer)
+        scheduler = SCHEDULERS[name](toy.optimizer)
         return toy, scheduler, hdet.Ensemble(toy.optimizer, scheduler if own else None, sync=hdet.Sync(STEPS), controller=Scripted([2.0]))
 
-    toy, scheduler, ensemble = build()
-    epoch(toy, ensemble)
-    epoch(toy, ensemble)
-    state, saved = copy.deepcopy(ensemble.state_dict()), copy.deepcopy(toy.optimizer.state_dict())
-    saved["param_groups"][1]["lr"] = 77.0  # a state of another moment
-    fresh, others, resumed = build()
-    if not own:
-        others.load_state_dict(scheduler.state_dict())
-    loads = [lambda: fresh.optimizer.load_state_dict(saved), lambda: resumed.load_state_dict(state)]
-    for load in loads if order == "optimizer first" else reversed(loads):
-        load()
-    before = rates(toy.optimizer)
-    assert rates(fresh.optimizer) == before
-    times(fresh.optimizer, 0.5)
+    def go_on(toy: Toy, scheduler: Any, ensemble: hdet.Ensemble) -> None:
+        epoch(toy, ensemble)
+        if not own:
+            scheduler.step()
+
+    whole, fresh = build(), build()
+    for _ in range(3):
+        go_on(*whole)
+    saved = copy.deepcopy([part.state_dict() for part in (whole[0].optimizer, *whole[1:])])
+    assert rates(whole[0].optimizer) == [float(group["lr"]) for group in saved[0]["param_groups"]]
+    assert rates(whole[0].optimizer) == pytest.approx([2 * float(rate) for rate in whole[1].get_last_lr()]) or name != "LambdaLR"
+    saved[0]["param_groups"][1]["lr"] *= 77.0  # a state of another moment
+    loads = dict(zip(("optimizer", "scheduler", "ensemble"), zip((fresh[0].optimizer, *fresh[1:]), saved, strict=True), strict=True))
+    if own:
+        del loads["scheduler"]  # its state is in the Ensemble's
+    for key in sorted(loads, key=lambda key: key != first):
+        loads[key][0].load_state_dict(loads[key][1])
+    fresh[0].take(whole[0])
+    with silent():
+        for _ in range(3):
+            assert hyperparameters(fresh[0].optimizer) == hyperparameters(whole[0].optimizer)
+            go_on(*whole)
+            go_on(*fresh)
+    assert exact(fresh[0].parameters()) == exact(whole[0].parameters())
+    fresh[2].step(fresh[0].step())
+    before = rates(fresh[0].optimizer)
+    times(fresh[0].optimizer, 0.5)
     with pytest.warns(UserWarning, match=TAKEN):
-        fresh.step()
-    assert rates(fresh.optimizer) == [rate / 2 for rate in before]
-    fresh.optimizer.load_state_dict(saved)  # in the middle of the run it is a write like any other
-    resumed.step()
-    assert own or rates(fresh.optimizer)[1] == 77.0
+        fresh[0].step()
+    assert rates(fresh[0].optimizer) == [rate / 2 for rate in before]
+
+
+def test_a_state_of_the_optimizer_that_is_loaded_in_the_middle_of_a_run_is_a_write() -> None:
+    toy = Toy(sgd)
+    before = copy.deepcopy(toy.optimizer.state_dict())
+    ensemble = ensemble_on(toy, [2.0])
+    epoch(toy, ensemble)
+    toy.optimizer.load_state_dict(before)
+    with pytest.warns(UserWarning, match=TAKEN):
+        ensemble.step(toy.step())
+    assert rates(toy.optimizer) == [0.5, 0.5] and ensemble.schedule.values() == [0.25]
 
 
 # -- controllers and knobs that do more --------------------------------------------------------------------------------------
