@@ -19,7 +19,7 @@ from .evidence import Evidence
 from .plan import Adopt, Decision, Ending, Learned, Moment, Plan, Question, Restore
 from .scale import Scale
 from .schema import COUNT, POSITIVE, Instance, Kind, ListOf, Number, Optional, Or, Row, read, unchanged_on_error
-from .spread import assignment, check_spread, multipliers
+from .spread import assignment, multipliers
 
 __all__ = ["CycleOutcome", "Engine", "KnobSpec", "ask_and_tell"]
 
@@ -41,9 +41,6 @@ class KnobSpec:
     """Is it a learning rate? A controller's opening is of those, and they are lowered where a cycle is taken back."""
     product: bool = False
     """Is it a decay that is explored as rate * decay, so that it falls where the rate rises?"""
-
-    def __post_init__(self) -> None:
-        check_spread(self.spread)
 
 
 @dataclass(frozen=True)
