@@ -187,17 +187,12 @@ def test_knobs_must_exist_and_differ(knobs: list[KnobSpec]) -> None:
 # -- ramps -----------------------------------------------------------------------------------------------------------------
 
 
-class Says(Controller):
-    """Answers with these decisions, one after the other."""
-
-    name = "says"
-
-    def __init__(self, *decisions: Decision) -> None:
-        super().__init__()
-        self.decisions = list(decisions)
+class Says(Scripted):
+    """Answers with its decisions one after the other."""
 
     def learn(self, evidence: Evidence) -> Learned:
-        return Learned([self.decisions.pop(0) if self.decisions else Decision()])
+        super().learn(evidence)
+        return Learned([self.decisions[len(self.seen) - 1] if len(self.seen) <= len(self.decisions) else Decision()])
 
 
 def ramped(*decisions: Decision) -> Engine:

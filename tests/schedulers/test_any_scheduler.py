@@ -4,7 +4,6 @@ Most of torch's schedulers are recursive (the next value is computed from the on
 that stays in the group would compound: the factor 2 of one cycle would be 4, 8, 16 ... after the next steps.
 """
 
-
 import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
