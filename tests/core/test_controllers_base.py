@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence, Run
-from hdet.core.plan import Decision, Learned, Moment
+from hdet.core.plan import Decision, Moment
 from hdet.core.rules import COSINES, PROBE, HypergradientRule, ProbeRule, RankController, SlopeController, SoftmaxController
 from tests.core.controller_runs import bowl, decide, end_of
 
@@ -114,38 +114,18 @@ def run(total_steps: int | None) -> Run:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_state_continues_exactly_also_through_json(name: str) -> None:
-    def fresh() -> Any:
-        return ALL[name](freeze_after=0.9)
+    """Handed to a new controller after every decision."""
 
-    whole = [values for _, _, values in bowl(fresh(), [0.05, 8.0], replicas=8, cycles=40, seed=3)]
-    run = bowl(resumed := Resumed(fresh(), fresh), [0.05, 8.0], replicas=8, cycles=40, seed=3)
-    assert [values for _, _, values in run] == whole
-    assert resumed.resumes == 40
+    def cycles() -> Iterator[tuple[Engine, CycleOutcome, list[float]]]:
+        return bowl(ALL[name](freeze_after=0.9), [0.05, 8.0], replicas=8, cycles=40, seed=3)
 
-
-class Resumed(Controller):
-    """Hands its state to a new controller after every decision."""
-
-    def __init__(self, controller: Controller, fresh: Callable[[], Controller]) -> None:
-        super().__init__()
-        self.name, self.inner, self.fresh, self.resumes = controller.name, controller, fresh, 0
-
-    @property
-    def idle(self) -> bool:
-        return self.inner.idle
-
-    def learn(self, evidence: Evidence) -> Learned:
-        decisions = decide(self.inner, evidence)
-        state, self.inner = json.loads(json.dumps(self.inner.state_dict())), self.fresh()
-        self.inner.load_state_dict(state)
-        self.resumes += 1
-        return Learned(decisions)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    resumed = []
+    for engine, _, values in cycles():
+        assert engine.controller is not None
+        state, engine.controller = json.loads(json.dumps(engine.controller.state_dict())), ALL[name](freeze_after=0.9)
+        engine.controller.load_state_dict(state)
+        resumed.append(values)
+    assert resumed == [values for _, _, values in cycles()]
 
 
 @pytest.mark.parametrize("name", ALL)

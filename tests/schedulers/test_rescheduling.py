@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Scripted, TwoReplicas, force, policies
+from tests.harness import Run, Scripted, TwoReplicas, force, policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, played, rates, sgd, sgd_tensor_lr
 from tests.schedulers.test_any_scheduler import SCHEDULERS
 
@@ -431,26 +431,18 @@ def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_line_and_a_cosine_of_the_users_once_an_epoch() -> None:
     """The sweep's corrections change by the doubling, and the user's scheduler in between."""
-    torch.manual_seed(0)
-    net = torch.nn.Linear(6, 1)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    run = Run(scheduler=None, controller=hdet.LineController, closure=True, every=10, total=240, lr=1e-3)
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    schedulers = [torchs.CosineAnnealingLR(opt, 12) for opt in (optimizer, plain)]
-    ensemble = hdet.Ensemble(optimizer, None, controller=hdet.LineController(net), sync=hdet.Sync(10), total_steps=240)
-    x = torch.randn(32, 6)
-    losses = lambda: (net(x) - x.sum(1, keepdim=True)).square().mean(1)
+    schedulers = [torchs.CosineAnnealingLR(opt, 12) for opt in (run.optimizer, plain)]
     for _ in range(12):
         for _ in range(20):
-            loss = losses().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
             with silent():
-                ensemble.step(loss, closure=losses)
-            in_force = ensemble.engine.in_force(0)
-            assert rates(optimizer) == pytest.approx([rate * in_force for rate in rates(plain)], rel=1e-12)
+                run.step()
+            in_force = run.ensemble.engine.in_force(0)
+            assert rates(run.optimizer) == pytest.approx([rate * in_force for rate in rates(plain)], rel=1e-12)
         for scheduler in schedulers:
             scheduler.step()
+    assert not run.ensemble.sweeping
 
 
 def test_bounds_hold_what_is_written() -> None:
