@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ class Scripted(Controller):
     def learn(self, evidence: Evidence) -> Learned:
         self.seen.append(evidence)
         return Learned(list(self.decisions))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": len(self.seen)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loaded = state
 
 
 def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
