@@ -314,7 +314,9 @@ def test_frozen_in_the_middle_of_the_sweep_it_is_the_user_s_value(freeze_after: 
     assert rule.sweeping
     decision = swept(rule, [1.8], correction=3.0)
     assert decision.restart and 3 * decision.factor == pytest.approx(1.0) and "frozen" in decision.note and rule.idle
-    decide(rule, int(rule.risen))
+    for step in (int(rule.risen) - 1, int(rule.risen)):
+        assert not rule.finished
+        decide(rule, step)
     assert rule.finished
 
 
