@@ -20,6 +20,7 @@ from .core.spread import check_spread
 from .core.validate import whole
 from .ensemble import Ensemble
 from .knobs import LearningRate
+from .knobs.cells import content, put
 from .policies import Sync
 from .replicas import Replicas
 from .run.schedule import plain
@@ -213,18 +214,14 @@ def _unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     """torch's constructor writes into the optimizer before everything is validated: take that back if something is refused."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
-    groups = [
-        {key: (value, value.clone() if isinstance(value, torch.Tensor) else None) for key, value in g.items()}
-        for g in optimizer.param_groups
-    ]
+    groups = [{key: (value, content(value)) for key, value in group.items()} for group in optimizer.param_groups]
     step = optimizer.__dict__.get("step")
     try:
         yield
     except BaseException:
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
-            for key, (value, content) in before.items():
-                group[key] = value if content is None else value.copy_(content)
+            group.update({key: put(value, then) for key, (value, then) in before.items()})
         optimizer.__dict__.pop("step", None)
         if step is not None:
             optimizer.__dict__["step"] = step

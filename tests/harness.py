@@ -245,6 +245,12 @@ def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
     return torch.optim.SGD([parameter], lr=lr, **settings)
 
 
+def force(run: hdet.Ensemble, *corrections: float) -> None:
+    """As if a cycle had ended with these corrections, by knob."""
+    run.engine.corrections = list(corrections)
+    run.schedule.write(run.engine)
+
+
 class Scripted(hdet.Controller):
     """Plans and decides what is written down, cycle by cycle, the last for ever: plans, factors by knob (or for all), endings."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from ..core.controller import Learning, RuledController
+from ..core.controller import Learning, RuledController, learning_of
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision, Learned, SnapshotOf
 from ..core.rules import LINE, LineRule
@@ -70,12 +68,7 @@ class LineController(RuledController):
 
     def learn(self, evidence: Evidence) -> Learning:
         """Of the rule, which knows of rates alone."""
-        return self._learn(evidence)
-
-    def _learn(self, evidence: Evidence) -> Any:
-        learned = self.rule.learn(evidence.only(self._rates))
-        if not isinstance(learned, Learned):
-            learned = yield from learned
+        learned = yield from learning_of(self.rule, evidence.only(self._rates))
         decisions = [Decision() for _ in evidence.knobs]
         for k, decision in zip(self._rates, learned.decisions, strict=True):
             decisions[k] = decision

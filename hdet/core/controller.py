@@ -12,7 +12,7 @@ from .plan import Decision, Learned, Moment, Plan, Question
 from .schema import Flag, Kind, Or, Plain, read
 from .validate import finite
 
-__all__ = ["Controller", "Learning", "RuledController"]
+__all__ = ["Controller", "Learning", "RuledController", "learning_of"]
 
 Learning = Learned | Generator[Question, Any, Learned]
 """What `Controller.learn` returns; a generator asks its questions by ``answer = yield question``."""
@@ -156,6 +156,12 @@ class Controller:
                 )
             return self.freeze_after * total_steps
         return math.inf if self.freeze_after is None else self.freeze_after
+
+
+def learning_of(controller: Controller, evidence: Evidence) -> Generator[Question, Any, Learned]:
+    """What it learns, whether it asks or not: ``learned = yield from learning_of(controller, evidence)``."""
+    learned = controller.learn(evidence)
+    return learned if isinstance(learned, Learned) else (yield from learned)
 
 
 class RuledController(Controller):

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
-from .controller import Controller
+from .controller import Controller, learning_of
 from .design import orthogonal
 from .evidence import Evidence
 from .plan import Adopt, Decision, Ending, Learned, Moment, Plan, Question, Restore
 from .scale import Scale
 from .schema import COUNT, POSITIVE, Instance, Kind, ListOf, Number, Optional, Or, Row, read, unchanged_on_error
-from .spread import assignment, check_spread, multipliers
+from .spread import assignment, multipliers
 
 __all__ = ["CycleOutcome", "Engine", "KnobSpec", "ask_and_tell"]
 
@@ -41,9 +41,6 @@ class KnobSpec:
     """Is it a learning rate? A controller's opening is of those, and they are lowered where a cycle is taken back."""
     product: bool = False
     """Is it a decay that is explored as rate * decay, so that it falls where the rate rises?"""
-
-    def __post_init__(self) -> None:
-        check_spread(self.spread)
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,7 @@ class Engine:
         self.rollbacks_in_row = 0
         self.diverged_total = 0
         """How often a replica was left out of an average since step 0."""
-        self._table: list[list[float]] = []
-        self._table_of: tuple[int, int, Plan] | None = None
+        self._table: list[list[float]] | None = None
 
     # -- plan and fan out ------------------------------------------------------------------------------------------------
 
@@ -167,14 +163,11 @@ class Engine:
 
     def multipliers(self) -> list[list[float]]:
         """[knob][replica]: rho of the running cycle: the plan's, or drawn (Eq. 1 and 8), or all 1. Not to be written to."""
-        key = (self.seed, self.cycle, self.plan)
-        if self._table_of is None or key[:2] != self._table_of[:2] or key[2] is not self._table_of[2]:
-            # A cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost.
+        if self._table is None:  # a cycle asks when it begins and when it ends, and at 1 024 replicas hashing is most of its cost
             if self.plan.multipliers is not None:
                 self._table = [list(map(float, row)) for row in self.plan.multipliers]
             else:
                 self._table = self._draw() if self.explores else [[1.0] * self.replicas for _ in self.knobs]
-            self._table_of = key
         return self._table
 
     def _draw(self) -> list[list[float]]:
@@ -279,13 +272,13 @@ class Engine:
     def _next_cycle(self) -> None:
         self.cycle += 1
         self.position = 0
-        self._plan = None
+        self._plan = self._table = None
 
     def restart(self) -> None:
         """Weights were loaded or restored: the controller plans the running cycle anew."""
         if self.controller is not None:
             self.controller.restart(self.moment)
-        self._plan = None
+        self._plan = self._table = None
 
     def roll_back(self, factor: float, schedule_step: int | None = None) -> CycleOutcome:
         """End a cycle that is taken back: nothing was learned in it but that the rates were too high. ``schedule_step`` as for `close`."""
@@ -415,7 +408,7 @@ class Engine:
         self.corrections = [float(x) for x in values["corrections"]]
         self.held = [None if x is None else float(x) for x in values["bases"]]
         self.ramps = [(float(before), since, steps) for before, since, steps in values["ramps"]]
-        self._plan = None
+        self._plan = self._table = None
 
 
 def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None) -> tuple[Learned, list[Any]]:
@@ -424,17 +417,14 @@ def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Q
     Raises:
         ValueError: it asks, and nobody is there to answer.
     """
-    learned = controller.learn(evidence)
-    answers: list[Any] = []
-    if isinstance(learned, Learned):
-        return learned, answers
+    learning, answers = learning_of(controller, evidence), list[Any]()
     try:
-        question = next(learned)
+        question = next(learning)
         while True:
             if answer is None:
                 raise ValueError(f"controller {controller.name!r} asks {question!r}, but nothing was measured that could answer")
             answers.append(answer(question))
-            question = learned.send(answers[-1])
+            question = learning.send(answers[-1])
     except StopIteration as end:
         return end.value, answers
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,14 +119,11 @@ class ListOf(Kind):
         return [self.kind.read(entry, f"{where}[{i}]", sizes) for i, entry in enumerate(value)]
 
 
-@dataclass(frozen=True, init=False)
 class Row(Kind):
     """A list of so many values, each of a kind of its own."""
 
-    kinds: Sequence[Kind]
-
     def __init__(self, *kinds: Kind) -> None:
-        object.__setattr__(self, "kinds", kinds)
+        self.kinds = kinds
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
         entries = ListOf(Anything(), len(self.kinds)).read(value, where, sizes)

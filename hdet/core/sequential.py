@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .controller import Controller, Learning
+from .controller import Controller, Learning, learning_of
 from .evidence import Evidence, Run
-from .plan import Learned, Moment, Plan
+from .plan import Moment, Plan
 from .schema import Flag, Instance, read, unchanged_on_error
 
 __all__ = ["SequentialController"]
@@ -68,14 +68,9 @@ class SequentialController(Controller):
 
     def learn(self, evidence: Evidence) -> Learning:
         if self.handed_over:
-            return self.then.learn(evidence)
-        return self._first_learns(evidence)
-
-    def _first_learns(self, evidence: Evidence) -> Any:
+            return (yield from learning_of(self.then, evidence))
         self.then.observe(evidence)
-        learned = self.first.learn(evidence)
-        if not isinstance(learned, Learned):
-            learned = yield from learned
+        learned = yield from learning_of(self.first, evidence)
         self.handed_over = self.first.finished
         return learned
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .controller import Controller, Learning, RuledController
+from .controller import Controller, Learning, RuledController, learning_of
 from .evidence import Evidence
 from .plan import Decision, Learned, Moment, Plan
 
@@ -39,9 +39,7 @@ class Shadow(RuledController):
         return Plan(measure=wanted.measure, snapshots={name: replace(one, state=False) for name, one in wanted.snapshots.items()})
 
     def learn(self, evidence: Evidence) -> Learning:
-        learned = super().learn(evidence)
-        if not isinstance(learned, Learned):
-            learned = yield from learned
+        learned = yield from learning_of(self.rule, evidence)
         self.decisions = learned.decisions
         return Learned([_as_note(decision) for decision in learned.decisions])
 

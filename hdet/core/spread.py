@@ -26,8 +26,6 @@ def multipliers(count: int, spread: float) -> list[float]:
     Symmetric around 1, so their sum is N and the uniform mean of the replicas moves at the base rate.
     ``spread`` (alpha) 0, or a single replica, gives exactly 1.0.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1 replica, got {count!r}")
     check_spread(spread)
     middle = (count - 1) / 2
     unit = max(middle, 0.5)

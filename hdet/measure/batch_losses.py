@@ -107,9 +107,8 @@ class BatchLosses(Measurement):
         run = self._watched
         assert run is not None, "watch comes first"
         if cycles == 1:
-            return CyclePoints(run.sets, run.masters, self.average_every, self.left_out(False), self.place)
-        owners, every, after = run.owners(run.knobs), self.average_every, self.left_out(True)
-        return LinePoints(run.sets, run.masters, owners, run, cycles, every, after, self.place, self.dtype)
+            return CyclePoints(run, self.average_every, self.left_out(False), self.place)
+        return LinePoints(run, cycles, self.average_every, self.left_out(True), self.place, self.dtype)
 
     def reset(self) -> None:
         if self._points is not None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ..converge import Masters
 from .measurement import Watched
 from .weight_line import AveragedWeights, WeightLine
 
@@ -18,7 +17,7 @@ class CyclePoints:
     """Each replica at the average of its own weights over the cycle.
 
     Args:
-        replicas: the tensors of each replica in this process, with their ``masters``.
+        run: whose replicas in this process.
         every: sample every so many steps.
         after: part of the cycle that is left out at its beginning.
         place: of the averages, "device" or "host".
@@ -26,10 +25,8 @@ class CyclePoints:
 
     due = True
 
-    def __init__(
-        self, replicas: Sequence[Sequence[torch.Tensor]], masters: Sequence[Masters | None], every: int, after: float, place: str
-    ) -> None:
-        self.averages = [AveragedWeights(own, m, place=place) for own, m in zip(replicas, masters, strict=True)]
+    def __init__(self, run: Watched, every: int, after: float, place: str) -> None:
+        self.averages = [AveragedWeights(own, masters, place=place) for own, masters in zip(run.sets, run.masters, strict=True)]
         self._every, self._after = every, after
 
     def on_cycle_start(self) -> None:
@@ -68,25 +65,13 @@ class LinePoints:
     (Samples at the ends of cycles would need no all_reduce, but are too few to take the noise out.)
 
     Args:
-        owners: the number of the knob that moves each tensor, or None.
         cycles: in an interval.
         dtype: of origin and average.
         others: as for `CyclePoints`; ``after`` is a part of the interval.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Sequence[torch.Tensor]],
-        masters: Sequence[Masters | None],
-        owners: Sequence[int | None],
-        run: Watched,
-        cycles: int,
-        every: int,
-        after: float,
-        place: str,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self._replicas, self._masters, self._owners, self._run = replicas, masters, owners, run
+    def __init__(self, run: Watched, cycles: int, every: int, after: float, place: str, dtype: torch.dtype | None) -> None:
+        self._run, self._owners = run, run.owners(run.knobs)
         self._cycles, self._every, self._after = cycles, every, after
         self._place, self._dtype = place, dtype
         self._line: WeightLine | None = None
@@ -103,8 +88,9 @@ class LinePoints:
             self._begun = True
 
     def _make_line(self) -> WeightLine:
-        line = WeightLine(self._replicas[0], self._masters[0], self._dtype, self._place)
-        for own, masters in zip(self._replicas[1:], self._masters[1:], strict=True):
+        (first, its_masters), *others = zip(self._run.sets, self._run.masters, strict=True)
+        line = WeightLine(first, its_masters, self._dtype, self._place)
+        for own, masters in others:
             line.mean.follow(own, masters)
         return line
 
@@ -134,6 +120,6 @@ class LinePoints:
             self._line.share(self._run.replicas)
             self._shared = True
         rho = self._run.multipliers()[place]
-        with self._line.scored(self._replicas[place]) as put:
+        with self._line.scored(self._run.sets[place]) as put:
             put([1.0 if k is None else rho[k] for k in self._owners])
             yield

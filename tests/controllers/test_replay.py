@@ -37,24 +37,20 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MAKES)
 def test_a_recorded_run_is_decided_again_to_the_bit(name: str) -> None:
-    make, settings = MAKES[name]
-    ran = run(make, **settings).steps()
-    again = make(model())
-    again.start(ran.ensemble.run)
-    records = json.loads(json.dumps([record["record"] for record in ran.records]))
-    assert sum(record["evidence"] is not None for record in records) >= 10
-    assert list(hdet.replay(again, records)) == []
-    if "taken back" in name:
-        assert any(record["restarted"] for record in records)
-
-
-@pytest.mark.parametrize("name", ["probe", "line", "softmax"])
-def test_a_changed_record_is_noticed(name: str) -> None:
+    """And a decision in which the last bit is another one is noticed."""
     make, settings = MAKES[name]
     ran = run(make, **settings).steps()
     records = json.loads(json.dumps([record["record"] for record in ran.records]))
-    moved = next(record for record in records if any(d["factor"] != 1 for d in record["decisions"]))
-    moved["decisions"][0]["factor"] *= 1 + 1e-15
-    again = make(model())
-    again.start(ran.ensemble.run)
-    assert len(list(hdet.replay(again, records))) == 1
+
+    def differences() -> list[str]:
+        again = make(model())
+        again.start(ran.ensemble.run)
+        return list(hdet.replay(again, records))
+
+    assert sum(record["evidence"] is not None for record in records) >= 10 and differences() == []
+    assert any(record["restarted"] for record in records) or "taken back" not in name
+    moved = [decision for record in records for decision in record["decisions"] if decision["factor"] != 1]
+    if moved:
+        moved[0]["factor"] *= 1 + 2**-52
+        assert len(differences()) == 1
+    assert moved or name in ("a shadow", "softmax, its own decay", "probe of several cycles")

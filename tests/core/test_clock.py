@@ -1,26 +1,20 @@
 """When cycles end, when the controller acts, and which settings are refused."""
 
+from typing import Any
+
 import pytest
 
 from hdet.core.clock import Clock
 
 
-@pytest.mark.parametrize("interval", [0, -1, 2.5, True, "50", None])
-def test_an_interval_below_one_step_is_refused(interval: object) -> None:
-    with pytest.raises(ValueError, match="sync_interval must be a whole number of steps >= 1"):
-        Clock(interval)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("warmup", [-1, 1.5, None])
-def test_a_negative_warm_up_is_refused(warmup: object) -> None:
-    with pytest.raises(ValueError, match="warmup_steps"):
-        Clock(10, warmup)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("total", [0, -5, 1.5])
-def test_an_empty_run_is_refused(total: object) -> None:
-    with pytest.raises(ValueError, match="total_steps"):
-        Clock(10, 0, total)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "least", "wrong"),
+    [("sync_interval", 1, (0, -1, 2.5, True, "50", None)), ("warmup_steps", 0, (-1, 1.5, None)), ("total_steps", 1, (0, -5, 1.5))],
+)
+def test_what_is_no_number_of_steps_is_refused(name: str, least: int, wrong: tuple[Any, ...]) -> None:
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of steps >= {least}"):
+            Clock(**{"sync_interval": 10, name: value})
 
 
 @pytest.mark.parametrize("total", [50_000, 100_000])
@@ -53,15 +47,10 @@ def test_decisions_left_reaches_one_at_the_end() -> None:
     ("total", "interval", "alone", "several", "expected"),
     [
         (None, 10, 1.0, 0.5, 1),
-        (1000, 50, 1.0, 0.5, 1),
-        (1000, 25, 1.0, 0.5, 1),
         (1024, 25, 1.0, 0.5, 1),  # 40 whole cycles
         (1025, 25, 1.0, 0.5, 3),
-        (1000, 10, 1.0, 0.5, 5),
         (1000, 10, 1.0, 1.0, 3),
         (1000, 10, 0.1, 0.1, 10),  # a tenth of the run at most
-        (1000, 40, 0.5, 0.5, 2),
-        (1000, 60, 0.5, 0.5, 1),
         (7, 10, 0.5, 0.5, 1),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence, Run
-from hdet.core.plan import Decision, Learned, Moment
+from hdet.core.plan import Decision, Moment
 from hdet.core.rules import COSINES, PROBE, HypergradientRule, ProbeRule, RankController, SlopeController, SoftmaxController
 from tests.core.controller_runs import bowl, decide, end_of
 
@@ -42,28 +42,19 @@ def test_after_freeze_after_nothing_moves_and_the_spread_rests(name: str, freeze
     assert rested == [False] * 15 + [True] * 15
 
 
-@pytest.mark.parametrize("name", ["probe", "slope", "rank", "hypergradient"])
+@pytest.mark.parametrize("name", PEAKED)
 def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
     """The engine lets the spread rest; somebody else may still bring evidence."""
-    frozen, free = ALL[name](freeze_after=3), ALL[name]()
-    reported = []
-    for controller in (frozen, free):
-        engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 20), None)
-        for step in range(1, 13):
-            rho = engine.multipliers()[0]
-            wrong = 0.01 * math.sin(step)
-            cosines = [0.5 + 0.1 * (-1) ** chunk for chunk in range(8)]
-            seen = evidence(
-                step=step, multipliers=[rho], losses=[(1 + wrong) * math.log(x) for x in rho],
-                measured={PROBE: [[(1 + chunk / 100) * math.log(x) for chunk in range(8)] for x in rho], COSINES: [cosines] * 4},
-            )  # fmt: skip
-            decision = decide(controller, seen)[0]
-            engine.tick()
-            engine.close([1.0] * 4, scheduled=[1.0])
-        reported.append(decision)
-    assert reported[0].factor == 1.0 and reported[1].factor < 1.0
-    assert (reported[0].slope, reported[0].error, reported[0].t) == (reported[1].slope, reported[1].error, reported[1].t)
-    assert reported[0].t is not None and reported[0].t > 2
+    frozen, free, rho = ALL[name](freeze_after=3), ALL[name](), [0.7, 0.9, 1.1, 1.3]
+    probes = [[(1 + chunk / 100) * math.log(x) for chunk in range(8)] for x in rho]
+    inner = [[0.5 + 0.1 * (-1) ** chunk for chunk in range(8)]] * 4
+    for step in range(1, 13):
+        losses = [(1 + 0.01 * math.sin(step)) * math.log(x) for x in rho]
+        one, other = (
+            decide(controller, evidence(step=step, losses=losses, probes=probes, inner=inner))[0] for controller in (frozen, free)
+        )
+    assert one.factor == 1.0 and other.factor < 1.0
+    assert (one.slope, one.error, one.t) == (other.slope, other.error, other.t) and one.t is not None and one.t > 2
 
 
 def evidence(**given: Any) -> Evidence:
@@ -74,18 +65,13 @@ def evidence(**given: Any) -> Evidence:
     })  # fmt: skip
 
 
-def test_a_decision_at_freeze_after_still_moves() -> None:
-    rule = ProbeRule(freeze_after=10)
+def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> None:
+    rule, early, last = ProbeRule(freeze_after=10), ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
     rows = [[math.log(rho) * (1 + c / 10) for c in range(8)] for rho in (0.7, 0.9, 1.1, 1.3)]
-    assert decide(rule, evidence(step=10, probes=rows))[0].factor < 1.0
-    assert rule.idle
+    assert decide(rule, evidence(step=10, probes=rows))[0].factor < 1.0 and rule.idle
     assert decide(rule, evidence(step=11, probes=rows))[0].factor == 1.0
-
-
-def test_it_rests_in_a_cycle_that_would_end_too_late_but_not_in_a_last_one_cut_short() -> None:
-    early, last = ProbeRule(freeze_after=25), ProbeRule(freeze_after=1.0)
-    for rule in (early, last):
-        decide(rule, evidence(step=20, sync_interval=10, total_steps=25))
+    for cut_short in (early, last):
+        decide(cut_short, evidence(step=20, sync_interval=10, total_steps=25))
     assert not early.idle and not last.idle
     decide(early, evidence(step=20, sync_interval=10, total_steps=100))
     assert early.idle
@@ -128,38 +114,18 @@ def run(total_steps: int | None) -> Run:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_state_continues_exactly_also_through_json(name: str) -> None:
-    def fresh() -> Any:
-        return ALL[name](freeze_after=0.9)
+    """Handed to a new controller after every decision."""
 
-    whole = [values for _, _, values in bowl(fresh(), [0.05, 8.0], replicas=8, cycles=40, seed=3)]
-    run = bowl(resumed := Resumed(fresh(), fresh), [0.05, 8.0], replicas=8, cycles=40, seed=3)
-    assert [values for _, _, values in run] == whole
-    assert resumed.resumes == 40
+    def cycles() -> Iterator[tuple[Engine, CycleOutcome, list[float]]]:
+        return bowl(ALL[name](freeze_after=0.9), [0.05, 8.0], replicas=8, cycles=40, seed=3)
 
-
-class Resumed(Controller):
-    """Hands its state to a new controller after every decision."""
-
-    def __init__(self, controller: Controller, fresh: Callable[[], Controller]) -> None:
-        super().__init__()
-        self.name, self.inner, self.fresh, self.resumes = controller.name, controller, fresh, 0
-
-    @property
-    def idle(self) -> bool:
-        return self.inner.idle
-
-    def learn(self, evidence: Evidence) -> Learned:
-        decisions = decide(self.inner, evidence)
-        state, self.inner = json.loads(json.dumps(self.inner.state_dict())), self.fresh()
-        self.inner.load_state_dict(state)
-        self.resumes += 1
-        return Learned(decisions)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    resumed = []
+    for engine, _, values in cycles():
+        assert engine.controller is not None
+        state, engine.controller = json.loads(json.dumps(engine.controller.state_dict())), ALL[name](freeze_after=0.9)
+        engine.controller.load_state_dict(state)
+        resumed.append(values)
+    assert resumed == [values for _, _, values in cycles()]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -196,8 +162,8 @@ def test_a_state_is_a_copy(name: str) -> None:
 class Bare(Controller):
     """One hook and nothing else."""
 
-    def learn(self, evidence: Evidence) -> Learned:
-        return Learned([Decision(factor=1.1)] * len(evidence.knobs))
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        return [Decision(factor=2.0)] * len(evidence.knobs)
 
 
 def test_a_controller_of_one_hook_plans_cycles_as_published() -> None:
@@ -207,18 +173,8 @@ def test_a_controller_of_one_hook_plans_cycles_as_published() -> None:
     bare.restart(Moment(1, 1, 1))
     plan = bare.plan(Moment(0, 0, 0))
     assert plan.spread and plan.steps is plan.multipliers is None and not plan.measure and not plan.snapshots and plan.judged
-    assert end_of(bowl(bare, cycles=3))[0] == pytest.approx(1.1**3)
+    assert end_of(bowl(Bare(freeze_after=3), cycles=10)) == [8.0]
     assert json.loads(json.dumps(bare.state_dict())) == {"frozen": False}
-
-
-def test_a_controller_is_a_name_and_a_decision() -> None:
-    class Doubling(Controller):
-        name = "doubling"
-
-        def decide(self, evidence: Evidence) -> list[Decision]:
-            return [Decision(factor=2.0)]
-
-    assert end_of(bowl(Doubling(freeze_after=3), cycles=10)) == [8.0]
     with pytest.raises(NotImplementedError, match="decide"):
         decide(Controller(), evidence())
 

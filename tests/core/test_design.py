@@ -38,24 +38,19 @@ def test_a_multiple_of_four_is_balanced_and_exactly_orthogonal(count: int) -> No
     assert {level for column in design for level in column} == {-1, 1}
 
 
-@pytest.mark.parametrize("count", range(5, 42, 4))
-def test_one_replica_more_stands_in_the_middle(count: int) -> None:
-    design = columns(count, count - 2)
-    assert worst(design) == (0, 0)
-    assert all(sorted(column) == [-1] * (count // 2) + [0] + [1] * (count // 2) for column in design)
-
-
-@pytest.mark.parametrize("count", range(6, 43, 4))
-def test_two_more_are_balanced_and_no_product_could_be_smaller(count: int) -> None:
-    """Two balanced columns of length 2 mod 4 agree in an even number of places, so their product is 2 mod 4: never 0."""
-    design = columns(count, count - 3)
-    assert worst(design) == (0, 2)
-    assert all(set(column) == {-1, 1} for column in design)
-
-
-@pytest.mark.parametrize("count", range(7, 44, 4))
-def test_three_more_have_sums_and_products_of_one_the_least_for_odd_lengths(count: int) -> None:
-    assert worst(columns(count, count - 1)) == (1, 1)
+@pytest.mark.parametrize(
+    ("counts", "put_aside", "least", "levels"),
+    [
+        (range(5, 42, 4), 2, (0, 0), {-1, 0, 1}),  # one more stands in the middle
+        (range(6, 43, 4), 3, (0, 2), {-1, 1}),  # balanced columns of length 2 mod 4 agree in an even number of places: their product is never 0
+        (range(7, 44, 4), 1, (1, 1), {-1, 1}),  # the least for odd lengths
+    ],
+)  # fmt: skip
+def test_other_numbers_have_the_least_sums_and_products(counts: range, put_aside: int, least: tuple[int, int], levels: set[int]) -> None:
+    for count in counts:
+        design = columns(count, count - put_aside)
+        assert worst(design) == least, count
+        assert all(set(column) == levels and column.count(0) == (0 in levels) for column in design), count
 
 
 @pytest.mark.parametrize("count", [52, 53, 54, 92])

@@ -30,47 +30,38 @@ def test_a_replica_that_diverges_is_left_out(bad: float) -> None:
     assert len(found.notes) == 1 and "replica 1" in found.notes[0]
 
 
-def test_a_loss_is_only_high_if_it_is_above_where_the_cycle_began() -> None:
-    assert verdict([0.1, 4.2, 0.1, 0.1], before=2.0).healthy == [0, 1, 2, 3], "all are falling fast"
-    assert verdict([0.1, 4.2, 0.1, 0.1], before=None).healthy == [0, 1, 2, 3], "nothing is known yet"
-    assert verdict([0.1, 4.2, 0.1, 0.1], before=1.0).healthy == [0, 2, 3]
-    assert verdict([0.1, 4.2, 0.1, 0.1], before=1.0, peer_bound=None).healthy == [0, 1, 2, 3]
-    assert verdict([-4.0, -1.0, -4.0, -4.0], before=-4.0).healthy == [0, 1, 2, 3], "a ratio says nothing of losses below 0"
+ODD, FALLING = [0.1, 4.2, 0.1, 0.1], [-4.0, -1.0, -4.0, -4.0]
 
 
-def test_two_replicas_are_judged_by_each_other() -> None:
-    found = judge(Divergence(), [True, True], [1.0, 9.0], 1.0)
-    assert found.healthy == [0]
+@pytest.mark.parametrize(
+    ("losses", "settings", "healthy"),
+    [
+        (ODD, {"before": 2.0}, ALL), (ODD, {"before": None}, ALL),  # all are falling fast; nothing is known yet
+        (ODD, {}, [True, False, True, True]), (ODD, {"peer_bound": None}, ALL),
+        (FALLING, {"before": -4.0}, ALL),  # a ratio says nothing of losses below 0
+        ([None] * 4, {}, ALL), ([math.nan] * 4, {}, ALL),  # a scaler may have skipped the steps: parameters are whole
+        ([1.0] * 4, {"finite": [True, False, True, True]}, [True, False, True, True]), ([1.0] * 4, {"finite": [False] * 4}, [False] * 4),
+        ([1.0, 9.0], {"finite": [True] * 2}, [True, False]),  # two are judged by each other
+    ],
+)  # fmt: skip
+def test_who_is_averaged(losses: list[float | None], settings: dict[str, Any], healthy: list[bool]) -> None:
+    assert verdict(losses, **settings).healthy == [r for r, good in enumerate(healthy) if good]
 
 
-def test_missing_losses_judge_nobody() -> None:
-    found = verdict([None, None, None, None])
-    assert found.healthy == [0, 1, 2, 3] and found.level is None and not found.roll_back
+RISEN = [2.1, 2.2, 2.3, 2.4]
 
 
-def test_parameters_that_are_not_finite_are_out_whatever_the_loss() -> None:
-    found = verdict([1.0, 1.0, 1.0, 1.0], finite=[True, False, True, True])
-    assert found.healthy == [0, 2, 3] and "parameters" in found.notes[0]
-
-
-def test_broken_losses_everywhere_with_whole_parameters_can_be_averaged() -> None:
-    """A scaler may have skipped the steps; without a snapshot that is all there is to do."""
-    found = verdict([math.nan] * 4)
-    assert found.healthy == [0, 1, 2, 3] and not found.roll_back
-    assert verdict([math.nan] * 4, rollback="device").roll_back
-
-
-def test_nobody_left() -> None:
-    assert verdict([1.0] * 4, finite=[False] * 4).healthy == []
-    assert verdict([1.0] * 4, finite=[False] * 4, rollback="host").roll_back
-
-
-def test_a_cycle_that_rose_as_a_whole_is_taken_back_only_with_a_snapshot() -> None:
-    assert verdict([2.1, 2.2, 2.3, 2.4], rollback="device").roll_back
-    assert not verdict([2.1, 2.2, 2.3, 2.4]).roll_back
-    assert not verdict([1.9, 1.9, 1.9, 1.9], rollback="device").roll_back
-    assert not verdict([2.1, 2.2, 2.3, 2.4], rollback="device", rise_bound=None).roll_back
-    assert not verdict([2.1, 2.2, 2.3, 2.4], before=None, rollback="device").roll_back
+@pytest.mark.parametrize(
+    ("losses", "settings", "taken_back"),
+    [
+        (RISEN, {}, True), (RISEN, {"rollback": None}, False), ([1.9] * 4, {}, False), (RISEN, {"rise_bound": None}, False),
+        (RISEN, {"before": None}, False), ([math.nan] * 4, {}, True), ([1.0] * 4, {"finite": [False] * 4}, True), ([None] * 4, {}, False),
+    ],
+)  # fmt: skip
+def test_a_cycle_that_rose_or_broke_as_a_whole_is_taken_back_with_a_snapshot(
+    losses: list[float | None], settings: dict[str, Any], taken_back: bool
+) -> None:
+    assert verdict(losses, **{"rollback": "device", **settings}).roll_back is taken_back
 
 
 @pytest.mark.parametrize(

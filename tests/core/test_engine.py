@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ class Scripted(Controller):
     def learn(self, evidence: Evidence) -> Learned:
         self.seen.append(evidence)
         return Learned(list(self.decisions))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": len(self.seen)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loaded = state
 
 
 def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
@@ -133,7 +126,9 @@ def test_a_runaway_correction_is_held_and_noted() -> None:
     assert "held at" in notes[1][0] or "held at" in notes[2][0]
 
 
-@pytest.mark.parametrize("decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}])
+@pytest.mark.parametrize(
+    "decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}, {"ramp_from": 0.0}]
+)
 def test_a_decision_that_would_kill_the_run_cannot_be_made(decision: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="finite and positive"):
         Decision(**decision)
@@ -180,3 +175,57 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(damage: Any, m
 def test_knobs_must_exist_and_differ(knobs: list[KnobSpec]) -> None:
     with pytest.raises(ValueError, match="knobs"):
         Engine(knobs, 2, Clock(1))
+
+
+# -- ramps -----------------------------------------------------------------------------------------------------------------
+
+
+class Says(Scripted):
+    """Answers with its decisions one after the other."""
+
+    def learn(self, evidence: Evidence) -> Learned:
+        super().learn(evidence)
+        return Learned([self.decisions[len(self.seen) - 1] if len(self.seen) <= len(self.decisions) else Decision()])
+
+
+def ramped(*decisions: Decision) -> Engine:
+    """Cycles of two steps."""
+    return Engine([KnobSpec("lr", 0.0)], 1, Clock(2), Says(*decisions))
+
+
+def course(engine: Engine, steps: int, pace: int = 1) -> list[float]:
+    """The correction of each step; ``pace``: steps of the schedule for each of the engine's."""
+    values = []
+    for _ in range(steps):
+        values.append(engine.value(0, 1.0))
+        if engine.tick():
+            engine.close([1.0], scheduled=[1.0], schedule_step=pace * engine.step)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("decisions", "pace", "expected"),
+    [
+        # A rise comes in steps that are even by the logarithm, a fall at once.
+        ([Decision(factor=16.0, ramp=4), Decision(), Decision(factor=0.5, ramp=4)], 1, [1, 1, 2, 4, 8, 16, 8, 8, 8]),
+        # One that is under way goes on from what is in force: 8 would have been next.
+        ([Decision(factor=16.0, ramp=4), Decision(factor=8.0, ramp=2)], 1, [1, 1, 2, 4, 32, 128, 128]),
+        # A restart begins at a part of its value, even where that falls.
+        ([Decision(factor=0.5, ramp=4, ramp_from=1 / 16)], 1, [1, 1, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 2]),
+        ([Decision(factor=4.0, ramp_from=1.0)], 1, [1, 1, 4, 4]),
+        # It is counted in steps of the schedule, as under accelerate.
+        ([Decision(factor=16.0, ramp=16)], 4, [1, 1, 2, 4, 8, 16, 16]),
+    ],
+)
+def test_how_a_decision_comes_into_force(decisions: list[Decision], pace: int, expected: list[float]) -> None:
+    assert course(ramped(*decisions), len(expected), pace) == pytest.approx(expected)
+
+
+def test_a_ramp_is_part_of_the_state_and_older_states_load() -> None:
+    straight, resumed, older = ramped(Decision(factor=16.0, ramp=4)), ramped(), ramped()
+    course(straight, 3)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed.load_state_dict(state)
+    assert course(resumed, 4) == course(straight, 4) == pytest.approx([4, 8, 16, 16])
+    older.load_state_dict({key: value for key, value in state.items() if key != "ramps"})
+    assert course(older, 2) == [16.0, 16.0]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 
 from hdet.core.rules import line_search as reading
-from hdet.core.rules.line_search import LineSearch
 from hdet.core.rules.range_test import clear_rise
 
 Difference = Callable[[float, float], tuple[float, float]]
 
 
-def asked(function: Callable[..., Any], difference: Difference, *more: float) -> Any:
+def asked(function: Callable[..., Any], difference: Difference, *more: float, **settings: float) -> Any:
     """What it returns, its questions, pairs of points, being answered by ``difference``."""
-    asking, answer = function(lambda a, b: (a, b), *more), None
+    asking, answer = function(lambda a, b: (a, b), *more, **settings), None
     while True:
         try:
             answer = difference(*asking.send(answer))
@@ -26,16 +26,9 @@ def asked(function: Callable[..., Any], difference: Difference, *more: float) ->
             return end.value
 
 
-def search_line(difference: Difference, significant: float, farthest: float) -> LineSearch:
-    return asked(reading.search_line, difference, significant, farthest)
-
-
-def minimum(difference: Difference, rho: float) -> float:
-    return asked(reading.minimum, difference, rho)
-
-
-def divergence_threshold(difference: Difference, rise: float = math.inf, farthest: float = reading.FARTHEST) -> float:
-    return asked(reading.divergence_threshold, difference, rise, 2.5, farthest)
+search_line, minimum, divergence_threshold = (
+    partial(asked, function) for function in (reading.search_line, reading.minimum, reading.divergence_threshold)
+)
 
 
 def line(loss: Callable[[float], float], error: float = 1e-3) -> Callable[[float, float], tuple[float, float]]:
@@ -136,7 +129,7 @@ def test_where_one_example_explodes_the_threshold_is_where_the_mean_is_far_above
     difference = examples(loss, count)
     assert difference(4.0**10, 0.0)[1] == pytest.approx(1.0, abs=0.01) and divergence_threshold(difference, farthest=4.0**12) == 4.0**12
     level, error = fmean(loss(0.0, i) for i in range(count)), 0.01 * count / math.sqrt(12 * count)
-    found = divergence_threshold(difference, clear_rise(level, error))
+    found = divergence_threshold(difference, rise=clear_rise(level, error))
     assert math.sqrt(count) < found < 4 * math.sqrt(2 * count)
 
 

@@ -115,35 +115,30 @@ def test_with_gradients_of_their_own_replicas_noise_is_part_of_the_error() -> No
     assert 0.7 < found[True] < 1.5 and found[False] > 100
 
 
+def first(count: int, seen: Evidence) -> Evidence:
+    """Of so many replicas alone."""
+    return replace(seen, multipliers=[seen.multipliers[0][:count]], losses=[1.0] * count, measured={PROBE: seen.measured[PROBE][:count]})
+
+
 def test_until_the_replicas_own_noise_is_known_nothing_moves_and_afterwards_what_is_clear_does() -> None:
-    rule, pair = ProbeRule(), [own_noise(-2.0, seed) for seed in range(4)]
-    two = [replace(e, multipliers=[e.multipliers[0][:3]], losses=[1.0] * 3, measured={PROBE: e.measured[PROBE][:3]}) for e in pair]
-    assert [decide(rule, e)[0].factor for e in two[:3]] == [1.0] * 3  # one degree of freedom a cycle
+    rule, cycles = ProbeRule(), [own_noise(-2.0, seed) for seed in range(4)]
+    assert [decide(rule, first(3, seen))[0].factor for seen in cycles[:3]] == [1.0] * 3  # one degree of freedom a cycle
     again = ProbeRule()
     again.load_state_dict(rule.state_dict())
     assert again.noise == rule.noise and rule.noise[1] == pytest.approx(1 + 0.9 + 0.81)
     eight = ProbeRule()
-    assert [decide(eight, e)[0].factor > 1 for e in pair] == [False, True, True, True]  # six; a rise takes two votes
+    assert [decide(eight, seen)[0].factor > 1 for seen in cycles] == [False, True, True, True]  # six; a rise takes two votes
 
 
 def test_with_as_many_knobs_as_can_be_told_apart_mini_batches_are_all_there_is() -> None:
-    e = own_noise(-2.0, 0)
-    two = replace(e, multipliers=[e.multipliers[0][:2]], losses=[1.0] * 2, measured={PROBE: e.measured[PROBE][:2]})
-    rule = ProbeRule()
+    rule, two = ProbeRule(), first(2, own_noise(-2.0, 0))
     assert decide(rule, two)[0].error == decide(ProbeRule(), replace(two, local=False))[0].error and rule.noise == [0.0, 0.0]
 
 
 def test_what_was_known_of_the_noise_blocks_nothing_afterwards() -> None:
     """A replica is gone, so that nothing is free any more; or gradients are shared from a load on."""
-    rule = ProbeRule()
-    three = replace(
-        own_noise(-2.0, 0),
-        multipliers=[own_noise(-2.0, 0).multipliers[0][:3]],
-        losses=[1.0] * 3,
-        measured={PROBE: own_noise(-2.0, 0).measured[PROBE][:3]},
-    )
-    two = replace(three, multipliers=[three.multipliers[0][:2]], losses=[1.0] * 2, measured={PROBE: three.measured[PROBE][:2]})
-    assert decide(rule, three)[0].factor == 1.0 and rule.noise[1] == 1.0
+    rule, two = ProbeRule(), first(2, own_noise(-2.0, 0))
+    assert decide(rule, first(3, own_noise(-2.0, 0)))[0].factor == 1.0 and rule.noise[1] == 1.0
     steep = replace(two, measured={PROBE: [[2 - 50 * math.log(rho) + i * 1e-3 for i in range(8)] for rho in two.multipliers[0]]})
     decide(rule, steep)
     assert rule.noise[1] == 1.0 and decide(rule, steep)[0].t is not None

@@ -22,12 +22,6 @@ def test_each_scale_by_hand(factor: float) -> None:
     assert HORIZON.corrected(0.9, 2.0) == pytest.approx(0.95)
 
 
-@given(st.sampled_from(["log", "linear", "horizon"]), st.floats(0, 1))
-def test_a_factor_of_one_leaves_every_bit(kind: str, value: float) -> None:
-    scale = Scale(kind, unit=0.3, low=0.0, high=1.0)
-    assert scale.corrected(value, 1.0) == scale.fanned(value, 1.0) == value
-
-
 @given(st.sampled_from(["log", "linear", "horizon"]), st.floats(0.2, 0.8), st.floats(0.01, 100), st.floats(0.1, 1.9))
 def test_no_value_leaves_its_bounds_and_the_multiplier_that_acts_gives_it(kind: str, value: float, factor: float, rho: float) -> None:
     scale, free = Scale(kind, 0.5, low=0.2, high=0.8), Scale(kind, 0.5)
@@ -74,4 +68,4 @@ def test_what_a_correction_has_made_can_be_told_back(kind: str, value: float, fa
     free, scale = Scale(kind, 0.5), Scale(kind, 0.5, low=0.2, high=0.8)
     assert free.uncorrected(free.corrected(value, factor), factor) == pytest.approx(value, rel=1e-12, abs=1e-12)
     assert scale.corrected(scale.uncorrected(value, factor), factor) == pytest.approx(min(max(value, 0.2), 0.8), rel=1e-12)
-    assert free.uncorrected(value, 1.0) == value
+    assert free.uncorrected(value, 1.0) == free.corrected(value, 1.0) == free.fanned(value, 1.0) == value  # to the bit

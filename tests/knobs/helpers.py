@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hdet
-from tests.harness import policies
+from tests.harness import Scripted, policies
 
 
 class Pretend(hdet.Replicas):
@@ -19,32 +19,11 @@ class Pretend(hdet.Replicas):
         super().__init__(index, count, None)
 
 
-class Scripted(hdet.Controller):
-    """Multiplies the corrections by given factors at the end of every cycle; everything it is judged by is held out."""
-
-    name, judges_held_out = "scripted", True
-
-    def __init__(self, *factors: float) -> None:
-        super().__init__()
-        self.factors = factors
-
-    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
-        return hdet.Learned([hdet.Decision(factor=factor) for factor in self.factors])
-
-
-class Given(Scripted):
-    """All replicas have these multipliers, one for each knob (rates come first), from the first step on."""
-
-    def __init__(self, *multipliers: float) -> None:
-        super().__init__(*[1.0] * len(multipliers))
-        self.multipliers, self.count = multipliers, 0
-
-    def start(self, run: hdet.Run) -> None:
-        super().start(run)
-        self.count = run.replicas
-
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return hdet.Plan(multipliers=[[rho] * self.count for rho in self.multipliers])
+def given(*multipliers: float, count: int = 8) -> Scripted:
+    """All replicas have these multipliers, one for each knob (rates come first), from the first step on; all they are judged by is held out."""
+    controller = Scripted(plans=[hdet.Plan(multipliers=[[rho] * count for rho in multipliers])])
+    controller.judges_held_out = True
+    return controller
 
 
 class Net(nn.Module):

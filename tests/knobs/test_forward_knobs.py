@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import hdet
-from tests.harness import policies
+from tests.harness import force, policies
 
-from .helpers import LOCAL, Given, Net, Scripted, adamw, backward, ensemble
+from .helpers import LOCAL, Net, adamw, backward, ensemble, given
 
 
 class Held:
@@ -68,22 +68,20 @@ def test_a_linear_scale_adds_and_may_pass_zero() -> None:
     with run.explore():
         assert held.value == pytest.approx(2.0 * (rho - 1)) and held.value != 0
     assert held.value == 0.0
-    run.engine.corrections = [math.exp(-1.5)]
-    run.schedule.write(run.engine)
+    force(run, math.exp(-1.5))
     assert held.value == pytest.approx(-3.0) == run.values()["mine"]
 
 
-def test_bounds_are_hard_for_the_base_and_for_replicas() -> None:
-    for correction, rho, base, used in ((1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)):
-        held = Held(0.8)
-        run = ensemble(Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], controller=Given(rho), **LOCAL)
-        run.engine.corrections = [correction]
-        run.schedule.write(run.engine)
-        assert held.value == base
-        with run.explore():
-            assert held.value == pytest.approx(used)
-    with pytest.raises(ValueError, match="mine is 0.5, outside of its bounds"):
-        ensemble(Net(), [Held(0.5).knob(bounds=(0.6, 1.0))], **LOCAL)
+@pytest.mark.parametrize(
+    ("correction", "rho", "base", "used"), [(1.0, 1.5, 0.8, 1.0), (1.0, 0.5, 0.8, 0.5), (3.0, 1.5, 1.0, 1.0), (0.1, 1.5, 0.5, 0.75)]
+)
+def test_bounds_are_hard_for_the_base_and_for_replicas(correction: float, rho: float, base: float, used: float) -> None:
+    held = Held(0.8)
+    run = ensemble(Net(), [held.knob(bounds=(0.5, 1.0), spread=0.5)], controller=given(rho), **LOCAL)
+    force(run, correction)
+    assert held.value == base
+    with run.explore():
+        assert held.value == pytest.approx(used)
 
 
 def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes_count() -> None:
@@ -94,8 +92,7 @@ def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes
         run.optimizer.step()
         run.step()
     assert held.writes == 0
-    run.engine.corrections = [2.0]
-    run.schedule.write(run.engine)
+    force(run, 2.0)
     assert (held.value, held.writes) == (8.0, 1)
     held.value = 3.0  # the new base value, in which the correction is counted
     with pytest.warns(UserWarning, match="mine was set to 3 while"):
@@ -106,20 +103,6 @@ def test_the_users_setter_is_called_for_new_values_only_and_the_users_own_writes
         held.value = 3.0
     run.step()
     assert held.value == 6.0 and run.schedule.values() == [3.0]
-
-
-@pytest.mark.parametrize("index", [0, 7])
-def test_what_the_user_writes_before_exploring_counts_too(index: int) -> None:
-    net = Net()
-    run = ensemble(net, [hdet.Dropout(net), hdet.LearningRate(0.3)], index=index, **LOCAL)
-    net.drop.p, run.optimizer.param_groups[0]["lr"] = 0.4, 0.05
-    with run.explore():
-        assert net.drop.p != 0.4
-        backward(net)
-    run.optimizer.step()
-    run.step()
-    assert net.drop.p == 0.4 and run.optimizer.param_groups[0]["lr"] == 0.05
-    assert run.schedule.values() == [0.05, 0.4]  # rates come first
 
 
 def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users() -> None:
@@ -145,8 +128,7 @@ def test_a_value_that_is_changed_between_steps_is_the_base_of_exploring(scale: s
     """Noticed when it is next used, in `explore`; corrected once, and never again."""
     held = Held(4.0)
     run = ensemble(Net(), [held.knob(scale=scale, unit=None if scale == "log" else 2.0)], **LOCAL)
-    run.engine.corrections = [2.0]
-    run.schedule.write(run.engine)
+    force(run, 2.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mine was set")
         for _ in range(3):
@@ -173,42 +155,35 @@ def test_what_is_written_inside_explore_is_refused() -> None:
     run.step()
 
 
-def test_dropout_moves_what_it_is_told_to() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.off = nn.Dropout(0.1), nn.Dropout2d(0.4), nn.Dropout(0.0)
-            self.attention, self.linear = nn.MultiheadAttention(4, 2, dropout=0.2), nn.Linear(4, 1)
-
-    net = Two()
-    read = lambda: [net.a.p, net.b.p, net.off.p, net.attention.dropout]
-
-    def at(rho: float, **settings: Any) -> list[float]:
-        knobs = [hdet.Dropout(net, **settings)]
-        run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=knobs, controller=Given(rho), **policies(**LOCAL))
-        with run.explore():
-            return read()
-
-    assert at(1.5) == pytest.approx([0.15, 0.6, 0.0, 0.3])
-    assert at(1.5, modules=["b"]) == pytest.approx([0.1, 0.6, 0.0, 0.2])
-    assert at(1.5, modules=["a", "off"], scale="linear", unit=0.2) == pytest.approx([0.2, 0.4, 0.1, 0.2])
-    assert at(1.99, bounds=(0.0, 0.5)) == pytest.approx([0.199, 0.5, 0.0, 0.398])
-    for settings, message in (({"modules": ["c"]}, "'c'"), ({"modules": ["linear"]}, "'linear'"), ({"modules": ["off"]}, "is 0")):
-        with pytest.raises(ValueError, match=message):
-            hdet.Dropout(net, **settings).bind(torch.optim.SGD(net.parameters(), 0.1))
-    with pytest.raises(ValueError, match="Linear has no dropout above 0"):
-        hdet.Dropout(net.linear).bind(torch.optim.SGD(net.parameters(), 0.1))
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.off = nn.Dropout(0.1), nn.Dropout2d(0.4), nn.Dropout(0.0)
+        self.attention, self.linear = nn.MultiheadAttention(4, 2, dropout=0.2), nn.Linear(4, 1)
 
 
-def test_dropout_inside_explore_is_what_the_forward_pass_uses() -> None:
-    net = nn.Sequential(nn.Dropout(0.25), nn.Linear(1, 1))
-    knobs = [hdet.Dropout(net, modules=["0"])]
-    run = hdet.Ensemble(torch.optim.SGD(net.parameters(), 0.1), knobs=knobs, controller=Given(2.0 - 1e-9), **policies(**LOCAL))
-    x = torch.ones(20_000, 1)
+@pytest.mark.parametrize(
+    ("rho", "settings", "expected"),
+    [
+        (1.5, {}, [0.15, 0.6, 0.0, 0.3]), (1.5, {"modules": ["b"]}, [0.1, 0.6, 0.0, 0.2]),
+        (1.5, {"modules": ["a", "off"], "scale": "linear", "unit": 0.2}, [0.2, 0.4, 0.1, 0.2]),
+        (1.99, {"bounds": (0.0, 0.5)}, [0.199, 0.5, 0.0, 0.398]),
+    ],
+)  # fmt: skip
+def test_dropout_moves_what_it_is_told_to(rho: float, settings: dict[str, Any], expected: list[float]) -> None:
+    net = Dropping()
+    run = ensemble(net, [hdet.Dropout(net, **settings)], optimizer=torch.optim.SGD(net.parameters(), 0.1), controller=given(rho), **LOCAL)
     with run.explore():
-        inside = (net[0](x) == 0).float().mean().item()
-    outside = (net[0](x) == 0).float().mean().item()
-    assert (inside, outside) == (pytest.approx(0.5, abs=0.02), pytest.approx(0.25, abs=0.02))
+        assert [net.a.p, net.b.p, net.off.p, net.attention.dropout] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "modules", "message"),
+    [("", ["c"], "'c'"), ("", ["linear"], "'linear'"), ("", ["off"], "is 0"), ("linear", None, "Linear has no dropout above 0")],
+)
+def test_dropout_that_is_not_there_is_refused(part: str, modules: list[str] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hdet.Dropout(Dropping().get_submodule(part), modules=modules).bind(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
 
 
 def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> None:
@@ -227,15 +202,14 @@ def test_nothing_of_the_ensemble_may_be_called_inside_explore_but_observe() -> N
 
 def test_states_hold_base_values_and_load() -> None:
     net, held = Net(), Held(4.0)
-    run = ensemble(net, [hdet.Dropout(net), held.knob()], controller=Scripted(2.0, 0.5), **LOCAL)
-    run.engine.corrections = [2.0, 0.5]
-    run.schedule.write(run.engine)
+    run = ensemble(net, [hdet.Dropout(net), held.knob()], **LOCAL)
+    force(run, 2.0, 0.5)
     with run.explore():
         assert net.drop.p != 0.4
     state = copy.deepcopy(run.state_dict())
     assert state["scheduled"] == {"dropout": [0.2], "mine": [4.0]}
     other, theirs = Net(), Held(4.0)
-    resumed = ensemble(other, [hdet.Dropout(other), theirs.knob()], controller=Scripted(2.0, 0.5), **LOCAL)
+    resumed = ensemble(other, [hdet.Dropout(other), theirs.knob()], **LOCAL)
     resumed.load_state_dict(state)
     assert (other.drop.p, theirs.value) == (0.4, 2.0)
     assert resumed.values() == run.values() == {"dropout": 0.4, "mine": 2.0}
@@ -275,7 +249,7 @@ def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
 
 def test_the_loop_clips_to_the_replicas_norm() -> None:
     net = Net()
-    run = ensemble(net, [hdet.ClipNorm(0.1, spread=0.5)], controller=Given(1.5), moments="average")
+    run = ensemble(net, [hdet.ClipNorm(0.1, spread=0.5)], controller=given(1.5), moments="average")
     with run.explore():
         backward(net)
         nn.utils.clip_grad_norm_(net.parameters(), run.value("clip_norm"))

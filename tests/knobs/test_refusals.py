@@ -193,6 +193,11 @@ def test_the_drop_in_keeps_permutations() -> None:
         (lambda: hdet.WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
         (lambda: hdet.WeightDecay(product=1), "product must be True or False"),
         (lambda: hdet.Betas(which=[2]), "which must list 0"),
+        (lambda: hdet.GroupValue("lr"), "use hdet.LearningRate"),
+        (lambda: hdet.GroupValue("betas"), "use hdet.Betas"),
+        (lambda: hdet.GroupValue(""), "key must be the name"),
+        (lambda: hdet.GroupValue(3), "key must be the name"),
+        (lambda: hdet.GroupValue("dampening", scale="linear"), "scale of 'dampening' must be"),
         (lambda: hdet.Eps(groups="all"), "groups must be None, 'each'"),
         (lambda: hdet.LearningRate(groups=[]), "groups must be None, 'each' or a list .* not empty"),
     ],
@@ -210,6 +215,12 @@ def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
         ([hdet.Scalar("x", value=float("nan"), scale="linear", unit=1.0)], "x is nan: begin with a finite number"),
         ([hdet.Temperature(nn.Linear(1, 1), attribute="forward")], "'forward' of a module is .*, but a knob is a number or a 0-d tensor"),
         ([hdet.ClipNorm()], "AdamW has max_grad_norm None"),
+        ([hdet.LearningRate(bounds=(0.1, 1.0))], "outside of its bounds"),
+        ([hdet.WeightDecay(bounds=(1.0, 2.0))], "outside of its bounds"),
+        ([hdet.Eps(bounds=(0.0, 1e-9))], "outside of its bounds"),
+        ([hdet.Scalar("x", value=0.5, bounds=(0.6, 1.0))], "x is 0.5, outside of its bounds"),
+        ([hdet.WeightDecay(groups=["last"])], "'last', which has no weight_decay to explore"),
+        ([hdet.WeightDecay(groups=["drop"])], r"'drop', but the optimizer has the groups \['first', 'last'\]"),
         ([hdet.WeightDecay(product=True)], "no knob moves the rate of its groups: add a LearningRate"),
         ([hdet.LearningRate(groups=["last"]), hdet.WeightDecay(product=True)], "no knob moves the rate"),
         ([hdet.LabelSmoothing(nn.MSELoss())], "target must be an nn.CrossEntropyLoss or a number, got MSELoss"),
@@ -224,6 +235,12 @@ def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
         ensemble(Net(), knobs, **LOCAL)
 
 
+def test_a_decay_of_0_is_none() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match="no parameter group has a weight_decay to explore"):
+        ensemble(net, [hdet.WeightDecay()], optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.0))
+
+
 def test_a_temperature_that_is_trained_and_one_value_with_two_knobs_are_refused() -> None:
     net = Net()
     net.temperature = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
@@ -234,11 +251,18 @@ def test_a_temperature_that_is_trained_and_one_value_with_two_knobs_are_refused(
         ensemble(net, [hdet.Dropout(net), hdet.Dropout(net, name="again")], **LOCAL)
 
 
-@pytest.mark.parametrize(("knob", "key"), [(hdet.Betas(), "betas"), (hdet.Eps(), "eps")])
-def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, key: str) -> None:
+OF_SGD = [
+    (hdet.Betas(), "SGD have no 'betas': leave the knob out"), (hdet.Eps(), "SGD have no 'eps': leave the knob out"),
+    (hdet.GroupValue("rho"), "have no 'rho'"), (hdet.GroupValue("nesterov"), "which is no number"),
+    (hdet.GroupValue("dampening"), "begin above 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knob", "message"), OF_SGD)
+def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: str) -> None:
     net = Net()
-    with pytest.raises(ValueError, match=f"SGD have no '{key}': leave the knob out"):
-        ensemble(net, [knob], optimizer=torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(ValueError, match=message):
+        ensemble(net, [knob], optimizer=torch.optim.SGD(net.parameters(), 0.1, 0.5))
 
 
 def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:

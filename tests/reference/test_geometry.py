@@ -74,17 +74,6 @@ def test_replicas_lie_on_one_line_and_their_mean_is_the_base_rate_run(dtype, tol
             assert torch.equal(value, ranks[0][3][key])  # shared gradients: the moments are the same everywhere, bit for bit
 
 
-def test_any_weighted_mean_is_known_without_communication():
-    """sum_r w_r theta_r = theta_0 - (sum_r w_r rho_r) s."""
-    ranks = run_ranks(_replica, REPLICAS, torch.float64, 0.0)
-    rho, start = [rank[0] for rank in ranks], _start(torch.float64)
-    displacement = (start - ranks[2][1]) / rho[2]  # from replica 2 alone
-    weights = [0.1, 0.2, 0.3, 0.4]
-    mean = method.converge([rank[1].tolist() for rank in ranks], weights)
-    expected = start - sum(w * x for w, x in zip(weights, rho, strict=True)) * displacement
-    assert expected.tolist() == pytest.approx(mean, rel=1e-12)
-
-
 def test_decay_at_the_replicas_own_rate_adds_a_second_order_term():
     """torch's AdamW decays by 1 - lr rho wd: in the mean the terms linear in the spread cancel, those quadratic in it remain."""
     weight_decay, base = 2.0, _base(torch.float64, 2.0)

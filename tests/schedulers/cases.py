@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import hdet
+from tests.harness import Scripted
 
 Params = list[dict[str, Any]]
 
@@ -83,30 +90,59 @@ CASES = [
 ]
 
 
-class Toy:
-    """A small network with two parameter groups, its optimizer and fixed data; two of them with the same case are bitwise the same."""
-
-    def __init__(self, optimizer: Callable[[Params], Optimizer], dtype: torch.dtype = torch.float32) -> None:
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
         generator = torch.Generator().manual_seed(3)
-        self.first = torch.randn(5, 4, generator=generator, dtype=dtype).requires_grad_()
-        self.second = torch.randn(4, 1, generator=generator, dtype=dtype).requires_grad_()
-        self.inputs = torch.randn(8, 5, generator=generator, dtype=dtype)
-        self.targets = torch.randn(8, 1, generator=generator, dtype=dtype)
-        self.optimizer = optimizer([{"params": [self.first]}, {"params": [self.second]}])
+        self.first = nn.Parameter(torch.randn(5, 4, generator=generator))
+        self.second = nn.Parameter(torch.randn(4, 1, generator=generator))
 
-    def loss(self) -> torch.Tensor:
-        return ((self.inputs @ self.first).tanh() @ self.second - self.targets).square().mean()
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs @ self.first).tanh() @ self.second
+
+
+class Toy:
+    """A small network with two parameter groups, under DDP where there is a process group, its optimizer and fixed data of this ``rank``; two
+    of them with the same case are bitwise the same."""
+
+    def __init__(self, optimizer: Callable[[Params], Optimizer], rank: int = 0) -> None:
+        generator = torch.Generator().manual_seed(4 + rank)
+        self.inputs, self.targets = torch.randn(8, 5, generator=generator), torch.randn(8, 1, generator=generator)
+        self.net = Net()
+        self.model = DistributedDataParallel(self.net) if dist.is_initialized() else self.net
+        self.optimizer = optimizer([{"params": [self.net.first]}, {"params": [self.net.second]}])
 
     def step(self) -> torch.Tensor:
         """Forward, backward, optimizer step; the scheduler is the caller's."""
         self.optimizer.zero_grad()
-        loss = self.loss()
+        loss = (self.model(self.inputs) - self.targets).square().mean()
         loss.backward()
         self.optimizer.step()
         return loss
 
     def parameters(self) -> list[torch.Tensor]:
-        return [self.first.detach(), self.second.detach()]
+        return [self.net.first.detach(), self.net.second.detach()]
+
+    def take(self, other: Toy) -> None:
+        """The parameters of another."""
+        for own, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            own.copy_(theirs)
+
+
+def pair(build: Any, case: Case, rank: int = 0, **more: Any) -> tuple[Toy, Any]:
+    """(toy, scheduler) of a case, with torch's class or with ours."""
+    toy = Toy(case.optimizer, rank)
+    ours = {"model_sync_interval": 4} if build is hdet.OneCycleAutoLR else {}
+    return toy, build(toy.optimizer, **copy.deepcopy(case.arguments), **ours, **more)
+
+
+def played(rho: float, factors: Sequence[float] = (), cycle: int = 1) -> Scripted:
+    """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs at the end of one cycle."""
+    return Scripted([1.0] * cycle + [factors or 1.0], [hdet.Plan(multipliers=[[rho]] * (len(factors) or 2))])
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 HYPERPARAMETERS = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "weight_decay")

@@ -1,17 +1,11 @@
 """The probe's rule: paired losses of one cycle in, a bounded move of each knob's correction out (docs/method.md).
 
 Every replica scores the same mini-batches at the average of its own weights over the cycle. t is the mean slope over the
-mini-batches by its standard error; t < 0 says that a higher value was better. Then:
+mini-batches by its standard error; t < 0 says that a higher value was better. Where votes count and how far they go is `PeakController`'s:
 
-1. Votes move a correction only near the schedule's peak: from ``begin`` of it on the way up to ``end`` of it on the way down.
-   Before, the value is low on purpose and every vote says "higher"; after, a lower value is the point of the schedule.
-2. A rise needs two votes in a row, of which the weaker counts; a fall needs one. What goes up too far does lasting damage.
-3. What exceeds the dead zone decides: ln(correction) moves by step * tanh((|t| - dead) / scale), so it is large when the
+1. A rise needs two votes in a row, of which the weaker counts; a fall needs one. What goes up too far does lasting damage.
+2. What exceeds the dead zone decides: ln(correction) moves by step * tanh((|t| - dead) / scale), so it is large when the
    evidence is overwhelming, far from the optimum, and nothing when t is within its noise, at the optimum.
-4. The correction multiplies the schedule and stays within [1 / bound, bound].
-5. Once the schedule has fallen below ``end`` the rule is idle: no more probes, and the replicas train alike to the end.
-
-Of these 1, 4 and 5 are `PeakController`'s.
 
 With local gradients each replica's weights have noise of their own, which is the same in all mini-batches, so their scatter does not show it.
 The residual of the regression over replicas does; it is pooled over cycles and added to the error. (With N - 1 knobs there is no residual,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import mul
 
-__all__ = ["centred", "dot", "gram_of", "mean_and_error", "slopes", "solve", "unexplained"]
+__all__ = ["centred", "dot", "gram_of", "inverse", "mean_and_error", "slopes", "solve", "unexplained"]
 
 
 def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> list[list[float]] | None:
@@ -37,11 +37,10 @@ def unexplained(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequenc
     rows, design = _present(multipliers, probes)
     gram = gram_of(design)
     y = centred([math.fsum(row) / len(row) for row in rows])
-    fit = solve(gram, [dot(x, y) for x in design])
-    inverse = [solve(gram, [float(i == k) for i in range(len(design))]) for k in range(len(design))]
-    assert fit is not None and None not in inverse
+    fit, inverted = solve(gram, [dot(x, y) for x in design]), inverse(gram)
+    assert fit is not None and inverted is not None
     left = [own - math.fsum(slope * x[r] for slope, x in zip(fit, design, strict=True)) for r, own in enumerate(y)]
-    return dot(left, left), len(rows) - 1 - len(design), [column[k] for k, column in enumerate(inverse) if column is not None]
+    return dot(left, left), len(rows) - 1 - len(design), [column[k] for k, column in enumerate(inverted)]
 
 
 def _present(
@@ -94,3 +93,10 @@ def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[flo
     for i in reversed(range(n)):
         solution[i] = (rows[i][n] - dot(rows[i][i + 1 : n], solution[i + 1 :])) / rows[i][i]
     return solution
+
+
+def inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]] | None:
+    """[column][row]; None where `solve` finds nothing."""
+    columns = [solve(matrix, [float(i == k) for i in range(len(matrix))]) for k in range(len(matrix))]
+    found = [column for column in columns if column is not None]
+    return found if len(found) == len(columns) else None

@@ -18,7 +18,7 @@ from ..plan import Decision
 from ..schema import Kind, ListOf, Number
 from .peak import gated, ratio
 from .pooled import PooledController
-from .regression import centred, dot, gram_of, solve
+from .regression import centred, dot, gram_of, inverse, solve
 
 __all__ = ["SlopeController"]
 
@@ -93,12 +93,9 @@ class SlopeController(PooledController):
 
     def _pooled(self) -> tuple[list[float] | None, Matrix]:
         """g and V; None while cycles do not tell the knobs apart."""
-        knobs = range(len(self.moments))
-        slope = solve(self.information, self.moments)
-        inverse = [solve(self.information, [float(i == k) for i in knobs]) for k in knobs]
-        if slope is None or any(row is None for row in inverse):
+        slope, rows = solve(self.information, self.moments), inverse(self.information)
+        if slope is None or rows is None:
             return None, []
-        rows = [row for row in inverse if row is not None]
         half = [[dot(row, column) for column in self.squares] for row in rows]
         return slope, [[dot(row, column) for column in rows] for row in half]
 
