@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,7 @@ def loaded(rank: int, world: int, root: str, build: Callable[..., Run]) -> Any:
     return state
 
 
-def unsharded(rank: int, world: int) -> Run:
-    return hsdp(rank, world, shard=1)
+unsharded = partial(hsdp, shard=1)
 
 
 @pytest.mark.parametrize(("build", "others"), [(hsdp, [(ddp, 2), (unsharded, 4)]), (ddp, [(hsdp, 4)])])
@@ -213,7 +213,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.embed, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight
         flat = torch.randn(6)
         self.register_buffer("upper", flat[:3])
