@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ def _nvcc() -> str:
     if path is None:
         return "not on PATH"
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    release = [part.strip() for line in answer.splitlines() if "release" in line for part in line.split(",") if "release" in part]
+    release = re.search(r"release [^,\s]+", answer)
     return f"{path} ({release[0] if release else 'does not say its release'})"
 
 

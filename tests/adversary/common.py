@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 LONGER = int(os.environ.get("HDET_ADVERSARY", "1"))
 SHRINKS = (Phase.shrink,) if "HDET_ADVERSARY" in os.environ else ()
@@ -40,9 +41,9 @@ def trial(examples: int, steps: int = 20) -> settings:
 
 
 def bits(value: Any) -> Any:
-    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself)."""
+    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself); of a DTensor this rank's part."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().view(-1)
+        flat = (value.to_local() if isinstance(value, DTensor) else value).detach().cpu().contiguous().view(-1)
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

@@ -19,6 +19,7 @@ from hdet import checkpoint, converge
 from hdet.replicas import Replicas
 
 from .. import harness
+from ..adversary.common import bits
 
 
 class Run(harness.Run):
@@ -62,15 +63,6 @@ class Run(harness.Run):
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "ensemble": self.ensemble.state_dict(),
         }
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        own = value.to_local() if hasattr(value, "to_local") else value
-        return own.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(v) for key, v in value.items()}
-    return [bits(v) for v in value] if isinstance(value, list) else value
 
 
 def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

@@ -24,8 +24,9 @@ from hdet.checkpoint import CheckpointError
 from hdet.checkpoint.keys import Keys
 from hdet.replicas import Replicas
 
+from ..adversary.common import bits
 from ..distributed import run_ranks
-from .helpers import Run, alone, bits, ddp, groups, hsdp, mlp, shards
+from .helpers import Run, alone, ddp, groups, hsdp, mlp, shards
 
 
 def whole(run: Run) -> Any:
@@ -206,7 +207,7 @@ def test_members_write_parts_and_an_index(tmp_path: Path) -> None:
     for m in (0, 1):
         content = load_file(tmp_path / names[m])
         assert {name.removeprefix(f"member{m}/"): bits(tensor) for name, tensor in content.items()} == models[m]
-    assert index["metadata"]["total_size"] == sum(len(value) for model in models for value in model.values())
+    assert index["metadata"]["total_size"] == sum(len(memory) for model in models for _, _, memory in model.values())
 
 
 class Tied(nn.Module):
