@@ -74,8 +74,8 @@ def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10,
             f"data path {str(root)!r} holds {len(train)} training and {len(validation)} validation bytes in {count} files: at least "
             f"{LEAST_BYTES} of each are needed; pass --data FOLDER with several *.py, *.txt or *.md files or folders, which are split whole"
         )
-    sides = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, validation))
-    return Corpus(*sides, frozenset(modules) - chosen, chosen, hashlib.sha256(train).hexdigest()[:16])
+    sides = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, validation)]
+    return Corpus(sides[0], sides[1], frozenset(modules) - chosen, chosen, hashlib.sha256(train).hexdigest()[:16])
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
