@@ -105,7 +105,7 @@ def _threads() -> Iterator[Line]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU cores", f"{usable} for this process, {os.cpu_count()} in the machine"
     yield "torch", f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
-    yield "hdet train", "1 thread per process"
+    yield "hdet train", "1 thread per process; all cores for one process alone"
 
 
 def _process_groups() -> Iterator[Line]:

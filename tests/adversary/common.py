@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,14 @@ SHRINKS = (Phase.shrink,) if "HDET_ADVERSARY" in os.environ else ()
 
 class Boom(Exception):
     """What the user's own code raises."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings are not what this is about (one replica that nothing can be compared with; states from the middle of a cycle)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def trial(examples: int, steps: int = 20) -> settings:

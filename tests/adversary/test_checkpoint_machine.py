@@ -11,7 +11,6 @@ import io
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
 
 from ..checkpoint.helpers import alone, plain_sgd, torch_adamw
-from .common import bits, trial
+from .common import bits, quiet, trial
 
 HARMLESS = ["notes.txt", "other/", ".x.partial", "stepping-00000001/"]
 FOREIGN = [
@@ -56,8 +55,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.root, self.outside = self.work / "run", self.work / "outside"
         self.outside.mkdir()
         (self.outside / "weights").write_bytes(b"of somebody")
-        self.stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        self.stack.enter_context(quiet())
         self.make = torch_adamw if adamw else plain_sgd
         self.run = alone(self.make)
         self.saved: dict[int, Any] = {}

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +24,7 @@ from hdet.checkpoint import CheckpointError
 from ..checkpoint.helpers import Run, alone, fused_adamw, mlp
 from ..checkpoint.test_hostile import write_signed
 from ..harness import probe
-from .common import JSON_JUNK, bits, mutated, trial
+from .common import JSON_JUNK, bits, mutated, quiet, trial
 from .test_checkpoint_machine import tree
 
 CONTROLLERS: dict[str, Callable[[Any], Any] | None] = {
@@ -42,13 +40,6 @@ CONTROLLERS: dict[str, Callable[[Any], Any] | None] = {
 def two(controller: str) -> Run:
     """Replicas, so that every controller has something to compare."""
     return Run(mlp(), None, fused_adamw, 0, together=2, controller=CONTROLLERS[controller])
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

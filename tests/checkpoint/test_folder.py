@@ -64,6 +64,13 @@ def test_going_on_from_an_older_one_warns_and_keeps_the_later_ones(tmp_path: Pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000004", "step-00000006", "step-00000009"]
 
 
+def test_a_step_that_was_put_aside_for_another_comes_back(tmp_path: Path) -> None:
+    run = saved(tmp_path, 2, 3)
+    (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")  # killed between the two renames that replace a step
+    checkpoint.save(tmp_path, run.steps(3).state, 6, keep=10)
+    assert sorted(e.name for e in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000006"]
+
+
 def first_data(folder: Path) -> Path:
     return min(folder.glob("*.distcp"))
 

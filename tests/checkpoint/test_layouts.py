@@ -225,8 +225,12 @@ class Tied(nn.Module):
 
 
 def test_tied_and_overlapping_tensors(tmp_path: Path) -> None:
+    """And no link leads the file away."""
     run, path = alone(net=Tied()).steps(2), tmp_path / "model.safetensors"
+    (tmp_path / "theirs").write_text("theirs")
+    path.symlink_to(tmp_path / "theirs")
     checkpoint.export_safetensors(path, run.net, run.ensemble)
+    assert (tmp_path / "theirs").read_text() == "theirs"
     with safe_open(path, "pt") as file:
         assert file.metadata()["head.weight"] == "embed.weight"
         assert sorted(file.keys()) == ["embed.weight", "lower", "upper"]

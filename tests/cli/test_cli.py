@@ -190,7 +190,7 @@ def test_doctor_names_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -
     assert [line.split()[0] for line in backends] == list(hdet.kernels.available())
     for line, state in zip(backends, hdet.kernels.available().values(), strict=True):
         assert line.endswith(state if state == hdet.kernels.USABLE else f"not usable: {state}")
-    assert "gloo" in out and "compiler" in out and "matplotlib" in out
+    assert "gloo" in out and "compiler" in out and "matplotlib" in out and "all cores for one process alone" in out
 
 
 def test_doctor_survives_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
