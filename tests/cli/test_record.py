@@ -15,6 +15,8 @@ from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.run_files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
 from hdet.owned_folder import atomic_file
 
+from ..checkpoint.test_hostile import Hostile
+
 
 def history(path: Path, *records: dict) -> Path:
     recorder = Recorder(path)
@@ -108,6 +110,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, dict], object], str]] = {
         "lacks optimizer, rng",
     ),
     "settings": (lambda path, saved: torch.save({**saved, "config": {**saved["config"], "spread": 7.0}}, path), "spread is 7.0"),
+    "code": (lambda path, saved: torch.save({**saved, "text": Hostile(path.with_name("it ran"))}, path), "damaged"),
     "parent folder": (one_below, "it holds several runs, pass one of {folder}/hdet"),
 }
 """what is done to a checkpoint, and what the refusal mentions"""
@@ -121,7 +124,7 @@ def test_bad_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None
     with pytest.raises(RunFolderError) as caught:
         load_checkpoint(tmp_path)
     assert mention.format(folder=tmp_path) in str(caught.value) and str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and not path.with_name("it ran").exists()
 
 
 @pytest.mark.parametrize(
