@@ -22,7 +22,7 @@ from hdet.cli.job.data import load_corpus
 from hdet.cli.job.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
 from hdet.cli.job.processes import WorkerError, Workers
 from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
-from hdet.cli.job.training import RunSpec, check_run, train_all
+from hdet.cli.job.training import RunSpec, run_alone, train_all
 from hdet.cli.report import RunFiles, find_runs, plot, print_table
 from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
 
@@ -129,14 +129,14 @@ def _check(spec: RunSpec) -> None:
     corpus = load_corpus(spec.config.data)
     if not spec.resume:
         if spec.config.reads_line:
-            check_run(spec, corpus)
+            run_alone(spec, corpus)
         return
     if load_checkpoint(spec.folder)["text"] != corpus.digest:
         raise ValueError(
             f"data is {spec.config.data!r}, whose text is not what the run in {str(spec.folder)!r} began with: "
             "restore it (or that Python) to resume"
         )
-    check_run(spec, corpus)
+    run_alone(spec, corpus)
 
 
 OWN = (HISTORY, CHECKPOINT, REPORT, SAMPLE, CONFIG)

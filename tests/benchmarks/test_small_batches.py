@@ -59,7 +59,6 @@ def test_a_rate_that_is_a_hundred_times_too_low_is_raised_and_no_run_is_lost(nam
 def test_quick_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_this_process: None
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and back, afterwards
     path = tmp_path / "small-batches.jsonl"
     command = ["--quick", "--jobs", "1", "--json", str(path)]
     small_batches.main(command)

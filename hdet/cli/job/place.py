@@ -29,17 +29,6 @@ class Place:
         """Rank 0 alone writes files and speaks."""
         return self.rank == 0
 
-    def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return values
-
-    def finish_queued_work(self) -> None:
-        """Wait for the device, so that the time on the clock is the time spent. For use outside of training steps only."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-
 
 def choose_device(device: str, processes: int, *, least: int = 2) -> str:
     """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each. ``least``: replicas with which the run makes sense.

@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
@@ -26,7 +27,7 @@ from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFol
 from hdet.core.controller import Controller
 from hdet.owned_folder import atomic_file
 
-__all__ = ["RunSpec", "check_run", "train_all"]
+__all__ = ["RunSpec", "run_alone", "train_all"]
 
 PROMPT = b"import "
 VALIDATION_WINDOWS = 32
@@ -63,8 +64,8 @@ def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
         Run(spec, corpora[data], place, emit).train()
 
 
-def check_run(spec: RunSpec, corpus: Corpus) -> None:
-    """Build the run once in this process alone, and restore it, without touching its files: what does not fit is found before others start.
+def run_alone(spec: RunSpec, corpus: Corpus) -> Run:
+    """The run in this process alone, on the CPU, built and restored without touching its files: what does not fit is found before others start.
 
     Raises:
         RunFolderError: the checkpoint does not fit.
@@ -72,7 +73,7 @@ def check_run(spec: RunSpec, corpus: Corpus) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
-        Run(spec, corpus, Place(), lambda event: None)
+        return Run(spec, corpus, Place(), lambda event: None)
 
 
 class Run:
@@ -235,7 +236,9 @@ class Run:
             batch = self._batch(self.corpus.validation, "validation", i, size=VALIDATION_WINDOWS, seed=VALIDATION_SEED)
             losses[i] = _batch_loss(self.model, batch)
         self.model.train(training)
-        return self.place.sum_(losses).mean().item()
+        if self.place.world_size > 1:
+            dist.all_reduce(losses)
+        return losses.mean().item()
 
     def _finish(self) -> None:
         if self.history is None:
@@ -250,7 +253,8 @@ class Run:
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
         """Validation and the writing of files do not count as training time."""
-        self.place.finish_queued_work()
+        if self.place.device != "cpu":
+            torch.cuda.synchronize()  # so that the time on the clock is the time spent
         self.seconds += time.perf_counter() - self._clock
         yield
         self._clock = time.perf_counter()
