@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,7 @@ def _parts(state: RunState, keyed: Mapping[str, torch.Tensor], together: Togethe
                 mine[key] = tensor.numel() * tensor.element_size()
     rows = together.all(lambda: mine)
     bare = [{key: key.removeprefix(own_rank if key.startswith("replica") else key.split("/")[0] + "/") for key in row} for row in rows]
-    counts: dict[str, int] = {}
-    for row in bare:
-        for name in row.values():
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for row in bare for name in row.values())
     named = [{key: name if counts[name] == 1 else key for key, name in row.items()} for row in bare]
     parts = [{"rank": r, "sizes": {named[r][key]: size for key, size in row.items()}} for r, row in enumerate(rows) if row]
     return named[together.rank], parts

@@ -291,13 +291,15 @@ class _Destinations:
         return ours
 
     def _optimizer(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint._nested_dict import set_element
+
         tree: dict[str, Any] = {}
         state = self.state
         for name, param in zip(state.parameter_names(), listed(state.optimizer), strict=True):
             shared = self.keys.shared(param) + name
             for key in (shared, f"replica{self._replica()}/{shared}"):
                 for flat, path in self.below.get(("optimizer.state", key), {}).items():
-                    _set(tree.setdefault(key, {}), path, self._blank(flat, param))
+                    set_element(tree, (key, *path), self._blank(flat, param))
         return tree
 
     def _blank(self, flat: str, param: torch.Tensor) -> Any:
@@ -309,21 +311,6 @@ class _Destinations:
         if size == param.shape and len(size):
             return torch.empty_like(param.detach(), dtype=dtype, memory_format=torch.contiguous_format)
         return torch.empty(size, dtype=dtype)
-
-
-def _set(entries: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value at its ``path`` in nested dicts and lists: strings are keys of dicts, whole numbers indices of lists."""
-    at: Any = entries
-    for place, following in zip(path, [*path[1:], None], strict=True):
-        inner: Any = value if following is None else [] if isinstance(following, int) else {}
-        if isinstance(at, list):
-            at += [None] * (place + 1 - len(at))
-            at[place] = inner if following is None or at[place] is None else at[place]
-        elif following is None:
-            at[place] = inner
-        else:
-            at.setdefault(place, inner)
-        at = at[place]
 
 
 def _few(names: list[str]) -> str:

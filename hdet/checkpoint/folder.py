@@ -7,7 +7,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -291,9 +291,8 @@ def verify(folder: Path, files: dict[str, dict[str, Any]], together: Together) -
 
 def _before(folder: Path) -> str:
     """The remedy: the checkpoint before a damaged one."""
-    before: Iterable[Path] = [f for f in steps(folder.parent) if _STEP.fullmatch(folder.name) and _number(f) < _number(folder)]
-    found = list(before)
-    return f"; load the one before, {str(found[-1])!r}" if found else ""
+    before = [f for f in steps(folder.parent) if _STEP.fullmatch(folder.name) and _number(f) < _number(folder)]
+    return f"; load the one before, {str(before[-1])!r}" if before else ""
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:

@@ -50,9 +50,9 @@ class Keys:
         holders = {self.member_of[rank] for rank in ranks if rank in self.member_of} | {self.replicas.member}
         return "" if len(holders) == self.members else f"member{min(holders)}/"
 
-    def of_replica(self, tensor: torch.Tensor, replica: int | None = None) -> str:
-        """For what each replica has for itself; ``replica``: another one's than this rank's."""
-        return f"replica{self.replicas.index if replica is None else replica}/{self.shared(tensor)}" if self.several_processes else ""
+    def of_replica(self, tensor: torch.Tensor) -> str:
+        """For what each replica has for itself."""
+        return f"replica{self.replicas.index}/{self.shared(tensor)}" if self.several_processes else ""
 
     def of_rank(self, replicas: int | None = None, members: int | None = None) -> str:
         """For what each rank has for itself; in a checkpoint of other numbers of replicas and members, modulo these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -158,11 +159,12 @@ class RunState:
         ours = [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
         theirs = [group["params"] for group in about["groups"]]
         if ours != theirs:
-            raise ValueError(
-                f"the saved optimizer has parameter groups of {[len(g) for g in theirs]} parameters, this one of {[len(g) for g in ours]}"
-                + (f"; {_first_difference(theirs, ours)}" if [len(g) for g in theirs] == [len(g) for g in ours] else "")
-                + ": build the optimizer as the saved run did"
-            )
+            sizes = [[len(group) for group in groups] for groups in (theirs, ours)]
+            what = f"the saved optimizer has parameter groups of {sizes[0]} parameters, this one of {sizes[1]}"
+            if sizes[0] == sizes[1]:
+                a, b = next((a, b) for a, b in zip(chain(*theirs), chain(*ours), strict=True) if a != b)
+                what += f"; the first that differs is {a!r} there and {b!r} here"
+            raise ValueError(f"{what}: build the optimizer as the saved run did")
 
     # -- plain data ------------------------------------------------------------------------------------------------------
 
@@ -285,8 +287,3 @@ def _only(values: Mapping[str, Any]) -> Any:
 def _under_way(ensemble: Ensemble) -> bool:
     """Has the run begun, so that replicas may differ? Before its first step there is nothing to average."""
     return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.average.idle)
-
-
-def _first_difference(theirs: list[list[str]], ours: list[list[str]]) -> str:
-    a, b = next((a, b) for x, y in zip(theirs, ours, strict=True) for a, b in zip(x, y, strict=True) if a != b)
-    return f"the first that differs is {a!r} there and {b!r} here"

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ def _nvcc() -> str:
     if path is None:
         return "not on PATH"
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    release = [part.strip() for line in answer.splitlines() if "release" in line for part in line.split(",") if "release" in part]
+    release = re.search(r"release [^,\s]+", answer)
     return f"{path} ({release[0] if release else 'does not say its release'})"
 
 
@@ -104,7 +105,7 @@ def _threads() -> Iterator[Line]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU cores", f"{usable} for this process, {os.cpu_count()} in the machine"
     yield "torch", f"{torch.get_num_threads()} threads (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
-    yield "hdet train", "1 thread per process"
+    yield "hdet train", "1 thread per process; all cores for one process alone"
 
 
 def _process_groups() -> Iterator[Line]:

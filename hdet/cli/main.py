@@ -97,12 +97,18 @@ def _build_parser() -> argparse.ArgumentParser:
     again = command("replay", _replay, "Make a run's recorded decisions once more, without training, and compare them bit by bit.")
     again.add_argument("folder", type=Path, metavar="RUN", help="folder of a run of hdet train")
     command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
-    _add_simulate_arguments(command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training."))
+    simulation = command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training.")
+    simulation.add_argument(
+        "--start", type=float, default=1 / 30, metavar="FACTOR", help="how wrong the first rate is, 1 being right (default: 1/30)"
+    )
+    for name, default in (("replicas", 4), ("cycles", 40), ("spread", 0.3), ("seed", 0)):
+        kind = type(default)
+        simulation.add_argument(f"--{name}", type=kind, default=default, metavar=kind.__name__.upper(), help="(default: %(default)s)")
     return parser
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    from hdet.cli.job.config import CONTROLLERS, DEVICES, TrainConfig, field_docs
+    from hdet.cli.job.config import CONTROLLERS, DEVICES, TrainConfig
 
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -128,21 +134,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
         elif name not in choices:
             extra = {"type": _name, "metavar": "FOLDER"} if kind is str else {"type": kind, "metavar": kind.__name__.upper()}
         # No default here: settings that were not typed are absent, so that --resume can tell them from those that were.
-        settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field_docs()[name] + default, **extra)
-
-
-QUADRATIC: dict[str, tuple[type, Any, str, str]] = {
-    "replicas": (int, 4, "N", "(default: 4)"),
-    "start": (float, 1 / 30, "FACTOR", "how wrong the first rate is, 1 being right (default: 1/30)"),
-    "cycles": (int, 40, "INT", "(default: 40)"),
-    "spread": (float, 0.3, "FLOAT", "(default: 0.3)"),
-    "seed": (int, 0, "INT", "(default: 0)"),
-}
-
-
-def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, default, metavar, text) in QUADRATIC.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+        settings.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=field.metadata["help"] + default, **extra)
 
 
 def _name(text: str) -> str:
@@ -211,6 +203,6 @@ def _doctor(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from hdet.cli.simulate import simulate
 
-    for line in simulate(**{name: getattr(options, name) for name in QUADRATIC}):
+    for line in simulate(options.start, cycles=options.cycles, replicas=options.replicas, spread=options.spread, seed=options.seed):
         print(line)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import torch
 
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.data import Corpus
-from hdet.cli.job.place import Place
 from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_config, read_history
-from hdet.cli.job.training import Run, RunSpec
+from hdet.cli.job.training import RunSpec, run_alone
 from hdet.core.replay import replay
 
 __all__ = ["replayed"]
@@ -34,17 +32,10 @@ def replayed(folder: Path) -> tuple[int, list[str]]:
         raise RunFolderError(
             f"{str(folder)!r} has no recorded decisions: pass the folder of a run with a controller, of this version of hdet"
         )
-    ensemble = _run_of(config, folder).ensemble
+    no_text = Corpus(torch.zeros(0), torch.zeros(0), frozenset(), frozenset(), "")
+    ensemble = run_alone(RunSpec(config, folder), no_text).ensemble
     assert ensemble is not None and ensemble.engine.controller is not None
     controller = ensemble.engine.controller
     controller.start(replace(ensemble.run, replicas=config.replicas, together=config.coresident))
     told = [record["record"] for record in records]
     return sum(record["evidence"] is not None for record in told), list(replay(controller, told))
-
-
-def _run_of(config: TrainConfig, folder: Path) -> Run:
-    """The run in this process alone, on the CPU; it never reads a text, nor writes a file."""
-    text = Corpus(torch.zeros(0), torch.zeros(0), frozenset(), frozenset(), "")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
-        return Run(RunSpec(config, folder), text, Place(), lambda event: None)

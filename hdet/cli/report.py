@@ -109,12 +109,10 @@ def print_table(runs: Sequence[RunFiles]) -> None:
     for run in runs:
         end = run.end
         loss = "-" if run.validation is None else f"{run.validation:.4f}"
-        if end is None:
-            table.add_row(run.name, f"{loss} (not ended)", "-", "-", "-")
-        elif run.is_fixed:
-            table.add_row(run.name, loss, f"{end['seconds']:.1f} s", "-", "-")
-        else:
-            table.add_row(run.name, loss, f"{end['seconds']:.1f} s", f"{end['probe_percent']:.2f} %", f"{end['converge_percent']:.2f} %")
+        time = "-" if end is None else f"{end['seconds']:.1f} s"
+        costs = (None if end is None or run.is_fixed else end[key] for key in ("probe_percent", "converge_percent"))
+        shown = ("-" if cost is None else f"{cost:.2f} %" for cost in costs)
+        table.add_row(run.name, loss + " (not ended)" * (end is None), time, *shown)
     Console().print(table)
 
 

@@ -22,7 +22,7 @@ CURVATURES = [1 / (i + 1) for i in range(DIRECTIONS)]
 Vector = list[float]
 
 
-def simulate(start: float, *, cycles: int = 40, replicas: int = 4, spread: float = 0.3, seed: int = 0) -> Iterator[str]:
+def simulate(start: float, *, cycles: int, replicas: int, spread: float, seed: int) -> Iterator[str]:
     """Lines that show the base rate's way from ``start`` times the best fixed peak rate.
 
     Raises:

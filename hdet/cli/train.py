@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hdet.cli.job.data import load_corpus
 from hdet.cli.job.place import Place, choose_device, join, launched_by_torchrun, torchrun_place
 from hdet.cli.job.processes import WorkerError, Workers
 from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, RunFolderError
-from hdet.cli.job.training import RunSpec, check_run, train_all
+from hdet.cli.job.training import RunSpec, run_alone, train_all
 from hdet.cli.report import RunFiles, find_runs, plot, print_table
 from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
 
@@ -39,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
             _summarise(specs)
         return 0
     _check(specs[-1])
-    place = _torchrun_place(config) if launched_by_torchrun() else None
+    place = torchrun_place(config) if launched_by_torchrun() else None
     device = choose_device(config.device, config.processes, least=_least(config.controller)) if place is None else place.device
     with ExitStack() as held:
         locks = []
@@ -84,7 +85,7 @@ def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
     config = TrainConfig(**{**defaults, **typed}, mode="fixed" if options.schedule_only else "hdet")
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.compare:
-        return [RunSpec(config.with_(mode=mode), out / mode) for mode in ("fixed", "hdet")]
+        return [RunSpec(replace(config, mode=mode), out / mode) for mode in ("fixed", "hdet")]
     return [RunSpec(config, out)]
 
 
@@ -128,25 +129,14 @@ def _check(spec: RunSpec) -> None:
     corpus = load_corpus(spec.config.data)
     if not spec.resume:
         if spec.config.reads_line:
-            check_run(spec, corpus)
+            run_alone(spec, corpus)
         return
     if load_checkpoint(spec.folder)["text"] != corpus.digest:
         raise ValueError(
             f"data is {spec.config.data!r}, whose text is not what the run in {str(spec.folder)!r} began with: "
             "restore it (or that Python) to resume"
         )
-    check_run(spec, corpus)
-
-
-def _torchrun_place(config: TrainConfig) -> Place:
-    place = torchrun_place(config.device)
-    if config.coresident and place.world_size > 1:
-        raise ValueError(f"coresident is one process, but {place.world_size} were started: start it without torchrun")
-    if place.world_size != config.processes:
-        raise ValueError(
-            f"replicas is {config.replicas}, but {place.world_size} processes were started: leave --replicas out under torchrun"
-        )
-    return place
+    run_alone(spec, corpus)
 
 
 OWN = (HISTORY, CHECKPOINT, REPORT, SAMPLE, CONFIG)

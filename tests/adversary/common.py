@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 LONGER = int(os.environ.get("HDET_ADVERSARY", "1"))
 SHRINKS = (Phase.shrink,) if "HDET_ADVERSARY" in os.environ else ()
@@ -23,6 +26,14 @@ SHRINKS = (Phase.shrink,) if "HDET_ADVERSARY" in os.environ else ()
 
 class Boom(Exception):
     """What the user's own code raises."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings are not what this is about (one replica that nothing can be compared with; states from the middle of a cycle)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def trial(examples: int, steps: int = 20) -> settings:
@@ -40,9 +51,9 @@ def trial(examples: int, steps: int = 20) -> settings:
 
 
 def bits(value: Any) -> Any:
-    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself)."""
+    """Something that is equal only where every tensor within is, bit for bit (a NaN equals itself); of a DTensor this rank's part."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().view(-1)
+        flat = (value.to_local() if isinstance(value, DTensor) else value).detach().cpu().contiguous().view(-1)
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

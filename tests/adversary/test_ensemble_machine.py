@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from torch.optim import lr_scheduler as torchs
 
 import hdet
 
-from .common import Boom, bits, trial
+from .common import Boom, bits, quiet, trial
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* was set to")
 
@@ -142,8 +141,7 @@ class Shadow:
             group["lr"] = lr
 
     def advance(self, scheduler: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this optimizer never steps
+        with quiet():  # this optimizer never steps
             scheduler.step()
 
     def in_force(self) -> float:
@@ -678,14 +676,6 @@ class EnsembleMachine(RuleBasedStateMachine):
             for group, rate in zip(shadow.optimizer.param_groups, base, strict=True):
                 group["lr"] = rate
         self.stepped, self.broken_losses, self.saved = False, set(), self.saved if go_on else None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Warnings are not what this is about (one replica that nothing can be compared with; states from the middle of a cycle)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @contextmanager

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,52 +21,25 @@ import hdet
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
 
-from ..checkpoint.helpers import TOTAL, Run, alone, fused_adamw, mlp
-from ..checkpoint.helpers import data as batch
-from ..harness import loss_of
-from .common import JSON_JUNK, bits, mutated, trial
-from .test_checkpoint_machine import sealed, tree
+from ..checkpoint.helpers import Run, alone, fused_adamw, mlp
+from ..checkpoint.test_hostile import write_signed
+from ..harness import probe
+from .common import JSON_JUNK, bits, mutated, quiet, trial
+from .test_checkpoint_machine import tree
 
-CONTROLLERS: dict[str, Callable[[Any], Any]] = {
-    "none": lambda net: None,
+CONTROLLERS: dict[str, Callable[[Any], Any] | None] = {
+    "none": None,
     "softmax": lambda net: hdet.SoftmaxController(decay=None),
     "slope": lambda net: hdet.SlopeController(),
     "rank": lambda net: hdet.RankController(),
     "hypergradient": lambda net: hdet.HypergradientController(2),
-    "probe": lambda net: hdet.ProbeController(loss_of, lambda cycle: [_wide(8 * cycle + i) for i in range(8)], model=net),
+    "probe": probe,
 }
 
 
-def _wide(number: int) -> Any:
-    x = batch(number, 7)
-    return x, x.sum(1, keepdim=True)
-
-
-class Coresident(Run):
-    """Two replicas, so that every controller has something to compare."""
-
-    def __init__(self, controller: str) -> None:
-        net = mlp()
-        self.replicas = hdet.CoresidentReplicas(net, 2)
-        super().__init__(net, self.replicas, fused_adamw, 0, controller=CONTROLLERS[controller](net))
-
-    def step(self) -> None:
-        for k in range(2):
-            with self.replicas.use(k):
-                loss = self.loss()
-                self.ensemble.observe(loss)
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.ensemble.step()
-        self.index += 1
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def two(controller: str) -> Run:
+    """Replicas, so that every controller has something to compare."""
+    return Run(mlp(), None, fused_adamw, 0, together=2, controller=CONTROLLERS[controller])
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
@@ -76,11 +47,11 @@ def quiet() -> Iterator[None]:
 @given(data=st.data())
 def test_a_wrong_state_in_a_whole_checkpoint(controller: str, data: st.DataObject) -> None:
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        saved = Coresident(controller).steps(12)
+        saved = two(controller).steps(12)
         state = data.draw(mutated(saved.ensemble.state_dict()))
         with mock.patch.object(type(saved.ensemble), "state_dict", lambda self: state):
             checkpoint.save(folder, saved.state)
-        fresh = Coresident(controller).steps(2)
+        fresh = two(controller).steps(2)
         goes_on_or_is_refused(Path(folder), fresh)
 
 
@@ -92,7 +63,7 @@ def goes_on_or_is_refused(folder: Path, run: Run) -> None:
         assert "\n" not in str(error)
         assert bits(run.facts()) == before and tree(folder) == files
         return
-    left = TOTAL - max(run.ensemble.engine.step, run.scheduler.last_epoch)
+    left = run.total - max(run.ensemble.engine.step, run.scheduler.last_epoch)
     try:
         run.steps(min(left, 11))
     except hdet.ensemble.ReplicasDiverged:
@@ -105,7 +76,6 @@ def goes_on_or_is_refused(folder: Path, run: Run) -> None:
 @given(data=st.data())
 def test_a_wrong_manifest_with_a_right_digest(data: st.DataObject) -> None:
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        path = checkpoint.save(folder, alone().steps(3).state) / "manifest.json"
-        manifest = json.loads(path.read_bytes())
-        path.write_bytes(sealed(data.draw(mutated(manifest, JSON_JUNK))))
-        goes_on_or_is_refused(path.parent, alone().steps(1))
+        path = checkpoint.save(folder, alone().steps(3).state)
+        write_signed(path, data.draw(mutated(json.loads((path / "manifest.json").read_bytes()), JSON_JUNK)))
+        goes_on_or_is_refused(path, alone().steps(1))

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.evidence import paper
 from benchmarks.evidence.problems import recsys
-from benchmarks.evidence.report.paper import paper_tables
 
 STEPS, RATE = 40, 1e-2
 
@@ -82,28 +81,3 @@ def test_quick_looks_for_the_best_rate_first(tmp_path: Path, in_this_process: No
     path = tmp_path / "paper.jsonl"
     paper.main(["--quick", "--methods", "baseline", "--json", str(path)])
     assert [json.loads(line)["benchmark"] for line in path.read_text().splitlines()] == ["paper-find"] * 2 + ["paper"] * 2
-
-
-# -- the tables ------------------------------------------------------------------------------------------------------------------
-
-
-def line(method: str, factor: float, train: float | None, bases: list[float] | None = None) -> dict[str, Any]:
-    names = ("lr/embedding", "lr/no_decay", "lr/non_embedding", "lr/transformer")
-    return {
-        "benchmark": "paper", "problem": "recsys", "method": method, "factor": factor, "seed": 0, "steps": 4, "validation": train,
-        "train": train, "crashed": train is None or train > 0.6, "bases": [dict(zip(names, bases, strict=True))] * 4 if bases else [],
-    }  # fmt: skip
-
-
-def test_the_page_counts_crashes_and_tells_who_decays_first() -> None:
-    lines = [
-        line("baseline", 1 / 9, 0.55, [0.5] * 4),
-        *(line("baseline", 8.0, train, [0.5] * 4) for train in (0.5, 0.7, None)),
-        line("full", 8.0, 0.5, [0.4, 0.8, 0.4, 0.2]),
-    ]
-    page = paper_tables(lines)
-    assert "| baseline | 0 of 1 | 2 of 3 |" in page
-    assert "| baseline | 0.5500 | 0.6000 ± 0.1000 |" in page
-    assert "| configuration | 1/9 x | 8 x |" in page
-    assert "| full | 8 x | 0.0 | 100.0 | 0.0 | -50.0 | transformer, embedding, non_embedding, no_decay |" in page
-    assert "| baseline | 8 x | " not in page  # nobody has steered its groups

@@ -26,22 +26,6 @@ def test_the_page_has_its_tables() -> None:
     assert len(BLOCKS) == 4
 
 
-def test_the_table_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ISSUE, "--shards", "64", "--latency", "0"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1 024 replicas of 64 ranks (65 536 ranks, 8 a node); 70e9 parameters, 1.09e9 a rank"
-    plain = next(line for line in lines if line.startswith("plain"))
-    assert plain.split()[1:7] == ["8.74", "GB", "8.74", "GB", "194", "ms"]  # 2 x 1023/1024 x 4 x 70e9/64 bytes at 45 GB/s
-    assert not any(line.startswith("note") for line in lines)
-
-
-def test_a_rank_that_would_hold_too_much_and_a_step_that_is_too_short_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(ISSUE) == 0
-    out = capsys.readouterr().out
-    assert "would hold 1.12 TB (16 bytes a parameter): divide the replica with --shards" in out
-    assert "longer than a step of 1.00 s: see --step-seconds" in out
-
-
 def test_json_has_the_numbers_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ISSUE, "--shards", "64", "--latency", "0", "--chunks", "0", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

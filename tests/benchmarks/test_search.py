@@ -154,28 +154,17 @@ def test_successive_halving_prunes_at_its_rungs() -> None:
     assert played.played(late, played.halved(late))[1] == 2.0  # nobody knows how well the second one would have ended
 
 
-def test_table_and_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_has_every_way_of_searching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(played, "ORDERS", 3)
     lines = [line(*falling(end), draw=i, seed=seed) for seed in (0, 1) for i, end in enumerate((2.9, 2.5, 2.0, 1.5))]
     lines += [line(*falling(1.9), method="hdet-probe"), line(*falling(2.1), method="hdet-probe", seed=1)]
-    lines += [line(*falling(1.2), method="hdet-line"), line(*falling(9), method="pbt-4")]
-    text = played.search_tables(lines)
-    assert "| digits | random search, 1 trial | 1 | 2.2250 |  |  |" in text
-    assert "| digits | random search, 4 trials | 4 | 1.5000 | 1.5000 ... 1.5000 |  |" in text
-    # The expected best of two is (1.5 * 3 + 2.0 * 2 + 2.5) / 6 = 1.83.
-    assert "| digits | hdet-probe | 1 | 2.0000 | 1.9000 ... 2.1000 | k = 2 |" in text
-    assert "| digits | hdet-line | 1 | 1.2000 | 1.2000 ... 1.2000 | k > 4 |" in text
-    assert "| digits | pbt-4 | 1 | 3.0000 | 3.0000 ... 3.0000 | k = 1 |" in text  # never worse than untrained
     (axes,) = search_figure(lines).axes
     drawn = {drawn.get_label(): drawn for drawn in axes.get_lines()}
     halvings = {f"successive halving from {part} % on, 4 trials" for part in (5, 20)}
-    assert set(drawn) == {"random search, 4 trials", "hdet-probe", "hdet-line", "pbt-4"} | halvings
+    assert set(drawn) == {"random search, 4 trials", "hdet-probe"} | halvings
     x, y = drawn["random search, 4 trials"].get_data()
     assert x[-1] == 4 and y[-1] == 1.5 and all(a >= b for a, b in itertools.pairwise(y))
     assert drawn["hdet-probe"].get_data()[1][-1] == pytest.approx(2.0)
-    assert (
-        played.search_tables([line(3, 0.1, method="pbt-4") | {"steps": 1}, *lines]) == text
-    )  # of a shorter run: not mixed with the others
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------------

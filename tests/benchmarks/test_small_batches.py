@@ -12,7 +12,7 @@ import torch
 from benchmarks.evidence import runs, small_batches
 from benchmarks.evidence.report.page import page as evidence_page
 from benchmarks.evidence.report.page import read as read_evidence
-from benchmarks.evidence.report.small_batches import FIXED, LINE, lost, small_batches_tables, worse
+from benchmarks.evidence.report.small_batches import FIXED, LINE, lost, worse
 
 
 def line(method: str, power: int, validation: float | None, seed: int = 0, batch: int = 2) -> dict[str, Any]:
@@ -34,19 +34,6 @@ def test_lost_is_clearly_above_untrained_and_worse_clearly_above_a_fixed_run_tha
         ours = line(LINE, 0, validation)
         assert lost(ours, 0.5) is is_lost and worse(ours, line(FIXED, 0, 0.8), 0.5) is is_worse
         assert not worse(ours, line(FIXED, 0, 1.06), 0.5) and not worse(ours, line(FIXED, 0, None), 0.5)
-
-
-def test_a_row_for_each_start_and_what_there_is_to_gain_is_the_best_starts() -> None:
-    """0.6 of 1.0 on the mean, of batches of 2; nothing is known of 4, of which the best start has not been run."""
-    records = [line(FIXED, 0, 0.3), line(FIXED, 0, 0.5, seed=1), line(LINE, 0, 0.4), line(LINE, 0, 0.6, seed=1)]
-    records += [line(FIXED, 4, None), line(LINE, 4, 0.7), line(FIXED, -2, 1.0), line(LINE, -2, 1.1), line(FIXED, 2, 0.5, batch=4)]
-    text = small_batches_tables([*records, {**line(LINE, 0, None), "steps": 60}])
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("| 10^")]
-    assert rows == [
-        ["10^-2", "1", "0", "1", "1", "0", "1.00", "1.00"],
-        ["10^0", "2", "0", "0", "2", "0", "0.00", "0.17"],
-        ["10^4", "1", "1", "0", "0", "1", "1.00", "0.50"],
-    ]
 
 
 @pytest.mark.parametrize("name", small_batches.KINDS)
@@ -72,7 +59,6 @@ def test_a_rate_that_is_a_hundred_times_too_low_is_raised_and_no_run_is_lost(nam
 def test_quick_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_this_process: None
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and back, afterwards
     path = tmp_path / "small-batches.jsonl"
     command = ["--quick", "--jobs", "1", "--json", str(path)]
     small_batches.main(command)

@@ -1,8 +1,9 @@
-"""Runs in each layout that a checkpoint has to carry, built alike on every rank; steps with data of their own number."""
+"""Runs in each layout that a checkpoint has to carry, built alike on every rank; and the optimizers that they take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet import checkpoint, converge
 from hdet.replicas import Replicas
-from tests.harness import policies
 
-TOTAL, INTERVAL = 40, 5
-
-
-def data(step: int, stream: int, width: int = 8) -> torch.Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + stream))
+from .. import harness
+from ..adversary.common import bits
 
 
-class Run:
-    """A training run with a scheduler, a controller that moves, and dropout from a generator that ``extra`` carries."""
+class Run(harness.Run):
+    """With a controller that moves, and dropout from a generator that ``extra`` carries. ``net`` may be wrapped."""
 
     def __init__(self, net: nn.Module, replicas: Replicas | None, make: Callable[..., Any], stream: int, **settings: Any) -> None:
-        self.net, self.stream, self.index = net, stream, 0
-        self.optimizer = make([p for p in net.parameters() if p.requires_grad])
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, TOTAL, cycle_momentum=False)
-        self.ensemble = hdet.Ensemble(
-            self.optimizer,
-            self.scheduler,
-            knobs=[hdet.LearningRate(0.3)],
-            replicas=replicas,
-            **policies(every=INTERVAL, **{"controller": hdet.SoftmaxController(decay=None), **settings}),
-        )
+        given = {} if replicas is None else {"replicas": replicas}
+        settings = {"controller": hdet.SoftmaxController(decay=None), **given, **settings}
+        super().__init__(stream, net=net, ddp=False, optimizer=make, weight_decay=0.01, **settings)
+        self.losses = self.dropped
         self.generator = torch.Generator().manual_seed(stream)
         self.extra: dict[str, Any] = {}
+
+    def dropped(self, data: harness.Batch) -> torch.Tensor:
+        x, y = data
+        return harness.losses_of(self.net, (x * (torch.rand(x.shape, generator=self.generator) > 0.1), y))
 
     @property
     def state(self) -> checkpoint.RunState:
@@ -49,88 +44,42 @@ class Run:
 
     def resume(self, path: Path | str) -> Run:
         # DDP orders its buckets anew after its first backward pass; the order in which more than two ranks' gradients are added follows.
-        self.loss().backward()
+        self.backward()
         self.optimizer.zero_grad()
-        state = self.state
-        checkpoint.load(path, state)
+        checkpoint.load(path, self.state)
+        return self.resumed()
+
+    def resumed(self) -> Run:
+        """Once `extra` has been loaded."""
         self.generator.set_state(self.extra["generator"])
         self.index = self.extra["index"]
         return self
 
-    def loss(self) -> torch.Tensor:
-        x = data(self.index, self.stream)
-        keep = torch.rand(x.shape, generator=self.generator) > 0.1
-        return (self.net(x * keep) - x.sum(1, keepdim=True)).square().mean()
-
-    def step(self) -> None:
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.ensemble.step(loss)
-        self.index += 1
-
-    def steps(self, count: int) -> Run:
-        for _ in range(count):
-            self.step()
-        return self
-
     def facts(self) -> dict[str, Any]:
         """All that must be equal bit for bit, as bytes and numbers."""
-        states = self.optimizer.state_dict()["state"]
         return {
-            "model": {name: bits(t) for name, t in self.net.state_dict().items()},
-            "optimizer": {(i, key): bits(value) for i, entries in states.items() for key, value in entries.items()},
+            "model": bits(dict(self.net.state_dict())),
+            "optimizer": bits(self.optimizer.state_dict()["state"]),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "ensemble": self.ensemble.state_dict(),
         }
 
 
-def bits(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        own = value.to_local() if hasattr(value, "to_local") else value
-        return own.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return [bits(v) for v in value] if isinstance(value, list) else value
-
-
 def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------------
+torch_adamw, fused_adamw, plain_sgd = torch.optim.AdamW, hdet.FusedAdamW, torch.optim.SGD
+fused_split = partial(hdet.FusedAdamW, master_weights="split", moment_dtype=torch.bfloat16)
+fused_fp32 = partial(hdet.FusedAdamW, master_weights="fp32")
+fused_base = partial(hdet.FusedAdamW, decay_at="base")
+fused_base_fp32 = partial(hdet.FusedAdamW, decay_at="base", master_weights="fp32")
 
 
-def torch_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01)
-
-
-def torch_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=3e-3, momentum=0.9, dampening=0.5)
-
-
-def plain_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=3e-3)
-
-
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01)
-
-
-def fused_split(params: Any) -> torch.optim.Optimizer:
-    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, master_weights="split", moment_dtype=torch.bfloat16)
-
-
-def fused_base(params: Any) -> torch.optim.Optimizer:
-    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, decay_at="base")
-
-
-def fused_base_fp32(params: Any) -> torch.optim.Optimizer:
-    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, decay_at="base", master_weights="fp32")
-
-
-def fused_fp32(params: Any) -> torch.optim.Optimizer:
-    return hdet.FusedAdamW(params, lr=3e-3, weight_decay=0.01, master_weights="fp32")
+def torch_sgd(params: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Without decay, which would be in the momentum: replicas' parameters differ, and shared gradients need equal states."""
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, dampening=0.5)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------------
@@ -146,28 +95,19 @@ def hsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, bf16:
     return Run(net, Replicas.from_mesh(mesh), make, rank, **settings)
 
 
-def hsdp_bf16(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    return hsdp(rank, world, make, bf16=True, **settings)
+hsdp_bf16 = partial(hsdp, bf16=True)
 
 
-def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
+def local_fsdp(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
     """A one-dimensional FSDP mesh for each replica: nothing travels between replicas in a cycle."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     net = mlp()
     fully_shard(net, mesh=mesh["dp_shard"])
-    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", **{"moments": "keep", **settings})
+    return Run(net, Replicas.from_mesh(mesh), make, rank, gradients="local", moments="keep")
 
 
-def local_keep(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    return Run(mlp(), Replicas.from_group(), make, rank, gradients="local", **{"moments": "keep", **settings})
-
-
-def local_average(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    return local_keep(rank, world, make, moments="average", **settings)
-
-
-def local_reset(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    return local_keep(rank, world, make, moments="reset", **settings)
+def local(rank: int, world: int, make: Callable[..., Any] = torch_adamw, *, moments: str = "keep") -> Run:
+    return Run(mlp(), Replicas.from_group(), make, rank, gradients="local", moments=moments)
 
 
 def table(ranks: list[list[int]]) -> Replicas:
@@ -183,33 +123,16 @@ def alone(make: Callable[..., Any] = torch_adamw, net: nn.Module | None = None, 
     return Run(mlp() if net is None else net, None, make, 0, **{"controller": None, **settings})
 
 
-def streaming(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
-    return ddp(rank, world, make, converge=converge.Streaming(2))
-
-
-def overlapped(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
-    return ddp(rank, world, make, converge=converge.Overlapped(2))
-
-
-def compressed(rank: int, world: int, make: Callable[..., Any] = torch_adamw) -> Run:
-    return ddp(rank, world, make, converge=converge.Compressed("int8"))
-
-
-def exact_local(rank: int, world: int, make: Callable[..., Any]) -> Run:
-    return ddp(rank, world, make, converge=converge.ExactLocal())
-
-
 def ddp(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
-    small = make in (fused_split, fused_fp32, fused_base_fp32)
-    net = DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32))
-    return (BfloatRun if small else Run)(net, None, make, rank, **settings)
+    """In bfloat16 if the optimizer keeps master weights."""
+    small = "master_weights" in getattr(make, "keywords", {})
+    return Run(DistributedDataParallel(mlp(torch.bfloat16 if small else torch.float32)), None, make, rank, **settings)
 
 
-class BfloatRun(Run):
-    def loss(self) -> torch.Tensor:
-        x = data(self.index, self.stream).bfloat16()
-        keep = torch.rand(x.shape, generator=self.generator) > 0.1
-        return (self.net(x * keep) - x.sum(1, keepdim=True)).float().square().mean()
+streaming = partial(ddp, converge=converge.Streaming(2))
+overlapped = partial(ddp, converge=converge.Overlapped(2))
+compressed = partial(ddp, converge=converge.Compressed("int8"))
+exact_local = partial(ddp, converge=converge.ExactLocal())
 
 
 def groups(rank: int, world: int, make: Callable[..., Any] = torch_adamw, **settings: Any) -> Run:
@@ -226,13 +149,13 @@ class Shard(nn.Module):
         super().__init__()
         whole = mlp()
         self.group = group
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 3)
-        self.down = nn.Linear(3, 1, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 4)
+        self.down = nn.Linear(4, 1, bias=False)
         with torch.no_grad():
-            self.up.weight.copy_(whole[0].weight[3 * place : 3 * place + 3])
-            self.up.bias.copy_(whole[0].bias[3 * place : 3 * place + 3])
-            self.down.weight.copy_(whole[2].weight[:, 3 * place : 3 * place + 3])
+            self.up.weight.copy_(whole[0].weight[4 * place : 4 * place + 4])
+            self.up.bias.copy_(whole[0].bias[4 * place : 4 * place + 4])
+            self.down.weight.copy_(whole[2].weight[:, 4 * place : 4 * place + 4])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         partial = self.down(torch.tanh(self.up(self.norm(x))))

@@ -12,7 +12,7 @@ from hdet import checkpoint
 from ..faults.harness import World
 from .helpers import Run, ddp
 
-KILLED_RANK = {"data": 1, "manifest": 0, "before the rename": 0}
+KILLED_RANK = {"data": 1, "before the rename": 0}
 
 
 def killed_in_a_save(world: World, where: str) -> None:
@@ -52,14 +52,6 @@ def die_in(world: World, where: str) -> None:
             world.die()
 
         filesystem._write_item = half
-    elif where == "manifest":
-
-        def dump(value: Any, file: Any, **_: Any) -> None:
-            file.write(json.dumps(value)[:100])
-            file.flush()
-            world.die()
-
-        json.dump = dump
     else:
         rename = os.rename
 

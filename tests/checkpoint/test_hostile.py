@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata
 
@@ -23,7 +23,7 @@ from hdet.checkpoint.folder import read_manifest
 from hdet.checkpoint.reader import read_index
 
 from ..distributed import run_ranks
-from .helpers import alone, ddp, hsdp
+from .helpers import alone, hsdp
 from .test_folder import first_data, refusal, saved
 
 
@@ -185,28 +185,6 @@ def test_a_file_of_another_size_is_not_even_read(folder: Path) -> None:
     assert "manifest.json" in refusal(folder, alone().steps(2))
 
 
-def hostile_for_all(rank: int, world: int, root: str) -> list[str]:
-    run, said = ddp(rank, world).steps(5), []
-    for step, content in ((1, pickle.dumps(Hostile(Path(root, "it ran")))), (2, b"nonsense")):
-        folder = checkpoint.save(root, run.state, step)
-        if rank == 0:
-            (folder / ".metadata").write_bytes(content)
-            sign(folder)
-        torch.distributed.barrier()
-        try:
-            checkpoint.load(folder, run.state)
-        except CheckpointError as error:
-            said.append(str(error))
-    run.steps(1)
-    return said
-
-
-def test_every_rank_refuses_alike(tmp_path: Path) -> None:
-    one, two = run_ranks(hostile_for_all, 2, str(tmp_path))
-    assert one == two and len(one) == 2 and "mkdir" in one[0]
-    assert not (tmp_path / "it ran").exists()
-
-
 # -- whatever a manifest holds -----------------------------------------------------------------------------------------------
 
 plain = st.recursive(
@@ -218,7 +196,7 @@ KEYS = ["format", "version", "hdet", "torch", "step", "replicas", "members", "fi
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("example")
     saved(root, 3)
     return root / "step-00000003"
@@ -248,9 +226,9 @@ fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCh
 @fuzz
 @given(key=st.sampled_from(KEYS), value=plain, signed=st.booleans(), inside=st.booleans())
 def test_any_value_in_a_manifest_is_right_or_refused(
-    example: Path, tmp_path: Path, key: str, value: Any, signed: bool, inside: bool
+    saved_once: Path, tmp_path: Path, key: str, value: Any, signed: bool, inside: bool
 ) -> None:
-    manifest = json.loads((example / "manifest.json").read_text())
+    manifest = json.loads((saved_once / "manifest.json").read_text())
     if inside and key == "files":
         manifest["files"]["another"] = value
     else:
@@ -266,18 +244,11 @@ def test_any_value_in_a_manifest_is_right_or_refused(
 
 
 @fuzz
+@example(content=b"[" * 3000)
+@example(content=b"1" * 100_000)
 @given(content=st.binary(max_size=80))
 def test_any_bytes_for_a_manifest_are_refused(tmp_path: Path, content: bytes) -> None:
     folder = tmp_path / "step-00000003"
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_bytes(content)
     assert readable(folder) is None
-
-
-@pytest.mark.parametrize(
-    "content", [b"[" * 3000, b'{"a":' * 100_000, b"1" * 100_000, b"\xff\xfe", b"[" * 900 + b"]" * 900, b"1e999", b"NaN", b""]
-)
-def test_deep_and_long_manifests_are_refused(tmp_path: Path, content: bytes) -> None:
-    saved(tmp_path, 3)
-    (tmp_path / "step-00000003" / "manifest.json").write_bytes(content)
-    assert "unreadable manifest.json" in refusal(tmp_path, alone())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,9 @@ from hdet.checkpoint import CheckpointError
 from hdet.checkpoint.keys import Keys
 from hdet.replicas import Replicas
 
+from ..adversary.common import bits
 from ..distributed import run_ranks
-from .helpers import Run, alone, bits, ddp, groups, hsdp, mlp, shards
+from .helpers import Run, alone, ddp, groups, hsdp, mlp, shards
 
 
 def whole(run: Run) -> Any:
@@ -53,8 +55,7 @@ def loaded(rank: int, world: int, root: str, build: Callable[..., Run]) -> Any:
     return state
 
 
-def unsharded(rank: int, world: int) -> Run:
-    return hsdp(rank, world, shard=1)
+unsharded = partial(hsdp, shard=1)
 
 
 @pytest.mark.parametrize(("build", "others"), [(hsdp, [(ddp, 2), (unsharded, 4)]), (ddp, [(hsdp, 4)])])
@@ -206,14 +207,14 @@ def test_members_write_parts_and_an_index(tmp_path: Path) -> None:
     for m in (0, 1):
         content = load_file(tmp_path / names[m])
         assert {name.removeprefix(f"member{m}/"): bits(tensor) for name, tensor in content.items()} == models[m]
-    assert index["metadata"]["total_size"] == sum(len(value) for model in models for value in model.values())
+    assert index["metadata"]["total_size"] == sum(len(memory) for model in models for _, _, memory in model.values())
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.embed, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight
         flat = torch.randn(6)
         self.register_buffer("upper", flat[:3])
@@ -224,8 +225,12 @@ class Tied(nn.Module):
 
 
 def test_tied_and_overlapping_tensors(tmp_path: Path) -> None:
+    """And no link leads the file away."""
     run, path = alone(net=Tied()).steps(2), tmp_path / "model.safetensors"
+    (tmp_path / "theirs").write_text("theirs")
+    path.symlink_to(tmp_path / "theirs")
     checkpoint.export_safetensors(path, run.net, run.ensemble)
+    assert (tmp_path / "theirs").read_text() == "theirs"
     with safe_open(path, "pt") as file:
         assert file.metadata()["head.weight"] == "embed.weight"
         assert sorted(file.keys()) == ["embed.weight", "lower", "upper"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,11 @@ CASES = [
     (helpers.compressed, helpers.torch_adamw, 2, 13),
     (helpers.exact_local, helpers.fused_base, 2, 10),
     (helpers.exact_local, helpers.fused_base_fp32, 2, 12),
-    (helpers.local_keep, helpers.torch_adamw, 2, 10),
-    (helpers.local_keep, helpers.fused_adamw, 2, 12),
-    (helpers.local_average, helpers.torch_adamw, 2, 12),
-    (helpers.local_reset, helpers.torch_adamw, 2, 10),
-    (helpers.local_reset, helpers.torch_adamw, 2, 12),
+    (helpers.local, helpers.torch_adamw, 2, 10),
+    (helpers.local, helpers.fused_adamw, 2, 12),
+    (partial(helpers.local, moments="average"), helpers.torch_adamw, 2, 12),
+    (partial(helpers.local, moments="reset"), helpers.torch_adamw, 2, 10),
+    (partial(helpers.local, moments="reset"), helpers.torch_adamw, 2, 12),
     (helpers.local_fsdp, helpers.torch_adamw, 4, 12),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import hdet
 from hdet import checkpoint
 from hdet.kernels.spec import rounding
 
+from .. import harness
+from ..adversary.common import bits
 from ..distributed import run_ranks
 from . import helpers
-from .helpers import Run, alone, bits, ddp, mlp
+from .helpers import Run, alone, ddp, mlp
+from .test_folder import Loader
 
 # -- steps that are none ---------------------------------------------------------------------------------------------------
 
@@ -35,8 +39,8 @@ def asked_for_state(rank: int, world: int, make: Callable[..., Any]) -> Any:
             with CommDebugMode() as comm:
                 if step in (0, 5, 10):  # where a checkpoint can be had: before the first step, and at the end of a cycle
                     run.state.state_dict()
-                if step:
-                    get_optimizer_state_dict(run.net, run.optimizer)
+                if step or make is helpers.plain_sgd:
+                    get_optimizer_state_dict(run.net, run.optimizer)  # it steps an optimizer without a state, with rate 0
             counts.append(comm.get_total_counts())
         assert run.facts() == silent.facts()
         run.step()
@@ -47,28 +51,16 @@ def asked_for_state(rank: int, world: int, make: Callable[..., Any]) -> Any:
     return counts, comm.get_total_counts() > 0, run.steps(3).facts() == silent.steps(3).facts()
 
 
-@pytest.mark.parametrize("make", [helpers.torch_adamw, helpers.torch_sgd, helpers.fused_split])
+@pytest.mark.parametrize("make", [helpers.torch_adamw, helpers.torch_sgd, helpers.plain_sgd, helpers.fused_split])
 def test_asking_for_the_state_changes_nothing_and_communicates_nothing(make: Callable[..., Any]) -> None:
     assert run_ranks(asked_for_state, 2, make) == [([0, 0, 0, 0], True, True)] * 2
-
-
-def phantom(rank: int, world: int) -> Any:
-    run, silent = ddp(rank, world, helpers.plain_sgd), ddp(rank, world, helpers.plain_sgd)
-    with CommDebugMode() as comm:
-        get_optimizer_state_dict(run.net, run.optimizer)  # steps the optimizer with rate 0, as it has no state
-    counted = (run.ensemble.engine.position, run.ensemble.engine.step, comm.get_total_counts())
-    return counted, run.steps(12).facts() == silent.steps(12).facts()
-
-
-def test_torchs_own_phantom_step_counts_nothing() -> None:
-    assert run_ranks(phantom, 2) == [((0, 0, 0), True)] * 2
 
 
 class Odd(torch.optim.Optimizer):
     """Keeps nested state, a count that is no tensor, and reads -0 + 0."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
         self.calls = 0
 
     @torch.no_grad()
@@ -99,17 +91,8 @@ def test_an_optimizer_with_state_of_any_shape(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, run.state, 3)
     other = alone(Odd)
     checkpoint.load(tmp_path, other.state)
-    assert flat(other) == flat(run) and len(other.optimizer.state) == 3
-    other.generator.set_state(other.extra["generator"])
-    other.index = 3
-    assert flat(other.steps(2)) == flat(run.steps(2))
-
-
-def flat(run: Run) -> Any:
-    def plain(value: Any) -> Any:
-        return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else bits(value)
-
-    return plain(run.optimizer.state_dict()["state"]), [bits(p) for p in run.net.parameters()]
+    assert other.facts() == run.facts() and len(other.optimizer.state) == 3
+    assert other.resumed().steps(2).facts() == run.steps(2).facts()
 
 
 # -- torch's own save and load -----------------------------------------------------------------------------------------------
@@ -130,9 +113,7 @@ def stock(rank: int, world: int, root: str, build: Callable[..., Run]) -> Any:
         state.state_dict()  # an optimizer without state is asked for all it will have
     assert comm.get_total_counts() == 0
     dcp.load({"run": state}, checkpoint_id=f"{root}/stock")
-    fresh.generator.set_state(fresh.extra["generator"])
-    fresh.index = fresh.extra["index"]
-    same = fresh.steps(6).facts() == run.steps(6).facts()
+    same = fresh.resumed().steps(6).facts() == run.steps(6).facts()
     # And the other way: anybody reads the model out of a folder of ours.
     run.ensemble.converge()
     folder = checkpoint.save(f"{root}/ours", run.state, 13)
@@ -145,7 +126,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.parametrize(("build", "world"), [(ddp, 2), (helpers.hsdp, 4), (helpers.local_keep, 2)])
+@pytest.mark.parametrize(("build", "world"), [(ddp, 2), (helpers.hsdp, 4), (helpers.local, 2)])
 def test_stock_checkpoints_are_refused_in_mid_cycle_and_go_on_bit_for_bit_after_a_converge(
     tmp_path: Path, build: Callable[..., Run], world: int
 ) -> None:
@@ -239,16 +220,16 @@ def test_another_number_of_replicas_goes_on_with_values_corrections_and_velociti
 
 def test_private_moments_with_another_number_of_replicas(tmp_path: Path) -> None:
     """Replica r takes those of r mod the saved number."""
-    saved = run_ranks(grown, 2, str(tmp_path), helpers.local_keep, False)
+    saved = run_ranks(grown, 2, str(tmp_path), helpers.local, False)
     assert saved[0][1] != saved[1][1] and saved[0][0] == saved[1][0]
-    loaded = run_ranks(grown, 3, str(tmp_path), helpers.local_keep, True)
+    loaded = run_ranks(grown, 3, str(tmp_path), helpers.local, True)
     assert [rank[1] for rank in loaded] == [saved[0][1], saved[1][1], saved[0][1]]
     shared = run_ranks(grown, 2, str(tmp_path), ddp, True)  # shared gradients need equal ones
     assert [rank[1] for rank in shared] == [saved[0][1]] * 2
 
 
 def partly_started(rank: int, world: int, root: str, loads: bool) -> Any:
-    run = helpers.local_keep(rank, world)
+    run = helpers.local(rank, world)
     bias = run.net[2].bias
     if loads:
         checkpoint.load(root, run.state)
@@ -267,7 +248,7 @@ def test_a_parameter_that_has_had_gradients_on_one_replica_only(tmp_path: Path) 
 
 
 def own_counters(rank: int, world: int, root: str, loads: bool) -> list[float]:
-    run = helpers.local_average(rank, world)
+    run = helpers.local(rank, world, moments="average")
     if loads:
         checkpoint.load(root, run.state)
     else:
@@ -296,9 +277,9 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Linear(8, 8, bias=False)
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 8, bias=False)
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight  # tied
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
@@ -336,74 +317,47 @@ def test_buffers_that_are_not_averaged_are_each_ranks_own(tmp_path: Path, averag
 # -- one process -------------------------------------------------------------------------------------------------------------
 
 
-def coresident(count: int, storage: str) -> Any:
-    net = mlp(torch.bfloat16)
-    replicas = hdet.CoresidentReplicas(net, count, storage)
-    stored = storage == "parameters"
-    optimizer = helpers.fused_fp32(net.parameters()) if stored else hdet.FusedAdamW(net.parameters(), lr=3e-3, decay_at="base")
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, 40, cycle_momentum=False)
-    return replicas, net, optimizer, hdet.Ensemble(optimizer, scheduler, replicas=replicas, sync=hdet.Sync(4))
+def together(count: int, storage: str) -> harness.Run:
+    make = helpers.fused_fp32 if storage == "parameters" else helpers.fused_base
+    return harness.Run(net=mlp(torch.bfloat16), together=count, storage=storage, optimizer=make, every=4)
 
 
-def turn(parts: Any, steps: range) -> Any:
-    replicas, net, optimizer, ensemble = parts
-    for step in steps:
-        for k in replicas.local:
-            with replicas.use(k):
-                x = helpers.data(step, k).bfloat16()
-                loss = (net(x) - x.sum(1, keepdim=True)).float().square().mean()
-                ensemble.observe(loss)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step()
-    return [bits(p) for k in replicas.local for p in optimizer.replica_parameters(k)], bits(
-        [m for k in replicas.local for m in optimizer.masters(list(net.parameters()), k)]
-    )
+def state_of(run: harness.Run) -> checkpoint.RunState:
+    return checkpoint.RunState(run.net, run.ensemble)
+
+
+def all_of(run: harness.Run) -> Any:
+    """Parameters and masters of each replica."""
+    params = list(run.net.parameters())
+    return bits([[*run.optimizer.replica_parameters(k), *run.optimizer.masters(params, k)] for k in run.replicas.local])
 
 
 @pytest.mark.parametrize("storage", ["parameters", "displacement"])
 @pytest.mark.parametrize("at", [4, 6])
 def test_coresident_replicas(tmp_path: Path, at: int, storage: str) -> None:
     """One of them is stored: they are equal then. So another number can take over."""
-    parts = coresident(3, storage)
-    turn(parts, range(at))
-    with parts[0].use(1), pytest.raises(ValueError, match="inside `with replicas.use"):
-        checkpoint.RunState(parts[1], parts[3]).state_dict()
-    folder = checkpoint.save(tmp_path, checkpoint.RunState(parts[1], parts[3]), at)
+    run = together(3, storage).steps(at)
+    with run.replica(1), pytest.raises(ValueError, match="inside `with replicas.use"):
+        state_of(run).state_dict()
+    folder = checkpoint.save(tmp_path, state_of(run), at)
     assert not any("replica" in key for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-    more = range(at, at + 5)
-    other = coresident(3, storage)
-    turn(other, range(2))
-    checkpoint.load(tmp_path, checkpoint.RunState(other[1], other[3]))
-    assert turn(other, more) == turn(parts, more)
-    five = coresident(5, storage)
-    checkpoint.load(tmp_path, checkpoint.RunState(five[1], five[3]))
-    turn(five, more)
-
-
-class Counter:
-    """A Stateful, such as a data loader."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
+    other = together(3, storage).steps(2)
+    other.index = checkpoint.load(tmp_path, state_of(other))
+    assert all_of(other.steps(5)) == all_of(run.steps(5))
+    five = together(5, storage)
+    checkpoint.load(tmp_path, state_of(five))
+    five.steps(5)
 
 
 def own_extra(rank: int, world: int, root: str, loads: bool) -> int:
-    run, counter = ddp(rank, world), Counter()
-    state = checkpoint.RunState(run.net, run.ensemble, counter)
+    run, loader = ddp(rank, world), Loader()
+    state = checkpoint.RunState(run.net, run.ensemble, loader)
     if loads:
         checkpoint.load(root, state)
     else:
-        counter.seen = 10 + rank
+        loader.at = 10 + rank
         checkpoint.save(root, state, 0)
-    return counter.seen
+    return loader.at
 
 
 def test_extra_is_each_ranks_own(tmp_path: Path) -> None:
@@ -414,44 +368,30 @@ def test_extra_is_each_ranks_own(tmp_path: Path) -> None:
 # -- plain torch.save --------------------------------------------------------------------------------------------------------
 
 
-def recipe(rank: int, world: int, path: str) -> bool:
+def recipe(rank: int, world: int) -> bool:
     run = ddp(rank, world).steps(7)
-
     run.ensemble.converge()  # on all ranks
-    if rank == 0:
-        states = {"model": run.net.module.state_dict(), "optimizer": run.optimizer.state_dict(), "ensemble": run.ensemble.state_dict()}
-        torch.save(states, path)
-    torch.distributed.barrier()
-
-    fresh = ddp(rank, world)
-    states = torch.load(path, weights_only=True)
-    fresh.net.module.load_state_dict(states["model"])
-    fresh.optimizer.load_state_dict(states["optimizer"])
-    fresh.ensemble.load_state_dict(states["ensemble"])
+    states = [run.saved()]
+    torch.distributed.broadcast_object_list(states)
+    fresh = ddp(rank, world).loaded(states[0])
     fresh.generator.set_state(run.generator.get_state())
-    fresh.index = 7
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return fresh.steps(8).facts() == run.steps(8).facts()
 
 
-def test_the_recipe_for_plain_torch_save(tmp_path: Path) -> None:
-    assert run_ranks(recipe, 2, str(tmp_path / "checkpoint.pt")) == [True, True]
-
-
-class Bfloat(Run):
-    loss = helpers.BfloatRun.loss
+def test_what_the_first_rank_has_saved_by_torch_save_goes_on_everywhere() -> None:
+    assert run_ranks(recipe, 2) == [True, True]
 
 
 def sixteen_bits(make: Callable[..., Any]) -> Run:
-    return Bfloat(mlp(torch.bfloat16), None, make, 0, controller=None)
+    return alone(make, mlp(torch.bfloat16))
 
 
 def values_of(run: Run) -> list[Any]:
     """Exact values behind the parameters, and moments."""
-    split = [m is not None and m.dtype == torch.int16 for m in run.optimizer.masters(list(run.net.parameters()))]
     masters = run.optimizer.masters(list(run.net.parameters()))
-    exact = [rounding.join(p.detach(), m) if s else m for p, m, s in zip(run.net.parameters(), masters, split, strict=True)]
+    exact = [rounding.join(p.detach(), m) if m.dtype == torch.int16 else m for p, m in zip(run.net.parameters(), masters, strict=True)]
     return [bits(x) for x in exact] + [bits(state["exp_avg"]) for state in run.optimizer.state.values()]
 
 
@@ -464,12 +404,8 @@ def test_other_optimizers_of_the_same_kind(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "b", fused.state, 6)
     assert alone(helpers.torch_adamw).resume(tmp_path / "b").steps(4).facts() == run.steps(4).facts()
 
-    def split(params: Any) -> Any:
-        return hdet.FusedAdamW(params, lr=3e-3, master_weights="split")
-
-    whole = sixteen_bits(helpers.fused_fp32).steps(6)
-    checkpoint.save(tmp_path / "c", whole.state, 6)
-    halves = sixteen_bits(split).resume(tmp_path / "c")
+    checkpoint.save(tmp_path / "c", sixteen_bits(helpers.fused_fp32).steps(6).state, 6)
+    halves = sixteen_bits(partial(hdet.FusedAdamW, master_weights="split")).resume(tmp_path / "c")
     checkpoint.save(tmp_path / "d", halves.steps(1).state, 7)
     again = sixteen_bits(helpers.fused_fp32).resume(tmp_path / "d")
     assert values_of(again) == values_of(halves)

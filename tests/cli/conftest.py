@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hdet.cli.job.processes import Workers
 
-from .harness import Finished, run_cli, tiny
+from .harness import KINDS, Finished, run_cli, tiny
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,6 +41,21 @@ def compared(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     out = tmp_path_factory.mktemp("runs") / "both"
     finished = run_cli("train", "--compare", *tiny(text_folder), "--out", str(out))
     return out, finished
+
+
+@pytest.fixture(scope="session")
+def straight(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Finished]]:
+    """Of a kind of run (see `KINDS`): the folder of one that nothing has interrupted. Of co-resident replicas, beside the fixed schedule."""
+    home = tmp_path_factory.mktemp("straight")
+
+    @functools.cache
+    def run_of(kind: str) -> tuple[Path, Finished]:
+        compare = ["--compare"] * (kind == "coresident")
+        finished = run_cli("train", *compare, *KINDS[kind](text_folder), "--out", str(home / kind))
+        assert finished.code == 0 and finished.err == "", finished.err
+        return home / kind / ("hdet" if compare else ""), finished
+
+    return run_of
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,26 +30,34 @@ class Finished:
 
 def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
     """Settings under which a step takes about a millisecond and a cycle four steps; the second ends near the schedule's peak, with a move."""
-    model = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch-size": 2, "probe-batches": 3}
+    model = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch-size": 2, "probe-batches": 3, "validation-batches": 3}
     intervals = {"sync-interval": 4, "checkpoint-interval": 8, "validation-interval": 8, "log-interval": 3}
-    settings = {
-        **model,
-        **intervals,
-        "pct-start": 0.3,
-        "replicas": replicas,
-        "steps": steps,
-        "validation-batches": 3,
-        "device": "cpu",
-        "data": data,
-    }
+    settings = {**model, **intervals, "pct-start": 0.3, "replicas": replicas, "steps": steps, "device": "cpu", "data": data}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def lined(data: Path, replicas: int = 2) -> list[str]:
+    """For controller line; without an interval: that of 4 of 24 steps is too long for it."""
+    settings = tiny(data, replicas)
+    at = settings.index("--sync-interval")
+    return [*settings[:at], *settings[at + 2 :], "--controller", "line"]
+
+
+KINDS: dict[str, Callable[[Path], list[str]]] = {
+    "processes": lambda data: tiny(data, replicas=3),  # a sum of two has no order
+    "coresident": lambda data: [*tiny(data), "--coresident"],
+    "line": lined,
+    "softmax": lambda data: [*tiny(data), "--controller", "softmax"],
+}
 
 
 def run_cli(*arguments: str, fault: str | None = None, pids: Path | None = None, scratch: Path | None = None) -> Finished:
     """``fault``: see `faulty_worker`. ``pids``: a folder in which each worker leaves a file named by its process id.
     ``scratch``: where temporary files go."""
     command = [sys.executable, "-c", CLI_WITH_FAULTS] if fault else [sys.executable, "-m", "hdet"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HDET_TEST_FAULT": fault or "", "HDET_TEST_PIDS": str(pids or "")}
+    # One thread, also where one process would take all cores: a matrix product may depend on their number.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"HDET_TEST_FAULT": fault or "", "HDET_TEST_PIDS": str(pids or "")}
     if scratch is not None:
         environment["TMPDIR"] = str(scratch)
     for name in ("RANK", "WORLD_SIZE", "FORCE_COLOR"):

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import hdet
+from hdet.cli.display import banner
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.place import choose_device
 from hdet.cli.main import main
-from hdet.cli.train import printable
+from hdet.cli.train import default_interval, default_replicas, printable
 
 from ..limits import HANG_S
 from .harness import Finished, one_line, tiny
@@ -25,46 +28,66 @@ pytestmark = pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
     ("arguments", "mentions"),
     [
-        (["--spread", "1.5"], ["spread", "1.5", "[0, 1)"]),
-        (["--spread", "nan"], ["spread", "nan"]),
-        (["--sync-interval", "0"], ["sync_interval", "0"]),
+        (["--spread", "nan"], ["spread is nan: it must"]),
         (["--steps", "ten"], ["--steps", "ten"]),
-        (["--max-lr", "-1"], ["max_lr", "-1.0"]),
         (["--controller", "greedy"], ["--controller", "greedy", "probe"]),
         (["--data", "/nowhere"], ["data", "/nowhere", "--data FOLDER"]),
-        (["--replicas", "1"], ["replicas", "controller none"]),
         (["--compare", "--schedule-only"], ["not allowed with"]),
         (["--resume", "/nowhere"], ["out", "--resume"]),
         (["--unknown"], ["--unknown"]),
+        (["--coresident", "--controller", "none", "--replicas", "1"], ["replicas is 1: it must be at least 2 to be co-resident"]),
+        (
+            ["--coresident", "--controller", "line"],
+            ["coresident is True: it must be left out with controller line", "pass replicas 1 and batch_size 4\n"],
+        ),
+        (["--controller", "line", "--replicas", "1", "--batch-size", "1"], ["batch_size is 1: it must be at least 2"]),
+        (["--controller", "line"], ["sync_interval", "is 4 of 24 steps", "pass at most 2"]),
     ],
 )
-def test_wrong_argument(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], mentions: list[str]) -> None:
-    message = one_line(capsys, "train", "--out", str(tmp_path / "run"), *arguments)
-    for mention in mentions:
-        assert mention in message
+def test_wrong_argument(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path, arguments: list[str], mentions: list[str]
+) -> None:
+    message = one_line(capsys, "train", "--out", str(tmp_path / "run"), *tiny(text_folder), *arguments)
+    assert all(mention in message for mention in mentions), message
     assert not (tmp_path / "run").exists(), "nothing may be written before everything is checked"
 
 
-def test_empty_data_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "10000" in one_line(capsys, "train", "--data", str(tmp_path), "--out", str(tmp_path / "run"))
-
-
-def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path) -> None:
-    message = one_line(capsys, "train", *tiny(text_folder, replicas=999), "--device", "cuda", "--out", str(tmp_path / "run"))
-    assert "device is 'cuda'" in message and "999" in message
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many that torch can use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize(
-    ("gpus", "remedy"),
-    [(0, "pass --device cpu"), (1, "pass --coresident or --device cpu"), (3, "pass --replicas 3 or --coresident or --device cpu")],
+    ("gpus", "settings", "remedy"),
+    [
+        (0, [], "pass --device cpu"),
+        (1, [], "pass --coresident or --device cpu"),
+        (3, [], "pass --replicas 3 or --coresident or --device cpu"),
+        (1, ["--controller", "line", "--sync-interval", "1"], "pass --replicas 1 or --device cpu"),
+    ],
+    indirect=["gpus"],
 )
 def test_remedy_for_too_few_gpus(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path, gpus: int, remedy: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text_folder: Path, gpus: int, settings: list[str], remedy: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    message = one_line(capsys, "train", *tiny(text_folder, replicas=4), "--device", "cuda", "--out", str(tmp_path / "run"))
-    assert message.endswith(f"{gpus} can be used; {remedy}\n")
+    arguments = [*tiny(text_folder, replicas=4), *settings, "--device", "cuda", "--out", str(tmp_path / "run")]
+    message = one_line(capsys, "train", *arguments)
+    assert message.endswith(f"device is 'cuda': 4 replicas need 4 GPUs and {gpus} can be used; {remedy}\n")
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_one_gpu_is_enough_for_one_process(gpus: int) -> None:
+    together = TrainConfig(coresident=True)
+    assert choose_device("auto", together.processes) == "cuda" and choose_device("auto", TrainConfig().processes) == "cpu"
+    assert default_replicas({"controller": "line"}) == 1 and default_replicas({}) == 4
+    event = {"folder": "x", "step": 0, "device": "cuda:0"}
+    assert "all in one process on the GPU" in list(banner(together, event))[1]
+    assert "one process each on the GPUs" in list(banner(TrainConfig(), event))[1]
+    alone = list(banner(TrainConfig(controller="line", replicas=1), event))
+    assert "1 replica x 8 windows of 64 bytes, one process on the GPU" in alone[1]
 
 
 def test_stale_native_module(
@@ -87,12 +110,32 @@ def test_out_that_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "--out" in one_line(capsys, "train", *tiny(text_folder), "--out", str(tmp_path / "file" / "run"))
 
 
-def test_torchrun_with_another_number_of_replicas(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("size", "settings", "says"),
+    [
+        ("3", [], "replicas is 2, but 3 processes were started: leave --replicas out under torchrun"),
+        ("2", ["--coresident"], "coresident is one process, but 2 were started: start it without torchrun"),
+    ],
+)
+def test_torchrun_with_another_number_of_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text_folder: Path, size: str, settings: list[str], says: str
+) -> None:  # fmt: skip
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "3 processes" in one_line(capsys, "train", *tiny(text_folder, replicas=2), "--out", str(tmp_path / "run"))
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert says in one_line(capsys, "train", *tiny(text_folder), *settings, "--out", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--out", ""], ["train", "--resume", ""], ["train", "--data", ""], ["report", "x", "--out", ""], ["report", ""]],
+)
+def test_an_empty_name_is_no_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]
+) -> None:
+    """It would mean the one where the command is typed."""
+    monkeypatch.chdir(tmp_path)
+    assert "'' is empty: pass the name of a file or folder" in one_line(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", [["train"], ["report", "somewhere"]])
@@ -127,6 +170,11 @@ def test_help_answers_without_torch() -> None:
     assert "--max-lr" in done.stdout and "30 times" in done.stdout
 
 
+def test_cycles_of_controller_line_are_short_if_nothing_else_is_said() -> None:
+    assert default_interval({"controller": "line"}) == 5 and default_interval({"controller": "line", "steps": 10}) == 1
+    assert default_interval({"steps": 10}) == TrainConfig().sync_interval
+
+
 def test_generated_text_cannot_steer_the_terminal() -> None:
     assert printable(b"a\x1b[31mb\x07\xff\tc\nd\xc3\xa4\n") == "a·[31mb··" + "·c\ndä"
 
@@ -142,7 +190,7 @@ def test_doctor_names_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -
     assert [line.split()[0] for line in backends] == list(hdet.kernels.available())
     for line, state in zip(backends, hdet.kernels.available().values(), strict=True):
         assert line.endswith(state if state == hdet.kernels.USABLE else f"not usable: {state}")
-    assert "gloo" in out and "compiler" in out and "matplotlib" in out
+    assert "gloo" in out and "compiler" in out and "matplotlib" in out and "all cores for one process alone" in out
 
 
 def test_doctor_survives_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

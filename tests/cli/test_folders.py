@@ -13,6 +13,7 @@ from hdet.cli.job.processes import Workers
 from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, Recorder, truncate_history
 from hdet.cli.main import main
 
+from ..checkpoint.test_owned import everything
 from .harness import Finished, one_line, run_cli, tiny
 from .test_resume import unended
 
@@ -27,53 +28,46 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def contents(folder: Path) -> dict[str, object]:
-    return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
-
-
-def test_what_others_have_there_stays(text_folder: Path, tmp_path: Path, elsewhere: Path) -> None:
-    """Also names that were ours once: a download, a folder, links."""
-    run = tmp_path / "run"
+def test_overwriting_replaces_a_run_and_nothing_of_others(
+    text_folder: Path, tmp_path: Path, elsewhere: Path, compared: tuple[Path, Finished]
+) -> None:
+    """A run is known by its settings. Others' things may have names that were ours once: a download, a folder, links."""
+    run = shutil.copytree(compared[0] / "hdet", tmp_path / "run")
+    ours = set(everything(run))
     (run / f".{CONFIG}.partial" / "inner").mkdir(parents=True)
     (run / ".download.partial").write_text("theirs")
     (run / f".{CHECKPOINT}.partial").symlink_to(elsewhere)
     (run / f".{HISTORY}.partial").symlink_to(run / "nothing")
-    before = contents(run)
-    finished = run_cli("train", *tiny(text_folder), "--schedule-only", "--out", str(run))
+    theirs = {name: content for name, content in everything(run).items() if name not in ours}
+    finished = run_cli("train", *tiny(text_folder), "--schedule-only", "--out", str(run), "--overwrite")
     assert finished.code == 0 and finished.err == "", finished.err
-    after = contents(run)
-    assert {name: after[name] for name in before} == before and elsewhere.read_text() == "theirs"
-    assert after.keys() - before.keys() == set(FILES)
+    assert json.loads((run / CONFIG).read_text())["mode"] == "fixed"
+    after = everything(run)
+    assert {name: after[name] for name in theirs} == theirs and elsewhere.read_text() == "theirs"
+    assert after.keys() - theirs.keys() == set(FILES)
 
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
-@pytest.mark.parametrize("name", FILES)
-def test_files_of_others_are_not_replaced(
-    capsys: pytest.CaptureFixture[str], text_folder: Path, tmp_path: Path, name: str, options: list[str]
+@pytest.mark.parametrize("what", [*FILES, "a link", "a link to nothing", "a folder"])
+def test_what_others_have_in_the_way_is_not_replaced(
+    capsys: pytest.CaptureFixture[str], text_folder: Path, tmp_path: Path, elsewhere: Path, what: str, options: list[str]
 ) -> None:
-    (tmp_path / name).write_text('{"name": "my project"}')
-    before = contents(tmp_path)
-    message = one_line(capsys, "train", *tiny(text_folder), "--out", str(tmp_path), *options)
-    assert f"out is '{tmp_path}', which holds {name}" in message and "was not written by hdet train: pass another --out" in message
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("options", [[], ["--overwrite"]])
-@pytest.mark.parametrize("how", ["link", "link to nothing", "folder"])
-def test_nor_what_is_no_file(
-    capsys: pytest.CaptureFixture[str], text_folder: Path, tmp_path: Path, elsewhere: Path, options: list[str], how: str
-) -> None:
+    """Also not where the settings of a run should be, but something else is."""
     elsewhere.write_text(json.dumps({"mode": "hdet"}))
-    place = tmp_path / CONFIG
-    place.mkdir() if how == "folder" else place.symlink_to(elsewhere if how == "link" else elsewhere.parent / "nothing")
-    before = contents(tmp_path), contents(elsewhere.parent)
-    assert CONFIG in one_line(capsys, "train", *tiny(text_folder), "--out", str(tmp_path), *options)
-    assert (contents(tmp_path), contents(elsewhere.parent)) == before
+    run = tmp_path / "run"
+    run.mkdir()
+    place = run / (what if what in FILES else CONFIG)
+    if what == "a folder":
+        place.mkdir()
+    elif what in FILES:
+        place.write_text('{"name": "my project"}')
+    else:
+        place.symlink_to(elsewhere if what == "a link" else elsewhere.with_name("nothing"))
+    before = everything(run), everything(elsewhere.parent)
+    message = one_line(capsys, "train", *tiny(text_folder), "--out", str(run), *options)
+    assert f"out is '{run}', which holds {place.name}" in message and "was not written by hdet train: pass another --out" in message
+    assert (everything(run), everything(elsewhere.parent)) == before
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -88,60 +82,35 @@ def test_a_comparison_replaces_no_picture_of_others_and_no_part_of_it_begins(
     both = tmp_path / "both"
     shutil.copytree(compared[0], both)
     (both / "hdet" / CONFIG).write_text('{"name": "my project"}')
-    before = contents(both)
+    before = everything(both)
     one_line(capsys, "train", "--compare", *tiny(text_folder), "--out", str(both), *options)
-    assert contents(both) == before, "the fixed run's files too"
-
-
-def test_overwriting_replaces_a_run(text_folder: Path, tmp_path: Path, compared: tuple[Path, Finished]) -> None:
-    """As it was written by earlier versions too: its settings are the mark."""
-    run = tmp_path / "run"
-    shutil.copytree(compared[0] / "hdet", run)
-    (run / "notes.txt").write_text("mine")
-    finished = run_cli("train", *tiny(text_folder), "--schedule-only", "--out", str(run), "--overwrite")
-    assert finished.code == 0 and finished.err == "", finished.err
-    assert json.loads((run / CONFIG).read_text())["mode"] == "fixed"
-    assert set(contents(run)) == {*FILES, "notes.txt"} and (run / "notes.txt").read_text() == "mine"
+    assert everything(both) == before, "the fixed run's files too"
 
 
 # -- links -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_processes")
-def test_a_report_does_not_write_through_links(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, compared: tuple[Path, Finished], elsewhere: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(compared[0] / "fixed", run)
+def test_a_report_does_not_write_through_links(tmp_path: Path, compared: tuple[Path, Finished], elsewhere: Path) -> None:
+    run = shutil.copytree(compared[0] / "fixed", tmp_path / "run")
     (run / REPORT).unlink(missing_ok=True)
-    (run / f".{REPORT}.partial").symlink_to(elsewhere)
-    assert main(["report", str(run)]) == 0
-    assert elsewhere.read_text() == "theirs" and (run / f".{REPORT}.partial").is_symlink()
-    (run / REPORT).unlink()
     (run / REPORT).symlink_to(elsewhere)
     assert main(["report", str(run)]) == 0
     assert elsewhere.read_text() == "theirs" and not (run / REPORT).is_symlink()
 
 
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("name", [CONFIG, HISTORY])
 @pytest.mark.parametrize("target", ["file", "nothing"])
-def test_resuming_does_not_write_through_links(
-    tmp_path: Path, compared: tuple[Path, Finished], elsewhere: Path, name: str, target: str
-) -> None:
+def test_resuming_does_not_write_through_links(tmp_path: Path, compared: tuple[Path, Finished], elsewhere: Path, target: str) -> None:
     run = unended(compared[0] / "fixed", tmp_path / "run")
-    (run / f".{name}.partial").symlink_to(elsewhere.with_name(target))
+    for name in (CONFIG, HISTORY):
+        (run / f".{name}.partial").symlink_to(elsewhere.with_name(target))
     with pytest.raises(AssertionError, match="a process would have been started"):
         main(["train", "--resume", str(run)])
     truncate_history(run / HISTORY, 8)
-    assert elsewhere.read_text() == "theirs" and [entry.name for entry in elsewhere.parent.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("target", ["file", "nothing"])
-def test_a_history_is_not_written_through_a_link(tmp_path: Path, elsewhere: Path, target: str) -> None:
-    (tmp_path / HISTORY).symlink_to(elsewhere.with_name(target))
+    (run / HISTORY).rename(run / "history")
+    (run / HISTORY).symlink_to(elsewhere.with_name(target))
     with pytest.raises(ValueError, match="is not a regular file"):
-        Recorder(tmp_path / HISTORY)
+        Recorder(run / HISTORY)
     assert elsewhere.read_text() == "theirs" and [entry.name for entry in elsewhere.parent.iterdir()] == ["file"]
 
 
@@ -167,8 +136,8 @@ def test_a_second_writer_is_refused_by_name(
     found: list[object] = []
 
     def intrude(workers: Workers) -> None:
-        before = contents(run)
-        found.extend([one_line(capsys, "train", *second), contents(run) == before])
+        before = everything(run)
+        found.extend([one_line(capsys, "train", *second), everything(run) == before])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Workers, "__enter__", intrude)
@@ -179,28 +148,3 @@ def test_a_second_writer_is_refused_by_name(
     found.clear()
     capsys.readouterr()
     assert main(["train", "--resume", str(run)]) == 130 and found, "it is free again"
-
-
-# -- no folder at all ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "--out", ""],
-        ["train", "--resume", ""],
-        ["train", "--data", ""],
-        ["report", "x", "--out", ""],
-        ["report", ""],
-        ["report", "--evidence", ""],
-    ],
-)
-def test_an_empty_name_is_no_folder(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]
-) -> None:
-    """It would mean the one where the command is typed."""
-    monkeypatch.chdir(tmp_path)
-    message = one_line(capsys, *arguments)
-    assert "'' is empty: pass the name of a file or folder" in message
-    assert list(tmp_path.iterdir()) == []

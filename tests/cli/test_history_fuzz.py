@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_history, truncate_history
-from hdet.cli.main import main
 from hdet.cli.report import RunFiles, plot, print_table
 
 from .harness import one_line
@@ -88,13 +87,8 @@ def test_any_value_in_the_settings(tmp_path: Path, key: str, value: Any) -> None
     looked_at(run_of(tmp_path, lines_of(*GOOD.values()), json.dumps({**TrainConfig().to_dict(), key: value}).encode()))
 
 
-DEEP = [b"[" * 3000, b"[" * 3000 + b"]" * 3000, b'{"a":' * 3000 + b"1" + b"}" * 3000, b'{"step": ' + b"[" * 900 + b"]" * 900 + b"}"]
-DEEP += [
-    b'{"event": ' + b"[" * 900 + b"]" * 900 + b"}",
-    b"\xff\xfe{}",
-    b'{"step": 1' + b"0" * 5000 + b"}",
-    b'{"step": 1' + b"0" * 4000 + b"}",
-]
+DEEP = [b"[" * 3000, b'{"a":' * 3000 + b"1" + b"}" * 3000, b'{"step": ' + b"[" * 900 + b"]" * 900 + b"}", b"\xff\xfe{}"]
+DEEP += [b'{"event": ' + b"[" * 900 + b"]" * 900 + b"}", b'{"step": 1' + b"0" * 5000 + b"}", b'{"step": 1' + b"0" * 4000 + b"}"]
 
 
 @pytest.mark.parametrize("line", DEEP)
@@ -131,7 +125,3 @@ def test_numbers_beyond_all_bounds_are_refused_as_settings(capsys: pytest.Captur
         TrainConfig(**{name: 10**400})
     if name in ("steps", "seed", "replicas"):
         assert name in one_line(capsys, "train", f"--{name}", "1" + "0" * 400)
-
-
-def test_nothing_is_started_by_a_report(tmp_path: Path) -> None:
-    assert main(["report", str(run_of(tmp_path, lines_of(*GOOD.values())))]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from hdet.cli.job.checkpoint import load_checkpoint, save_checkpoint
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.run_files import CHECKPOINT, Recorder, RunFolderError, read_history, truncate_history
 from hdet.owned_folder import atomic_file
+
+from ..checkpoint.test_hostile import Hostile
 
 
 def history(path: Path, *records: dict) -> Path:
@@ -51,13 +54,6 @@ def test_torn_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
     assert read_history(path) == expected
 
 
-def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "h.jsonl"
-    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(RunFolderError, match="line 2"):
-        read_history(path)
-
-
 def test_truncation_keeps_what_the_checkpoint_knows(tmp_path: Path) -> None:
     path = history(tmp_path / "h.jsonl", {"step": 4, "loss": 0.1 + 0.2}, {"step": 8}, {"step": 9}, {"event": "end", "step": 8})
     path.write_bytes(path.read_bytes() + b'{"step": 1')
@@ -89,61 +85,46 @@ def state() -> dict:
     return {"config": TrainConfig().to_dict(), "text": "digest", "step": 8, "rng": torch.get_rng_state(), **dicts, **costs}
 
 
-def test_checkpoint_returns_what_was_saved(tmp_path: Path) -> None:
-    saved = state()
-    save_checkpoint(tmp_path / CHECKPOINT, saved)
-    loaded = load_checkpoint(tmp_path)
-    assert torch.equal(loaded["model"]["weight"], saved["model"]["weight"])
-    assert TrainConfig.from_dict(loaded["config"]) == TrainConfig()
+def flipped(path: Path, saved: dict) -> None:
+    """In a weight: torch.load alone would not notice."""
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(saved["model"]["weight"].numpy().tobytes()) + 2] ^= 1
+    path.write_bytes(whole)
+    assert not torch.equal(torch.load(path, weights_only=True)["model"]["weight"], saved["model"]["weight"])
 
 
-def damaged(tmp_path: Path, how: str) -> str:
-    """Writes a bad checkpoint, returns what the refusal must mention."""
-    path = tmp_path / CHECKPOINT
-    save_checkpoint(path, state())
-    content = torch.load(path, weights_only=True)
-    if how == "truncated":
-        path.write_bytes(path.read_bytes()[:-200])
-        return "damaged"
-    if how == "a flipped bit":  # in a weight: torch.load alone would not notice
-        whole = bytearray(path.read_bytes())
-        whole[whole.index(content["model"]["weight"].numpy().tobytes()) + 2] ^= 1
-        path.write_bytes(whole)
-        assert not torch.equal(torch.load(path, weights_only=True)["model"]["weight"], content["model"]["weight"])
-        return "damaged"
-    if how == "empty":
-        path.write_bytes(b"")
-        return "damaged"
-    if how == "garbage":
-        path.write_bytes(b"\x80\x02garbage" * 50)
-        return "damaged"
-    if how == "a tensor":
-        torch.save(torch.zeros(3), path)
-        return "no checkpoint of"
-    if how == "version":
-        torch.save({**content, "version": 99}, path)
-        return "version 99"
-    if how == "keys":
-        torch.save({key: value for key, value in content.items() if key not in ("optimizer", "rng")}, path)
-        return "lacks optimizer, rng"
-    if how == "settings":
-        torch.save({**content, "config": {**content["config"], "spread": 7.0}}, path)
-        return "spread is 7.0"
-    path.unlink()
-    (tmp_path / "hdet").mkdir()
-    save_checkpoint(tmp_path / "hdet" / CHECKPOINT, state())
-    return str(tmp_path / "hdet")
+def one_below(path: Path, saved: dict) -> None:
+    (path.parent / "hdet").mkdir()
+    path.rename(path.parent / "hdet" / CHECKPOINT)
 
 
-@pytest.mark.parametrize(
-    "how", ["truncated", "a flipped bit", "empty", "garbage", "a tensor", "version", "keys", "settings", "parent folder"]
-)
+DAMAGES: dict[str, tuple[Callable[[Path, dict], object], str]] = {
+    "truncated": (lambda path, saved: path.write_bytes(path.read_bytes()[:-200]), "damaged"),
+    "a flipped bit": (flipped, "damaged"),
+    "empty": (lambda path, saved: path.write_bytes(b""), "damaged"),
+    "garbage": (lambda path, saved: path.write_bytes(b"\x80\x02garbage" * 50), "damaged"),
+    "a tensor": (lambda path, saved: torch.save(torch.zeros(3), path), "no checkpoint of"),
+    "version": (lambda path, saved: torch.save({**saved, "version": 99}, path), "version 99"),
+    "keys": (
+        lambda path, saved: torch.save({k: v for k, v in saved.items() if k not in ("optimizer", "rng")}, path),
+        "lacks optimizer, rng",
+    ),
+    "settings": (lambda path, saved: torch.save({**saved, "config": {**saved["config"], "spread": 7.0}}, path), "spread is 7.0"),
+    "code": (lambda path, saved: torch.save({**saved, "text": Hostile(path.with_name("it ran"))}, path), "damaged"),
+    "parent folder": (one_below, "it holds several runs, pass one of {folder}/hdet"),
+}
+"""what is done to a checkpoint, and what the refusal mentions"""
+
+
+@pytest.mark.parametrize("how", DAMAGES)
 def test_bad_checkpoint_is_refused_in_one_line(tmp_path: Path, how: str) -> None:
-    mention = damaged(tmp_path, how)
+    path, (damage, mention) = tmp_path / CHECKPOINT, DAMAGES[how]
+    save_checkpoint(path, state())
+    damage(path, torch.load(path, weights_only=True))
     with pytest.raises(RunFolderError) as caught:
         load_checkpoint(tmp_path)
-    assert mention in str(caught.value) and str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert mention.format(folder=tmp_path) in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value) and not path.with_name("it ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,26 +12,22 @@ import pytest
 from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, read_history
 from hdet.cli.main import main
 
-from .harness import run_cli, tiny
-from .test_line import lined
+from .harness import Finished, run_cli, tiny
+from .test_runs import Straight
 
 CONTROLLERS = ("probe", "softmax", "line")
 
 
 @pytest.fixture(scope="module")
-def runs(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(straight: Straight, compared: tuple[Path, Finished], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By controller: a run's folder with what a replay needs, and nothing else."""
     home = tmp_path_factory.mktemp("replay")
-    folders = {}
     for controller in CONTROLLERS:
-        words = lined(text_folder, 2) if controller == "line" else [*tiny(text_folder), "--controller", controller]
-        finished = run_cli("train", *words, "--out", str(home / controller))
-        assert finished.code == 0, finished.err
-        folders[controller] = home / f"{controller} again"
-        folders[controller].mkdir()
+        whole = compared[0] / "hdet" if controller == "probe" else straight(controller)[0]
+        (home / controller).mkdir()
         for name in (CONFIG, HISTORY):
-            shutil.copy(home / controller / name, folders[controller])
-    return folders
+            shutil.copy(whole / name, home / controller)
+    return {controller: home / controller for controller in CONTROLLERS}
 
 
 def decided(folder: Path) -> list[dict[str, Any]]:
@@ -47,25 +43,26 @@ def test_every_decision_is_made_again(runs: dict[str, Path], controller: str, ca
     assert sorted(path.name for path in runs[controller].iterdir()) == sorted((CONFIG, HISTORY))
 
 
+def rewritten(run: Path, folder: Path, records: list[dict[str, Any]]) -> Path:
+    shutil.copytree(run, folder)
+    (folder / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_a_difference_is_printed(runs: dict[str, Path], controller: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(runs[controller], tmp_path / "run")
-    records = read_history(folder / HISTORY)
+    records = read_history(runs[controller] / HISTORY)
     cycle = next(r for r in records if r["event"] == "cycle" and any(d["factor"] != 1 for d in r["record"]["decisions"]))
     cycle["record"]["decisions"][0]["factor"] *= 1 + 1e-15
-    (folder / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert main(["replay", str(folder)]) == 1
+    assert main(["replay", str(rewritten(runs[controller], tmp_path / "run", records))]) == 1
     out, _ = capsys.readouterr()
     assert out.startswith(f"cycle {cycle['cycle']}: decisions differ") and len(out.splitlines()) == 1
 
 
 def test_an_answer_that_is_missing_is_a_difference(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(runs["line"], tmp_path / "run")
-    records = read_history(folder / HISTORY)
-    cycle = next(r for r in records if r["event"] == "cycle" and r["record"]["answers"])
-    cycle["record"]["answers"] = []
-    (folder / HISTORY).write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert main(["replay", str(folder)]) == 1
+    records = read_history(runs["line"] / HISTORY)
+    next(r for r in records if r["event"] == "cycle" and r["record"]["answers"])["record"]["answers"] = []
+    assert main(["replay", str(rewritten(runs["line"], tmp_path / "run", records))]) == 1
     assert "was not asked when this run was recorded" in capsys.readouterr().out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.usefixtures("no_processes"), pytest.mark.filterwarning
 def test_resuming_with_other_settings(capsys: pytest.CaptureFixture[str], compared: tuple[Path, Finished]) -> None:
     folder = str(compared[0] / "hdet")
     assert "spread is 0.2" in one_line(capsys, "train", "--resume", folder, "--spread", "0.2")
+    assert "coresident is True, but the run" in one_line(capsys, "train", "--resume", folder, "--coresident")
     assert "'nowhere' has no checkpoint.pt" in one_line(capsys, "train", "--resume", "nowhere")
     assert f"{compared[0]}/fixed" in one_line(capsys, "train", "--resume", str(compared[0]))
 
@@ -62,36 +64,35 @@ def test_resuming_what_fits_starts_processes_and_changes_nothing_before(begun: P
     assert {name: (begun / name).read_bytes() for name in before} == before
 
 
-def misfit(saved: dict, how: str) -> dict:
-    """A change that leaves a checkpoint's keys and kinds as they are."""
-    if how == "model lacks a key":
-        return {"model": dict(list(saved["model"].items())[1:])}
-    if how == "model of another size":
-        return {"model": {name: value[..., :1] for name, value in saved["model"].items()}}
-    if how == "moments of another size":
-        state = {i: {**values, "exp_avg": values["exp_avg"][..., :1]} for i, values in saved["optimizer"]["state"].items()}
-        return {"optimizer": {**saved["optimizer"], "state": state}}
-    return {
-        "optimizer {}": {"optimizer": {}},
-        "optimizer without moments": {"optimizer": {**saved["optimizer"], "state": {}}},
-        "scheduler at another step": {
-            "scheduler": {**saved["scheduler"], "last_epoch": 3},
-            "ensemble": saved["ensemble"] and {**saved["ensemble"], "scheduler": {**saved["ensemble"]["scheduler"], "last_epoch": 3}},
-        },
-        "rng of another type": {"rng": torch.zeros(3)},
-        "rng of another size": {"rng": torch.zeros(3, dtype=torch.uint8)},
-        "ensemble of nothing": {"ensemble": {"version": 1}},
-    }[how]
+def another_step(saved: dict) -> dict:
+    changed = {"last_epoch": 3}
+    ensemble = {**saved["ensemble"], "scheduler": {**saved["ensemble"]["scheduler"], **changed}}
+    return {"scheduler": {**saved["scheduler"], **changed}, "ensemble": ensemble}
 
 
-MISFITS = ["model lacks a key", "model of another size", "moments of another size", "optimizer {}", "optimizer without moments"]
-MISFITS += ["scheduler at another step", "rng of another type", "rng of another size", "ensemble of nothing"]
+def short_moments(saved: dict) -> dict:
+    state = {i: {**values, "exp_avg": values["exp_avg"][..., :1]} for i, values in saved["optimizer"]["state"].items()}
+    return {"optimizer": {**saved["optimizer"], "state": state}}
+
+
+MISFITS: dict[str, Callable[[dict], dict]] = {
+    "model lacks a key": lambda saved: {"model": dict(list(saved["model"].items())[1:])},
+    "model of another size": lambda saved: {"model": {name: value[..., :1] for name, value in saved["model"].items()}},
+    "moments of another size": short_moments,
+    "optimizer {}": lambda saved: {"optimizer": {}},
+    "optimizer without moments": lambda saved: {"optimizer": {**saved["optimizer"], "state": {}}},
+    "scheduler at another step": another_step,
+    "rng of another type": lambda saved: {"rng": torch.zeros(3)},
+    "rng of another size": lambda saved: {"rng": torch.zeros(3, dtype=torch.uint8)},
+    "ensemble of nothing": lambda saved: {"ensemble": {"version": 1}},
+}
+"""changes that leave a checkpoint's keys and kinds as they are"""
 
 
 @pytest.mark.parametrize("how", MISFITS)
 def test_resuming_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path, compared: tuple[Path, Finished], how: str) -> None:
     run = unended(compared[0] / "hdet", tmp_path / "run")
-    rewrite(run, **misfit(torch.load(run / CHECKPOINT, weights_only=True), how))
+    rewrite(run, **MISFITS[how](torch.load(run / CHECKPOINT, weights_only=True)))
     message = one_line(capsys, "train", "--resume", str(run))
     assert f"{run / CHECKPOINT}' does not fit this run (" in message
     assert message.endswith("): it is damaged, start the run again\n") and len(message) < 300 + len(str(run))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.cli.job.checkpoint import load_checkpoint
+from hdet.cli.job.config import TrainConfig
+from hdet.cli.job.place import Place, join
+from hdet.cli.job.processes import Workers
 from hdet.cli.job.run_files import read_history
+from hdet.cli.job.training import RunSpec, train_all
 
 from ..limits import HANG_S
-from .harness import ROOT, Finished, run_cli, tiny, wait_until_gone
+from .harness import KINDS, ROOT, Finished, lined, run_cli, tiny, wait_until_gone
 
+Straight = Callable[[str], tuple[Path, Finished]]
 TIMES = {"converge_ms", "probe_ms", "seconds", "probe_percent", "converge_percent"}
 
 
@@ -94,46 +100,114 @@ def test_costs_are_parts_of_the_training_time(compared: tuple[Path, Finished]) -
     assert events(out / "fixed", "end")[0]["probe_percent"] == 0
 
 
-def test_checkpoint_loads_without_trusting_it(compared: tuple[Path, Finished]) -> None:
-    out, _ = compared
-    state = torch.load(out / "hdet/checkpoint.pt", weights_only=True)
-    assert state["step"] == 24 and state["config"]["mode"] == "hdet"
-    assert json.loads((out / "hdet/config.json").read_text()) == state["config"]
+def test_a_loss_that_is_not_finite_is_nothing_in_records_and_events(text_folder: Path, tmp_path: Path) -> None:
+    shown: list[dict] = []
+    settings = {"steps": 8, "sync_interval": 4, "max_lr": 1e30, "validation_batches": 1, "replicas": 1, "data": str(text_folder)}
+    train_all([RunSpec(TrainConfig(mode="fixed", log_interval=1, **settings), tmp_path)], Place(), shown.append)
+    for losses in ([event["loss"] for event in shown if event["event"] == "train"], [r["loss"] for r in events(tmp_path, "train")]):
+        assert losses[0] is not None and losses[-1] is None
 
 
-def test_a_finished_run_resumes_to_itself(compared: tuple[Path, Finished]) -> None:
-    out, _ = compared
-    before = read_history(out / "fixed/history.jsonl")
-    again = run_cli("train", "--resume", str(out / "fixed"))
-    assert again.code == 0, again.err
-    assert same(read_history(out / "fixed/history.jsonl"), before)
+# -- all replicas in one process -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fixed", "hdet"])
+def test_two_replicas_have_the_history_of_two_processes_to_the_bit(straight: Straight, compared: tuple[Path, Finished], mode: str) -> None:
+    out, finished = straight("coresident")
+    assert "2 replicas x 2 windows of 16 bytes, all in one process on the CPU" in finished.out
+    ours, theirs = out.parent / mode, compared[0] / mode
+    records = read_history(ours / "history.jsonl")
+    assert len(records) > 10 and same(records, read_history(theirs / "history.jsonl"))
+    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (ours, theirs))
+    for key in ("model", "scheduler", "ensemble", "step", "validation"):
+        assert same(one[key], two[key]), key
+    assert (ours / "sample.txt").read_bytes() == (theirs / "sample.txt").read_bytes()
+
+
+def test_one_process_uses_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def popen(command: object, *, env: dict[str, str], **others: object) -> None:
+        started.append((env.get("OMP_NUM_THREADS"), env.get("OMP_WAIT_POLICY")))
+        raise OSError("enough")
+
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("hdet.cli.job.processes.subprocess.Popen", popen)
+    for coresident in (True, False):
+        with pytest.raises(OSError, match="enough"), Workers([RunSpec(TrainConfig(coresident=coresident), Path())], "cpu"):
+            pass
+    assert started == [(None, "passive"), ("1", None)]
+    torch.set_num_threads(2)
+    with join(Place()):
+        assert torch.get_num_threads() == 2
+
+
+# -- controller line -------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_read_without_a_spread(straight: Straight) -> None:
+    folder, finished = straight("line")
+    assert "all train alike" in finished.out and "differ by design" not in finished.out
+    cycles = events(folder, "cycle")
+    assert [record["step"] for record in cycles] == list(range(1, 25))
+    assert all(record["multipliers"]["lr"] == [1.0, 1.0] and record["probe"] is None for record in cycles)
+    read = [record for record in cycles if record["slopes"]["lr"] is not None]
+    assert read
+    # Cycles are many: those with nothing to say are not shown.
+    lines = finished.out.splitlines()
+    shown = [record for record in cycles if any(line.startswith(f"{record['cycle'] + 1:3d}/24 ") for line in lines)]
+    assert len(shown) < len(cycles) and all(record in shown for record in cycles if record["notes"] or record in read)
+    # What it costs is on the bill.
+    assert all(record["probe_ms"] > 0 for record in read) and events(folder, "end")[0]["probe_percent"] > 0
+
+
+def test_the_correction_is_the_one_in_force(straight: Straight) -> None:
+    """A rise comes by and by; the report divides by it to draw the schedule as it was."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule, rates = OneCycleLR(optimizer, TrainConfig().max_lr, total_steps=24, pct_start=0.3, cycle_momentum=False), [0.0]
+    for step in range(24):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        if step < 23:
+            schedule.step()
+    for record in events(straight("line")[0], "train"):
+        assert record["lr"] / record["correction"] == pytest.approx(rates[record["step"]]), record
+
+
+def test_one_process_is_enough(text_folder: Path, tmp_path: Path) -> None:
+    finished = run_cli("train", *lined(text_folder, 1), "--out", str(tmp_path))
+    assert finished.code == 0 and finished.err == "", finished.err
+    assert "1 replica x 2 windows of 16 bytes, one process on the CPU" in finished.out
+    assert any(record["slopes"]["lr"] is not None for record in events(tmp_path, "cycle"))
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------------
 
 
-def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path) -> None:
-    """kill -9 of the parent at step 12, four steps after the checkpoint of step 8. Three replicas: a sum of two has no order."""
-    settings = tiny(text_folder, replicas=3)
-    straight = run_cli("train", *settings, "--out", str(tmp_path / "straight"))
-    assert straight.code == 0, straight.err
-    pids, scratch = tmp_path / "pids", tmp_path / "scratch"
+@pytest.mark.parametrize(("kind", "workers"), [("processes", 3), ("coresident", 1), ("line", 2)])
+def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path, straight: Straight, kind: str, workers: int) -> None:
+    """kill -9 of the parent at step 12, four steps after the checkpoint of step 8. Controller line begins the interval under way anew."""
+    whole, _ = straight(kind)
+    folder, pids, scratch = tmp_path / "killed", tmp_path / "pids", tmp_path / "scratch"
     pids.mkdir()
     scratch.mkdir()
-    folder = tmp_path / "killed"
-    killed = run_cli("train", *settings, "--out", str(folder), fault="kill-parent@12", pids=pids, scratch=scratch)
+    killed = run_cli("train", *KINDS[kind](text_folder), "--out", str(folder), fault="kill-parent@12", pids=pids, scratch=scratch)
     assert killed.code == -9
-    wait_until_gone(pids, expected=3)
+    wait_until_gone(pids, expected=workers)
     assert not list(scratch.glob("hdet-*")), "the workers clear up what the parent could not"
     assert load_checkpoint(folder)["step"] == 8
     assert max(record["step"] for record in read_history(folder / "history.jsonl")) == 12
     resumed = run_cli("train", "--resume", str(folder))
-    assert resumed.code == 0, resumed.err
-    assert "from step 8" in resumed.out
-    assert same(read_history(folder / "history.jsonl"), read_history(tmp_path / "straight/history.jsonl"))
-    ends = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("straight", "killed")]
-    assert same(*ends)
-    assert (folder / "sample.txt").read_bytes() == (tmp_path / "straight/sample.txt").read_bytes()
+    assert resumed.code == 0 and "from step 8" in resumed.out and resumed.err == "", resumed.err
+    ours, theirs = (read_history(run / "history.jsonl") for run in (folder, whole))
+    if kind == "line":
+        assert same([record for record in ours if record["step"] <= 8], [record for record in theirs if record["step"] <= 8])
+        assert [record["step"] for record in events(folder, "cycle")] == list(range(1, 25)) and ours[-1]["event"] == "end"
+        return
+    assert same(ours, theirs)
+    assert same(*(torch.load(run / "checkpoint.pt", weights_only=True) for run in (folder, whole)))
+    assert (folder / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
 
 
 def test_interrupted_run_says_where_the_checkpoint_is(text_folder: Path, tmp_path: Path) -> None:
@@ -175,8 +249,7 @@ def test_joins_processes_that_torchrun_started(text_folder: Path, tmp_path: Path
         "-m",
         "torch.distributed.run",
         "--standalone",
-        "--nproc-per-node",
-        "2",
+        "--nproc-per-node=2",
         "-m",
         "hdet",
         "train",

@@ -30,8 +30,6 @@ class Outcome:
 
     rank: int
     exitcode: int | None
-    result: Any = None
-    """What the scenario returned."""
     kind: str = ""
     """Name of the error's class; empty if there was none."""
     text: str = ""
@@ -138,7 +136,8 @@ def _main(world: World, scenario: Callable[..., Any], settings: dict[str, Any]) 
     faults.PATIENCE_S = PATIENCE_S
     world.meet()
     try:
-        found: dict[str, Any] = {"result": scenario(world, **settings)}
+        scenario(world, **settings)
+        found: dict[str, Any] = {}
     except Exception as error:  # noqa: BLE001 - it is what is looked at
         found = _about(error)
         mark = world.folder / "fault"

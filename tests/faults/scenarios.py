@@ -3,65 +3,61 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 import hdet.converge
-from tests.harness import policies
 
+from ..harness import Batch, Run, batch, losses_of
 from .harness import World
 
 INTERVAL = 4
 
 
-class Training:
-    """DDP and an Ensemble over a small regression.
+def wave(key: int) -> Batch:
+    """Of the sum of four numbers."""
+    x, _ = batch(key, examples=16)
+    x[:, 4:] = 0
+    return x, x.sum(1, keepdim=True).sin()
 
-    ``local``: replicas step with their own gradients, outside of DDP. ``jump``: at that step the schedule multiplies the rate so.
-    """
+
+class Training(Run):
+    """``local``: replicas step with their own gradients, outside of DDP. ``jump``: at that step the schedule multiplies the rate so."""
 
     def __init__(
         self, rank: int, *, local: bool = False, lr: float = 0.05, width: int = 8, jump: tuple[int, float] | None = None, **settings: Any
     ) -> None:
         torch.manual_seed(0)
-        self.rank, self.local, self.count = rank, local, 0
-        self.model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
-        self.wrapped: nn.Module = self.model if local else DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        mode = {"every": INTERVAL} | ({"gradients": "local", "moments": "average"} if local else {})
-        schedule = jump and torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: jump[1] if step >= jump[0] else 1.0)
-        self.records: list[dict[str, Any]] = []
-        self.ensemble = hdet.Ensemble(
-            self.optimizer, schedule, log=lambda record, step: self.records.append(record), **policies(**{**mode, **settings})
-        )
+        net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
+        settings = ({"gradients": "local", "moments": "average"} if local else {}) | {"every": INTERVAL, **settings}
+        scheduler = None
+        if jump is not None:
+            scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: jump[1] if step >= jump[0] else 1.0)
+        sgd = partial(torch.optim.SGD, momentum=0.9)
+        super().__init__(rank, net=net, ddp=not local, optimizer=sgd, scheduler=scheduler, lr=lr, data=wave, **settings)
+        self.poison = 1.0
+        self.losses = lambda data: self.poison * losses_of(self.wrapped, data)
 
     def train(self, poison: float = 1.0) -> torch.Tensor:
         """Forward, backward, optimizer.step(). The loss; ``poison`` is a factor of it."""
-        draw = torch.Generator().manual_seed(1000 * self.count + self.rank)
-        x = torch.randn(16, 4, generator=draw)
-        loss = poison * (self.wrapped(x) - x.sum(1, keepdim=True).sin()).square().mean()
-        self.optimizer.zero_grad()
-        loss.backward()
+        self.poison = poison
+        loss = self.backward()
+        self.poison = 1.0
         self.optimizer.step()
-        self.count += 1
-        return loss.detach()
-
-    def step(self) -> None:
-        self.ensemble.step(self.train())
+        self.index += 1
+        return loss
 
     def cycle(self) -> dict[str, Any]:
-        for _ in range(INTERVAL):
-            self.step()
-        return self.records[-1]
+        return self.steps(INTERVAL).records[-1]
 
     def numbers(self) -> list[float]:
         """All parameters."""
-        return [x for p in self.model.parameters() for x in p.detach().flatten().tolist()]
+        return self.weights().tolist()
 
     def state(self) -> list[float]:
         """All of the optimizer's tensors."""
@@ -79,7 +75,7 @@ class Training:
         return " | ".join(said)
 
 
-def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at: int = 6) -> list[float]:
+def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at: int = 6) -> None:
     """Between two averages: under DDP the others notice in their next backward pass, with local gradients at the next average."""
     training = Training(world.rank, local=local)
     world.afterwards = training.refuses
@@ -88,10 +84,9 @@ def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at:
             if step == at and world.rank == victim:
                 world.die()
             training.step()
-    return training.numbers()
 
 
-def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False) -> list[float]:
+def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, pairs: bool = False) -> None:
     """At the nth collective of the second cycle's end: 1 gathers the losses, 2 averages. The victim's is never begun.
 
     ``pairs``: replicas of two ranks each.
@@ -104,7 +99,6 @@ def killed_in_an_average(world: World, *, victim: int = 1, nth: int = 1, pairs: 
     if world.rank == victim:
         _die_in(world, nth)
     training.step()
-    return training.numbers()
 
 
 def killed_at_the_start(world: World, *, victim: int = 1) -> None:
@@ -115,7 +109,7 @@ def killed_at_the_start(world: World, *, victim: int = 1) -> None:
     training.step()
 
 
-def killed_in_a_fragment(world: World, *, victim: int = 1) -> list[float]:
+def killed_in_a_fragment(world: World, *, victim: int = 1) -> None:
     """Streaming averages a part in the middle of a cycle."""
     training = Training(world.rank, local=True, converge=hdet.converge.Streaming(2))
     world.afterwards = training.refuses
@@ -123,7 +117,6 @@ def killed_in_a_fragment(world: World, *, victim: int = 1) -> list[float]:
     if world.rank == victim:
         _die_in(world, 1)
     training.cycle()
-    return training.numbers()
 
 
 def _die_in(world: World, nth: int) -> None:
@@ -139,7 +132,7 @@ def _die_in(world: World, nth: int) -> None:
     dist.all_reduce = counted
 
 
-def late(world: World, *, straggler: int = 1, local: bool = True) -> list[float]:
+def late(world: World, *, straggler: int = 1, local: bool = True) -> None:
     """One rank comes to the middle of a cycle when all others have given up, a second and a half ago."""
     training = Training(world.rank, local=local)
     world.afterwards = training.refuses
@@ -150,4 +143,3 @@ def late(world: World, *, straggler: int = 1, local: bool = True) -> list[float]
                 world.wait_for_the_others()
                 time.sleep(1.5)
             training.step()
-    return training.numbers()

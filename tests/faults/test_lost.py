@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ..limits import HANG_S
 from . import scenarios
-from .harness import Outcome, run_faulty
+from .harness import run_faulty
 
 
-def check_survivors(outcomes: list[Outcome], victim: int, *, phase: str, cycle: int, step: int) -> list[Outcome]:
+@pytest.mark.parametrize(
+    ("scenario", "ranks", "settings", "when"),
+    [
+        (scenarios.killed_in_a_cycle, 3, {}, ("training step", 1, 6)),
+        # With local gradients nobody speaks to anybody before the cycle's end, so that is where it is noticed.
+        (scenarios.killed_in_a_cycle, 2, {"local": True}, ("statistics", 1, 8)),
+        (scenarios.killed_in_an_average, 2, {"nth": 1}, ("statistics", 1, 8)),
+        (scenarios.killed_in_an_average, 2, {"nth": 2}, ("average", 1, 8)),
+        (scenarios.killed_in_a_fragment, 2, {}, ("average", 1, 6)),
+        (scenarios.killed_at_the_start, 2, {}, ("agreement", 0, 0)),
+    ],
+)
+def test_one_is_killed(scenario: Any, ranks: int, settings: dict[str, Any], when: tuple[str, int, int], tmp_path: Path) -> None:
     """Killed is the victim alone; everyone else has one error of the right name, long before the collectives' timeout."""
-    assert outcomes[victim].exitcode == -9
-    survivors = [one for one in outcomes if one.rank != victim]
-    for one in survivors:
+    phase, cycle, step = when
+    outcomes = run_faulty(scenario, ranks, tmp_path, **settings)
+    assert outcomes[1].exitcode == -9
+    for one in outcomes[:1] + outcomes[2:]:
         assert one.exitcode == 0 and one.kind == "ReplicaLost", one
         assert (one.phase, one.cycle, one.step) == (phase, cycle, step), one.text
-        assert one.lost == (victim,), one.text
-        assert f"cycle {cycle} (step {step})" in one.text and f"replica {victim} (rank {victim}) is gone (ended: pid " in one.text
+        assert one.lost == (1,), one.text
+        assert f"cycle {cycle} (step {step})" in one.text and "replica 1 (rank 1) is gone (ended: pid " in one.text
         assert f"this is replica {one.rank} (rank {one.rank})" in one.text
         assert one.seconds < HANG_S / 2, one.seconds
         for said in one.afterwards.split(" | "):
             assert "has lost a replica" in said and "from the last checkpoint" in said
-    return survivors
-
-
-def test_killed_in_a_cycle_under_ddp(tmp_path: Path) -> None:
-    outcomes = run_faulty(scenarios.killed_in_a_cycle, 3, tmp_path)
-    check_survivors(outcomes, 1, phase="training step", cycle=1, step=6)
-
-
-def test_killed_in_a_cycle_with_local_gradients(tmp_path: Path) -> None:
-    """Nobody speaks to anybody before the cycle's end, so that is where it is noticed."""
-    outcomes = run_faulty(scenarios.killed_in_a_cycle, 2, tmp_path, local=True)
-    check_survivors(outcomes, 1, phase="statistics", cycle=1, step=8)
-
-
-@pytest.mark.parametrize(("nth", "phase"), [(1, "statistics"), (2, "average")])
-def test_killed_inside_a_converge(nth: int, phase: str, tmp_path: Path) -> None:
-    outcomes = run_faulty(scenarios.killed_in_an_average, 2, tmp_path, nth=nth)
-    check_survivors(outcomes, 1, phase=phase, cycle=1, step=8)
-
-
-def test_killed_inside_a_fragment_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
-    outcomes = run_faulty(scenarios.killed_in_a_fragment, 2, tmp_path)
-    check_survivors(outcomes, 1, phase="average", cycle=1, step=6)
-
-
-def test_killed_in_the_first_of_all_collectives(tmp_path: Path) -> None:
-    outcomes = run_faulty(scenarios.killed_at_the_start, 2, tmp_path)
-    check_survivors(outcomes, 1, phase="agreement", cycle=0, step=0)
 
 
 def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def shared_gradients(rank: int, world: int) -> dict[str, Any]:
                 loss = 100 * loss
             if hit and ends:
                 with torch.no_grad():
-                    first = next(training.model.parameters()).view(-1)
+                    first = next(training.net.parameters()).view(-1)
                     first[3] = math.inf if fault == "its parameters become inf" else first[3] + (3 if fault == "it diverges" else 0)
             if ends:
                 before = [torch.empty(len(training.numbers())) for _ in range(world)]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 import reprlib
-import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig", "field_docs"]
+__all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig"]
 
 MODES = ("hdet", "fixed")
 CONTROLLERS = ("probe", "line", "softmax", "none")
@@ -24,6 +20,11 @@ _COUNTS = (
 _MARKS = {"mode", "max_lr", "steps", "pct_start", "replicas", "sync_interval", "spread", "controller"}
 
 
+def _setting(default: Any, text: str) -> Any:
+    """A field with its line in the help of the command."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One run: a byte-level GPT under OneCycle, with the fixed schedule or with HDET. Same numbers, same data, same seed: same run.
@@ -32,58 +33,43 @@ class TrainConfig:
         ValueError: on construction, for any setting that cannot work; the message names the setting, its value and the remedy.
     """
 
-    mode: str = "hdet"
-    """hdet (replicas, converge, controller) or fixed (plain data-parallel training on the untouched schedule)"""
-    max_lr: float = 3e-4
-    """peak of the OneCycle schedule; the default is 30 times too low for this model"""
-    steps: int = 2000
-    """optimizer steps of the whole run"""
-    pct_start: float = 0.1
-    """part of the run in which the schedule rises"""
-    replicas: int = 4
-    """replicas, one process each unless they are co-resident"""
-    coresident: bool = False
-    """all replicas in one process on one device, which share gradient and moments, instead of one process each"""
-    batch_size: int = 8
-    """windows of text per replica and step"""
-    sync_interval: int = 50
-    """optimizer steps in a cycle: replicas are averaged after each; controller line takes a 400th of the steps if it is not told"""
-    spread: float = 0.3
-    """alpha: replicas train with 1 - alpha to 1 + alpha times the base rate; with controller line they train alike"""
-    controller: str = "probe"
-    """what moves the base rate: probe, line (scores the training batches themselves, also with one replica), softmax (as published), or none"""
-    probe_batches: int = 8
-    """mini-batches that all replicas score at the end of a cycle, for the probe controller"""
-    average_every: int = 5
-    """steps between two samples of the cycle average that the probe scores"""
-    seed: int = 0
-    """fixes the initial weights, the batches and the assignment of multipliers"""
-    weight_decay: float = 0.1
-    """decoupled weight decay of the matrices; vectors have none"""
-    layers: int = 2
-    """transformer blocks"""
-    width: int = 64
-    """features per byte of text; a multiple of heads"""
-    heads: int = 4
-    """attention heads"""
-    context: int = 64
-    """bytes of text in a window"""
-    data: str | None = None
-    """folder of *.py, *.txt or *.md files to train on; default: the running Python's own library"""
-    device: str = "auto"
-    """auto (GPUs when there is one per process, else CPU), cpu, or cuda"""
-    log_interval: int = 10
-    """steps between two records of the training loss"""
-    validation_interval: int | None = None
-    """steps between validations, in whole cycles; default: about ten in a run"""
-    validation_batches: int = 64
-    """mini-batches of 32 windows in the final validation"""
-    checkpoint_interval: int | None = None
-    """steps between checkpoints, in whole cycles; default: about ten in a run"""
+    mode: str = _setting("hdet", "hdet (replicas, converge, controller) or fixed (plain data-parallel training on the untouched schedule)")
+    max_lr: float = _setting(3e-4, "peak of the OneCycle schedule; the default is 30 times too low for this model")
+    steps: int = _setting(2000, "optimizer steps of the whole run")
+    pct_start: float = _setting(0.1, "part of the run in which the schedule rises")
+    replicas: int = _setting(4, "replicas, one process each unless they are co-resident")
+    coresident: bool = _setting(
+        False, "all replicas in one process on one device, which share gradient and moments, instead of one process each"
+    )
+    batch_size: int = _setting(8, "windows of text per replica and step")
+    sync_interval: int = _setting(
+        50, "optimizer steps in a cycle: replicas are averaged after each; controller line takes a 400th of the steps if it is not told"
+    )
+    spread: float = _setting(
+        0.3, "alpha: replicas train with 1 - alpha to 1 + alpha times the base rate; with controller line they train alike"
+    )
+    controller: str = _setting(
+        "probe",
+        "what moves the base rate: probe, line (scores the training batches themselves, also with one replica), softmax (as published), or none",
+    )
+    probe_batches: int = _setting(8, "mini-batches that all replicas score at the end of a cycle, for the probe controller")
+    average_every: int = _setting(5, "steps between two samples of the cycle average that the probe scores")
+    seed: int = _setting(0, "fixes the initial weights, the batches and the assignment of multipliers")
+    weight_decay: float = _setting(0.1, "decoupled weight decay of the matrices; vectors have none")
+    layers: int = _setting(2, "transformer blocks")
+    width: int = _setting(64, "features per byte of text; a multiple of heads")
+    heads: int = _setting(4, "attention heads")
+    context: int = _setting(64, "bytes of text in a window")
+    data: str | None = _setting(None, "folder of *.py, *.txt or *.md files to train on; default: the running Python's own library")
+    device: str = _setting("auto", "auto (GPUs when there is one per process, else CPU), cpu, or cuda")
+    log_interval: int = _setting(10, "steps between two records of the training loss")
+    validation_interval: int | None = _setting(None, "steps between validations, in whole cycles; default: about ten in a run")
+    validation_batches: int = _setting(64, "mini-batches of 32 windows in the final validation")
+    checkpoint_interval: int | None = _setting(None, "steps between checkpoints, in whole cycles; default: about ten in a run")
 
     def __post_init__(self) -> None:
-        for name, kind in _kinds().items():
-            _check_type(name, getattr(self, name), kind)
+        for setting in fields(self):
+            _check_type(setting.name, getattr(self, setting.name), str(setting.type))
         for name, holds, rule in self._rules():
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it {rule}")
@@ -172,22 +158,14 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """Raises ValueError for a setting this version does not have."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
             raise ValueError(f"unknown setting {unknown[0]!r}: it was written by another version of hdet")
         return cls(**values)
 
-    def with_(self, **changes: Any) -> TrainConfig:
-        return replace(self, **changes)
-
-
-def _kinds() -> dict[str, str]:
-    """The annotation of each setting, such as "int | None"."""
-    return {field.name: str(field.type) for field in fields(TrainConfig)}
-
 
 def _check_type(name: str, value: Any, kind: str) -> None:
-    """A config.json can hold anything; a wrong type would otherwise surface deep inside a worker."""
+    """``kind``: the setting's annotation, such as "int | None". A config.json can hold anything; a wrong type would otherwise surface deep inside a worker."""
     expected, _, optional = kind.partition(" | ")
     if value is None and optional:
         return
@@ -202,15 +180,3 @@ def _check_type(name: str, value: Any, kind: str) -> None:
     }[expected]
     if not fits:
         raise ValueError(f"{name} is {value!r}: it must be {wish}")
-
-
-@cache
-def field_docs() -> dict[str, str]:
-    """Setting -> the line written under it above: the command line's help says what the code says."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            docs[field.target.id] = str(ast.literal_eval(text.value))
-    return docs

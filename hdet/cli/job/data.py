@@ -62,7 +62,9 @@ def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10,
         except OSError as error:
             what = f"data file {str(file)!r} cannot be read ({error.strerror})"
             raise DataError(f"{what}: fix its permissions or pass another --data") from error
-        modules.setdefault(_module_of(file, root), []).append(text)
+        # The top-level package or file: the unit of the split, so no package is on both sides.
+        module = file.relative_to(root).parts[0].removesuffix(file.suffix)
+        modules.setdefault(module, []).append(text)
         count, total = count + 1, total + len(text)
     chosen = _validation_modules({name: sum(map(len, texts)) for name, texts in modules.items()}, validation_percent)
     train = b"\n".join(text for name, texts in modules.items() if name not in chosen for text in texts)
@@ -72,7 +74,8 @@ def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10,
             f"data path {str(root)!r} holds {len(train)} training and {len(validation)} validation bytes in {count} files: at least "
             f"{LEAST_BYTES} of each are needed; pass --data FOLDER with several *.py, *.txt or *.md files or folders, which are split whole"
         )
-    return Corpus(_as_tensor(train), _as_tensor(validation), frozenset(modules) - chosen, chosen, hashlib.sha256(train).hexdigest()[:16])
+    sides = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, validation)]
+    return Corpus(sides[0], sides[1], frozenset(modules) - chosen, chosen, hashlib.sha256(train).hexdigest()[:16])
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -81,11 +84,6 @@ def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
         names[:] = [name for name in names if name not in SKIPPED_FOLDERS]  # site-packages can hold more files than all the rest
         found += [Path(folder, name) for name in files if name.endswith(suffixes) and not name.startswith(SKIPPED_FILES)]
     return sorted(file for file in found if file.is_file())
-
-
-def _module_of(path: Path, root: Path) -> str:
-    """The top-level package or file a source belongs to: the unit of the split, so no package is on both sides."""
-    return path.relative_to(root).parts[0].removesuffix(path.suffix)
 
 
 def _place(module: str) -> int:
@@ -100,10 +98,6 @@ def _validation_modules(sizes: dict[str, int], percent: int) -> frozenset[str]:
     while len(rest) > 1 and sum(sizes[name] for name in chosen) < LEAST_BYTES:
         chosen.add(rest.pop())
     return frozenset(chosen)
-
-
-def _as_tensor(raw: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def sample_batch(text: torch.Tensor, batch_size: int, context: int, *, seed: int, stream: str, index: int) -> Batch:

@@ -88,12 +88,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """``length`` bytes after ``prompt``, sampled from its own generator; the model's mode is left as it was."""
+        """``length`` bytes after ``prompt``, sampled from its own generator; none where the model's logits are not finite. Its mode is left
+        as it was."""
         generator = torch.Generator().manual_seed(seed)
         device = self.tokens.weight.device
         text = list(prompt)
         for _ in range(length):
             window = torch.tensor([text[-self.config.context :]], device=device)
             probabilities = (self(window)[0, -1].float().cpu() / temperature).softmax(-1)
+            if not probabilities.isfinite().all():
+                break
             text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return bytes(text[len(prompt) :])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hdet
+from hdet.cli.job.config import TrainConfig
 
 __all__ = ["Place", "choose_device", "join", "launched_by_torchrun", "torchrun_place"]
 
@@ -27,17 +28,6 @@ class Place:
     def is_first(self) -> bool:
         """Rank 0 alone writes files and speaks."""
         return self.rank == 0
-
-    def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return values
-
-    def finish_queued_work(self) -> None:
-        """Wait for the device, so that the time on the clock is the time spent. For use outside of training steps only."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
 
 
 def choose_device(device: str, processes: int, *, least: int = 2) -> str:
@@ -63,10 +53,14 @@ def launched_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def torchrun_place(device: str) -> Place:
-    """This process under torchrun; raises ValueError as `choose_device` does."""
+def torchrun_place(config: TrainConfig) -> Place:
+    """This process under torchrun; raises ValueError as `choose_device` does, or if the run needs another number of processes."""
     world_size = int(os.environ["WORLD_SIZE"])
-    kind = choose_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    kind = choose_device(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if config.coresident and world_size > 1:
+        raise ValueError(f"coresident is one process, but {world_size} were started: start it without torchrun")
+    if world_size != config.processes:
+        raise ValueError(f"replicas is {config.replicas}, but {world_size} processes were started: leave --replicas out under torchrun")
     return Place(int(os.environ["RANK"]), world_size, kind if kind == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hdet.cli.job.place import Place
 from hdet.cli.job.training import RunSpec
 from hdet.owned_folder import remove_leftovers
 
@@ -42,26 +42,26 @@ class Workers:
     def __init__(self, specs: Sequence[RunSpec], device: str, locks: Sequence[int] = ()) -> None:
         self._specs, self._device, self._locks = list(specs), device, list(locks)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._lines: queue.Queue[bytes | None] = queue.Queue()
-        self._reader: threading.Thread | None = None
+        self._ranks: dict[Connection, int] = {}
+        """by connection to its process; without those that have ended"""
+        self._failures: dict[int, tuple[float, str]] = {}
+        """time and text, by rank"""
 
     def __enter__(self) -> Workers:  # noqa: PYI034 - Self needs Python 3.11
         self._scratch = tempfile.TemporaryDirectory(prefix="hdet-", ignore_cleanup_errors=True)
         try:
             count = self._specs[0].config.processes
             for rank in range(count):
-                self._processes.append(self._start(rank, count))
+                self._start(rank, count)
         except BaseException:
             self._end()
             raise
-        self._reader = threading.Thread(target=self._read, args=(self._processes[0],), daemon=True)
-        self._reader.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end()
 
-    def _start(self, rank: int, count: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, count: int) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if count > 1:
             environment["OMP_NUM_THREADS"] = "1"  # they share the cores
@@ -71,32 +71,20 @@ class Workers:
         if self._device == "cpu" and os.path.exists("/sys/class/net/lo"):
             # One machine only: a host name that does not resolve, a VPN or a firewall must not matter.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with open(self._log(rank), "wb") as log:
-            output = subprocess.PIPE if rank == 0 else log
-            process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=output, stderr=log, env=environment, pass_fds=self._locks)
-        job = {
-            "rank": rank,
-            "world_size": count,
-            "device": self._device if self._device == "cpu" else f"{self._device}:{rank}",
-            "scratch": self._scratch.name,
-            "runs": [{"config": spec.config.to_dict(), "folder": str(spec.folder), "resume": spec.resume} for spec in self._specs],
-        }
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(job).encode() + b"\n")
-            process.stdin.flush()  # and left open: its end is the sign that this process is gone
-        except BrokenPipeError:
-            pass  # it died at once; events() says why
-        return process
+        ours, theirs = Pipe()
+        self._ranks[ours] = rank
+        with theirs, open(self._log(rank), "wb") as log:
+            command, handles = [*WORKER, str(theirs.fileno())], [*self._locks, theirs.fileno()]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, pass_fds=handles
+            )
+        self._processes.append(process)
+        place = Place(rank, count, self._device if self._device == "cpu" else f"{self._device}:{rank}")
+        with suppress(OSError):  # it died at once; events() says why
+            ours.send((place, self._specs, Path(self._scratch.name).absolute()))
 
     def _log(self, rank: int) -> Path:
         return Path(self._scratch.name, f"log.{rank}")
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
 
     # -- while they run ----------------------------------------------------------------------------------------------------
 
@@ -106,43 +94,36 @@ class Workers:
         Raises:
             WorkerError: one failed. The others are ended on leaving the context.
         """
-        reading, checked = True, 0.0
-        while True:
-            try:
-                line = self._lines.get(timeout=0.1) if reading else None
-            except queue.Empty:
-                pass
-            else:
-                reading = line is not None
-                if line is not None:
-                    yield json.loads(line)
-            if not reading or time.monotonic() - checked > 0.2:
-                checked = time.monotonic()
-                codes = [process.poll() for process in self._processes]
-                if any(codes):
-                    raise WorkerError(self._explain())
-                if not reading:
-                    if None not in codes:
-                        return
-                    time.sleep(0.02)
+        for rank, message in self._messages():
+            if isinstance(message, dict):
+                yield message
+            elif message is not None:
+                self._failures[rank] = message
+            elif self._processes[rank].wait():
+                raise WorkerError(self._explain())
+
+    def _messages(self, timeout: float | None = None) -> Iterator[tuple[int, Any]]:
+        """(rank, what its process has sent), None at its end; until all have ended, or nothing has come for ``timeout`` seconds."""
+        while self._ranks and (ready := wait(self._ranks, timeout)):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    yield self._ranks[connection], connection.recv()
+                except (EOFError, OSError):
+                    yield self._ranks.pop(connection), None
 
     def _explain(self) -> str:
         """The error of the process that failed first: the others only complain that it is gone."""
         time.sleep(GRACE_SECONDS)
-        reports = {}
-        for rank in range(len(self._processes)):
-            try:
-                reports[rank] = json.loads(Path(self._scratch.name, f"error.{rank}").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
+        self._failures |= {rank: message for rank, message in self._messages(timeout=0) if isinstance(message, tuple)}
         for rank, process in enumerate(self._processes):
             code = process.poll()
-            if code and rank not in reports:  # no time to say anything: killed, or it could not even start
+            if code and rank not in self._failures:  # no time to say anything: killed, or it could not even start
                 why = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 log = self._log(rank).read_text(encoding="utf-8", errors="replace").strip()
                 return f"{self._process_of(rank)} {why}\n{log}".rstrip()
-        first = min(reports, key=lambda rank: reports[rank]["time"])
-        return f"{self._process_of(first)} failed:\n{reports[first]['text'].rstrip()}"
+        first = min(self._failures, key=lambda rank: self._failures[rank])
+        return f"{self._process_of(first)} failed:\n{self._failures[first][1].rstrip()}"
 
     def _process_of(self, rank: int) -> str:
         return f"the process of replica {rank}" if len(self._processes) > 1 else "the process of all replicas"
@@ -150,16 +131,10 @@ class Workers:
     def _end(self) -> None:
         """No process survives this. Their files are whole or absent, so there is nothing to wait for."""
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
         for process in self._processes:
             process.wait()
-        if self._reader is not None:
-            self._reader.join(timeout=1)  # its pipe has ended
-        for process in self._processes:
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        self._ranks.clear()
         for spec in self._specs:
             remove_leftovers(spec.folder)
         self._scratch.cleanup()

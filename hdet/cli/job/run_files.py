@@ -23,7 +23,7 @@ __all__ = [
     "Recorder",
     "RunFolderError",
     "check_kinds",
-    "encode",
+    "plain",
     "read_config",
     "read_history",
     "truncate_history",
@@ -62,20 +62,15 @@ def check_kinds(values: object, kinds: Kinds, what: str, remedy: str) -> None:
 # -- what is written -----------------------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN and no infinity: both become null, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
-
-
-def encode(record: Mapping[str, Any]) -> str:
-    """One line of JSON, without the line's end."""
-    return json.dumps(_plain(record), allow_nan=False)
 
 
 class Recorder:
@@ -90,7 +85,7 @@ class Recorder:
         self._file = os.fdopen(open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(encode(record) + "\n")
+        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:

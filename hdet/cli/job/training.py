@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
@@ -22,11 +23,11 @@ from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.data import Batch, Corpus, load_corpus, sample_batch
 from hdet.cli.job.model import GPT, GPTConfig, cross_entropy, window_losses
 from hdet.cli.job.place import Place
-from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, truncate_history
+from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, plain, truncate_history
 from hdet.core.controller import Controller
 from hdet.owned_folder import atomic_file
 
-__all__ = ["RunSpec", "check_run", "train_all"]
+__all__ = ["RunSpec", "run_alone", "train_all"]
 
 PROMPT = b"import "
 VALIDATION_WINDOWS = 32
@@ -63,8 +64,8 @@ def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
         Run(spec, corpora[data], place, emit).train()
 
 
-def check_run(spec: RunSpec, corpus: Corpus) -> None:
-    """Build the run once in this process alone, and restore it, without touching its files: what does not fit is found before others start.
+def run_alone(spec: RunSpec, corpus: Corpus) -> Run:
+    """The run in this process alone, on the CPU, built and restored without touching its files: what does not fit is found before others start.
 
     Raises:
         RunFolderError: the checkpoint does not fit.
@@ -72,7 +73,7 @@ def check_run(spec: RunSpec, corpus: Corpus) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
-        Run(spec, corpus, Place(), lambda event: None)
+        return Run(spec, corpus, Place(), lambda event: None)
 
 
 class Run:
@@ -95,16 +96,12 @@ class Run:
         )
         self.local = range(config.replicas) if config.coresident else (place.rank,)
         """replicas whose batches this process computes; on the fixed schedule co-resident ones are plain gradient accumulation"""
-        self.replicas = self._make_replicas()
+        together = config.coresident and config.mode == "hdet"
+        self.replicas = hdet.CoresidentReplicas(self.model, config.replicas) if together else hdet.Replicas.default()
         self.ensemble = self._make_ensemble() if config.mode == "hdet" else None
         if spec.resume:
             self._resume()
         self.history: Recorder | None = None
-
-    def _make_replicas(self) -> hdet.Replicas:
-        if self.config.coresident and self.config.mode == "hdet":
-            return hdet.CoresidentReplicas(self.model, self.config.replicas)
-        return hdet.Replicas.default()
 
     def _make_controller(self) -> Controller | None:
         config = self.config
@@ -140,7 +137,9 @@ class Run:
         """From the step of the checkpoint, or 0, to the end."""
         config = self.config
         if self.place.is_first:
-            self.history = self._open_history()
+            path = self.folder / HISTORY
+            truncate_history(path, self.step)
+            self.history = Recorder(path)
         self._emit(
             {"event": "start", "folder": str(self.folder), "step": self.step, "config": config.to_dict(), "device": self.place.device}
         )
@@ -219,16 +218,13 @@ class Run:
             count = config.validation_batches if last else min(SHORT_VALIDATION, config.validation_batches)
             self.validation = self._validate(count)
             self._record({"event": "validation", "step": self.step, "loss": self.validation, "batches": count})
-        if config.saves_at(self.step) and not self._sweeping and self.history is not None:
+        # The weights of a coarse scan are taken back by the controller: there is nothing to resume from.
+        sweeping = self.ensemble is not None and self.ensemble.sweeping
+        if config.saves_at(self.step) and not sweeping and self.history is not None:
             # First the lines, then the checkpoint, which relies on them.
             self.history.sync()
             save_checkpoint(self.folder / CHECKPOINT, self._state())
             self._emit({"event": "checkpoint", "step": self.step})
-
-    @property
-    def _sweeping(self) -> bool:
-        """Are the weights those of a coarse scan, which the controller will take back? Then there is nothing to resume from."""
-        return self.ensemble is not None and self.ensemble.sweeping
 
     @torch.no_grad()
     def _validate(self, count: int) -> float:
@@ -240,7 +236,9 @@ class Run:
             batch = self._batch(self.corpus.validation, "validation", i, size=VALIDATION_WINDOWS, seed=VALIDATION_SEED)
             losses[i] = _batch_loss(self.model, batch)
         self.model.train(training)
-        return self.place.sum_(losses).mean().item()
+        if self.place.world_size > 1:
+            dist.all_reduce(losses)
+        return losses.mean().item()
 
     def _finish(self) -> None:
         if self.history is None:
@@ -255,7 +253,8 @@ class Run:
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
         """Validation and the writing of files do not count as training time."""
-        self.place.finish_queued_work()
+        if self.place.device != "cpu":
+            torch.cuda.synchronize()  # so that the time on the clock is the time spent
         self.seconds += time.perf_counter() - self._clock
         yield
         self._clock = time.perf_counter()
@@ -274,12 +273,7 @@ class Run:
     def _record(self, record: dict[str, Any]) -> None:
         if self.history is not None:
             self.history.write(record)
-            self._emit({key: value for key, value in record.items() if key != "record"})  # that is for `hdet replay`, and large
-
-    def _open_history(self) -> Recorder:
-        path = self.folder / HISTORY
-        truncate_history(path, self.step)
-        return Recorder(path)
+            self._emit({key: plain(value) for key, value in record.items() if key != "record"})  # that is for `hdet replay`, and large
 
     def _state(self) -> dict[str, Any]:
         return {
