@@ -1,13 +1,20 @@
-"""A measurement's run, where it is driven by hand."""
+"""Looks at weights and states, what ranks are told, and a measurement that is driven by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hdet
 from hdet.core.clock import Clock
 from hdet.measure.measurement import Watched
+from tests.harness import batch, loss_of
+
+STOCK = ["AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "RMSprop", "ASGD", "Adafactor", "SGD"]
 
 
 def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Watched:
@@ -18,3 +25,47 @@ def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
         optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(),
         lambda: [[1.0]], False, lambda name: [],
     )  # fmt: skip
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
+
+
+def state_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+def same(one: Any, two: Any) -> bool:
+    """To the bit, however tensors are nested."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
+    return bool(one == two)
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, keys: Iterable[int]) -> torch.Tensor:
+    """Without an Ensemble, a step on each of these batches; the weights."""
+    for key in keys:
+        optimizer.zero_grad()
+        loss_of(net, batch(key)).backward()
+        optimizer.step()
+    return flat(net)
+
+
+def on_all_ranks(tensor: torch.Tensor) -> bool:
+    """Is it equal there?"""
+    everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, tensor)
+    return all(torch.equal(tensor, other) for other in everyones)
+
+
+def told(act: Callable[[], Any], kind: type[Exception] = hdet.ReplicaDisagreement) -> str:
+    """What the error says that ``act`` raises."""
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    return "no error"
