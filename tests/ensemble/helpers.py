@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import hdet
 from hdet.core.clock import Clock
+from hdet.measure.batch_losses import BatchLosses
 from hdet.measure.measurement import Watched
 from tests.harness import batch, loss_of
 
@@ -25,6 +27,12 @@ def watched(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
         optimizer, [own], [lambda: [None] * len(own)], hdet.LearningRate().bind(optimizer), Clock(10), hdet.Replicas.single(),
         lambda: [[1.0]], False, lambda name: [],
     )  # fmt: skip
+
+
+def watching(net: nn.Module, loss_fn: Any = loss_of, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> BatchLosses:
+    losses = BatchLosses(loss_fn, [batch(i) for i in range(8)], 8, net, **settings)
+    losses.watch(watched(net, optimizer))
+    return losses
 
 
 def flat(net: nn.Module) -> torch.Tensor:
@@ -62,10 +70,22 @@ def on_all_ranks(tensor: torch.Tensor) -> bool:
     return all(torch.equal(tensor, other) for other in everyones)
 
 
-def told(act: Callable[[], Any], kind: type[Exception] = hdet.ReplicaDisagreement) -> str:
+def told(act: Callable[[], Any]) -> str:
     """What the error says that ``act`` raises."""
     try:
         act()
-    except kind as error:
+    except Exception as error:  # noqa: BLE001 - the test compares what it says
         return str(error)
     return "no error"
+
+
+@contextmanager
+def all_reduces() -> Iterator[list[Any]]:
+    """Those that are asked for in Python, as they come."""
+    calls: list[Any] = []
+    real = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(args), real(*args, **kwargs))[1]
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = real

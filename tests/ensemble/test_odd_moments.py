@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 import hdet
 from hdet.converge import BucketedAverage
-from hdet.measure.batch_losses import BatchLosses
-from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, probe, sgd
+from tests.harness import Run, TwoReplicas, batch, loss_of, model, probe, sgd
 
 from ..distributed import run_ranks
-from .helpers import watched
 
 # -- the base value is at rest whatever happened -----------------------------------------------------------------------------
 
@@ -181,26 +179,6 @@ def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule(
     assert ensemble.knobs[0].peak_and_floor() == before == (0.1, 0.0)
 
 
-class Buffered(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(6, 1)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls = self.calls + 1  # a new tensor in the buffer's place
-        return self.layer(x)
-
-
-def test_the_probe_puts_back_buffers_that_a_module_replaces() -> None:
-    net = Buffered()
-    losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
-    losses.watch(watched(net))
-    buffer = net.calls
-    losses.measure(0)
-    assert net.calls is buffer and float(buffer) == 0
-
-
 # -- ranks that are not in the same run --------------------------------------------------------------------------------------
 
 
@@ -247,53 +225,3 @@ def converge_first(rank: int, world: int, outputs: int) -> Any:
 def test_a_converge_before_the_first_step_compares_too() -> None:
     assert all("shapes and dtypes" in message for message in run_ranks(converge_first, 2, 1))
     assert run_ranks(converge_first, 2, 0) == [([0.5], True)] * 2
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        ({"knobs": hdet.LearningRate(0.1)}, TypeError, "knobs must be a list"),
-        ({"knobs": ["lr"]}, TypeError, "knobs must be a list"),
-        ({"knobs": [hdet.LearningRate(0.1), hdet.LearningRate(0.2, groups=[0])]}, ValueError, "share one parameter group"),
-        ({"replicas": "x"}, TypeError, "replicas must be"),
-        ({"log": 3}, TypeError, "log must be callable"),
-        ({"scheduler": "x"}, TypeError, "scheduler must have step"),
-        ({"controller": hdet.SoftmaxController}, TypeError, "controller must be an object"),
-        ({"seed": True}, ValueError, "seed"),
-    ],
-)
-def test_objects_of_another_kind_are_refused_by_name(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        hdet.Ensemble(sgd(), **policies(**{"replicas": TwoReplicas(), **settings}))
-
-
-def test_a_scheduler_of_another_optimizer_and_a_probe_of_another_model_are_refused() -> None:
-    schedule = torch.optim.lr_scheduler.StepLR(sgd(), 5)
-    with pytest.raises(ValueError, match="another optimizer"):
-        hdet.Ensemble(sgd(), schedule, replicas=TwoReplicas())
-    with pytest.raises(ValueError, match="no parameter of this optimizer"):
-        hdet.Ensemble(sgd(), replicas=TwoReplicas(), controller=probe(model()))
-
-
-@pytest.mark.parametrize("result", [1.0, torch.ones(2)])
-def test_a_loss_function_that_returns_no_scalar_is_named(result: Any) -> None:
-    net = model()
-    losses = BatchLosses(lambda m, b: result, [0] * 8, 8, net)
-    losses.watch(watched(net))
-    with pytest.raises(ValueError, match="loss_fn must return one number"):
-        losses.measure(0)
-
-
-def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
-    """One rank may return None (a pipeline stage before the last), all ranks of a replica may not."""
-    net = model()
-    losses = BatchLosses(lambda m, b: None, [0] * 8, 8, net)
-    losses.watch(watched(net))
-    silent = losses.measure(0)
-    assert silent is not None and silent[:9].tolist() == [0.0] * 9
-    with pytest.raises(ValueError, match="returned None on every rank of replica 1"):
-        losses.split([[2.0, *[8.0] * 8, 0.0], silent.tolist()])
-    assert losses.split([[2.0, *[8.0] * 8, 0.0]]) == [[4.0] * 8]
