@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.tensors.buffers import Averaged
 from tests.harness import Run, losses_of, model, probe, taught
 
 from ..distributed import run_ranks
@@ -451,3 +452,16 @@ def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     net.eval()
     run.step(report=math.nan)
     assert run.records[-1]["rolled_back"] and same(state_of(net), begin)
+
+
+def test_the_tensors_that_are_averaged_are_those_of_the_moment() -> None:
+    net = Normaliser()
+    tensors = Averaged(list(net.parameters()), model=net)
+    assert len(tensors) == 4 and tensors[2] is net.count and tensors[:1] == [net.layer.weight]
+    marks = tensors.marks()
+    assert tensors.unwritten(marks)
+    net(taught(0)[0])
+    assert len(tensors) == 5 and tensors[3] is net.mean and not tensors.unwritten(marks)
+    marks = tensors.marks()
+    net.mean.add_(1)
+    assert not tensors.unwritten(marks)
