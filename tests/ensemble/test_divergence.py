@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,37 +15,33 @@ import torch.distributed as dist
 import hdet
 from hdet.run.moments import Moments
 from hdet.run.snapshot import Snapshot, keeps_weights
-from tests.harness import Run, batch, loss_of, model, policies
+from tests.harness import Run, batch, loss_of, model
 
-from ..distributed import RankError, run_ranks
+from ..distributed import run_ranks
+from .helpers import STOCK, all_reduces, same, told, trained
 
 # -- taken back ----------------------------------------------------------------------------------------------------------------
 
 
 def explosion(rank: int, world: int, place: str, fused: bool, local: bool) -> Any:
     """From the third cycle on the rate is absurd: the loss explodes for everybody, until the base value has come down."""
-    settings = {"gradients": "local", "moments": "keep"} if local else {}
+    settings = {"gradients": "local", "moments": "keep", "ddp": False} if local else {}
     run = Run(
         rank, every=4, total=400, lr=1e-3, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW,
         divergence=hdet.Divergence(rollback=place, lower=0.1), **settings,
     )  # fmt: skip
-    if local:
-        run.wrapped = run.net
     run.steps(8)
     before, level = run.weights(), run.ensemble.engine.level
     moment = run.optimizer.state[next(run.net.parameters())]["exp_avg"].clone()
     for group in run.optimizer.param_groups:
         group["max_lr"] = group["initial_lr"] = 1000.0  # OneCycleLR reads it
     run.steps(4)
-    first = run.ensemble.history
-    assert first is not None
-    out = [first["rolled_back"], first["rollbacks"], torch.equal(run.weights(), before)]
+    out = [run.history["rolled_back"], run.history["rollbacks"], torch.equal(run.weights(), before)]
     out.append(torch.equal(run.optimizer.state[next(run.net.parameters())]["exp_avg"], moment))
     values = run.ensemble.corrections["lr"]
-    while run.ensemble.history["rolled_back"] and run.index < 80:
+    while run.history["rolled_back"] and run.index < 80:
         run.steps(4)
-    last = run.ensemble.history
-    return out, values, level, run.weights(), last["rollbacks"], last["losses"], run.ensemble.engine.rollbacks_in_row
+    return out, values, level, run.weights(), run.history["rollbacks"], run.history["losses"], run.ensemble.engine.rollbacks_in_row
 
 
 @pytest.mark.parametrize(("place", "fused", "local"), [("device", False, False), ("host", True, False), ("device", False, True)])
@@ -78,7 +75,7 @@ def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
         for p in run.net.parameters():
             p.mul_(1e4)
     run.step(report=5.0)
-    assert run.ensemble.history is not None and not run.ensemble.history["rolled_back"]
+    assert not run.history["rolled_back"]
     run.steps(8)
     assert run.ensemble.engine.rollbacks_in_row == 2 and run.weights().abs().max() > 100, "twice back to the ruins"
     run.steps(4)
@@ -101,14 +98,11 @@ def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
 
 
 def test_counts_and_level_are_part_of_the_state() -> None:
-    run = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device"))
+    run, other = (Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device")) for _ in range(2))
     run.steps(2)
-    run.step(report=math.nan)
-    run.step(report=math.nan)
-    state = run.ensemble.state_dict()
-    other = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device"))
-    other.ensemble.load_state_dict(state)
-    engine = other.ensemble.engine
+    for _ in range(2):
+        run.step(report=math.nan)
+    engine = other.loaded(run.saved()).ensemble.engine
     assert (engine.rollbacks, engine.rollbacks_in_row, engine.level) == (1, 1, run.ensemble.engine.level)
     assert other.ensemble.corrections == {"lr": 0.5}
 
@@ -119,34 +113,11 @@ def test_coresident_replicas_are_taken_back_too() -> None:
     before = run.all_weights()
     for _ in range(4):
         run.step(report={k: math.nan for k in range(3)})
-    assert run.ensemble.history is not None and run.ensemble.history["rolled_back"]
+    assert run.history["rolled_back"]
     # Restored and averaged: three equal numbers' mean may differ in the last bit.
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(run.all_weights(), before, strict=True))
     run.steps(4)
-    assert not run.ensemble.history["rolled_back"] and not torch.equal(run.all_weights()[0], before[0])
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
-def test_an_anchor_holds_parameters_and_state(make: Any) -> None:
-    net = model().bfloat16()
-    settings = {"master_weights": "fp32"} if make is hdet.FusedAdamW else {}
-    optimizer = make(net.parameters(), lr=1e-2, **settings)
-
-    def train(key: int) -> None:
-        optimizer.zero_grad()
-        loss_of(net, batch(key)).backward()
-        optimizer.step()
-
-    train(0)
-    anchor = Snapshot(list(net.parameters()), optimizer, "host")
-    anchor.take()
-    train(1)
-    expected = [p.clone() for p in net.parameters()]
-    for key in (2, 3):
-        train(key)
-    anchor.restore()
-    train(1)
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected, strict=True))
+    assert not run.history["rolled_back"] and not torch.equal(run.all_weights()[0], before[0])
 
 
 # -- moments under local gradients ---------------------------------------------------------------------------------------------
@@ -165,33 +136,32 @@ def test_moments_begin_anew_after_a_reset() -> None:
     assert torch.equal(state["master_param"], master)
 
 
-STOCK = ["AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Rprop", "RMSprop", "ASGD", "Adafactor", "SGD"]
-
-
 class Counting(torch.optim.SGD):
-    """Keeps its counter as a number, as many optimizers from elsewhere do."""
+    """Keeps its counter as a number, tensors in lists and dicts, and something that is nobody's parameter's."""
 
     def step(self, closure: Any = None) -> None:
+        everyone = self.state.setdefault("all", {"steps": 0})
+        everyone["steps"] += 1
         for p in self.param_groups[0]["params"]:
-            self.state[p]["step"] = self.state[p].get("step", 0) + 1
-            p.data.add_(p.grad, alpha=-0.01 / self.state[p]["step"])
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            state.setdefault("past", []).append(p.grad.clone())
+            state.setdefault("inner", {"sum": torch.zeros_like(p)})["sum"].add_(p.grad)
+            p.data.sub_(0.01 / state["step"] * (state["inner"]["sum"] + state["past"][0]) / everyone["steps"])
 
 
-def trained(net: torch.nn.Module, optimizer: torch.optim.Optimizer, keys: Any) -> torch.Tensor:
-    for key in keys:
-        optimizer.zero_grad()
-        loss_of(net, batch(key)).backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-ELSEWHERE = {"Counting": __name__, "AdamWScheduleFree": "schedulefree", "Prodigy": "prodigyopt", "DAdaptAdam": "dadaptation"}
+OPTIMIZERS = {
+    **{name: getattr(torch.optim, name) for name in STOCK},
+    "Counting": Counting,
+    "masters": partial(hdet.FusedAdamW, master_weights="fp32"),
+}
+ELSEWHERE = {"AdamWScheduleFree": "schedulefree", "Prodigy": "prodigyopt", "DAdaptAdam": "dadaptation"}
 """What does not begin as zeros (weights beside the parameters), or is counted in a group."""
 
 
-@pytest.mark.parametrize("name", [*STOCK, *ELSEWHERE])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *ELSEWHERE])
 def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
-    kind = getattr(torch.optim if name in STOCK else pytest.importorskip(ELSEWHERE[name], reason="a peer that is not installed"), name)
+    kind: Any = OPTIMIZERS.get(name) or getattr(pytest.importorskip(ELSEWHERE[name], reason="a peer that is not installed"), name)
 
     def make(parameters: Any, lr: float) -> Any:
         made = kind(parameters, lr=lr)
@@ -199,132 +169,69 @@ def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
             made.train()
         return made
 
-    net, other = model(), model()
+    net, other = (model().to(torch.bfloat16 if name == "masters" else torch.float32) for _ in range(2))
     optimizer = make(net.parameters(), lr=1e-2)
-    anchors = [Snapshot(list(net.parameters()), optimizer, "device") for _ in range(2)]
+    snapshots = [Snapshot(list(net.parameters()), optimizer, place) for place in ("device", "host")]
     moments = Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20)
-    anchors[0].take()
+    snapshots[0].take()
     expected = trained(net, optimizer, range(3))
-    anchors[1].take()
+    snapshots[1].take()
     later = trained(net, optimizer, range(3, 6))
-    anchors[1].restore()
+    snapshots[1].restore()
     assert torch.equal(trained(net, optimizer, range(3, 6)), later)
-    anchors[0].restore()
+    snapshots[0].restore()
     assert torch.equal(trained(net, optimizer, range(3)), expected), "to where there was no state yet"
     moments.reset()
     other.load_state_dict(net.state_dict())
-    assert torch.equal(trained(net, optimizer, range(3)), trained(other, make(other.parameters(), lr=1e-2), range(3)))
+    if name != "masters":  # which stay
+        assert torch.equal(trained(net, optimizer, range(3)), trained(other, make(other.parameters(), lr=1e-2), range(3)))
 
 
-def factored(rank: int, world: int) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    net = torch.nn.Linear(6, 4)
-    optimizer = torch.optim.Adafactor(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, gradients="local", moments="average"))
-    for i in range(2):
-        loss = net(batch(10 * i + rank)[0]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step(loss)
-    return [tensor for state in optimizer.state.values() for key, tensor in sorted(state.items()) if key != "step"]
+AVERAGED: dict[str, dict[str, Any]] = {
+    "factored": {"optimizer": torch.optim.Adafactor},
+    "parameters stand still": {"lr": 0.0},
+    "a gradient is missing": {},
+}
 
 
-def test_factored_moments_are_averaged_too() -> None:
-    one, two = run_ranks(factored, 2)
-    assert len(one) == 3 and all(torch.equal(a, b) and a.any() for a, b in zip(one, two, strict=True))
+def averaged_moments(rank: int, world: int, case: str) -> Any:
+    run = Run(rank, ddp=False, scheduler=None, every=2, gradients="local", moments="average", **AVERAGED[case])
+    if case == "a gradient is missing" and rank == 1:
+        run.optimizer.register_step_pre_hook(lambda *_: setattr(run.net[0].weight, "grad", None))
+    message = told(lambda: run.steps(2).ensemble.converge())
+    return message, [{key: value for key, value in state.items() if key != "step"} for state in run.optimizer.state.values()]
 
 
-def after_a_step_of_rate_zero(rank: int, world: int) -> torch.Tensor:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
-    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(gradients="local", moments="average"))
-    loss_of(net, batch(rank)).backward()
-    optimizer.step()
-    ensemble.converge()
-    return optimizer.state[net[0].weight]["exp_avg"]
-
-
-def test_moments_are_averaged_where_parameters_are_equal() -> None:
-    one, two = run_ranks(after_a_step_of_rate_zero, 2)
-    assert torch.equal(one, two)
-
-
-def moments_of_different_shape(rank: int, world: int) -> None:
-    """One replica's first layer never has a gradient."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(2, gradients="local", moments="average"))
-    for i in range(2):
-        loss_of(net, batch(10 * i + rank)).backward()
-        if rank == 1:
-            net[0].weight.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step(1.0)
-
-
-def test_moments_that_not_all_replicas_have_cannot_be_averaged() -> None:
-    with pytest.raises(RankError) as error:
-        run_ranks(moments_of_different_shape, 2)
-    assert str(error.value).count("moments='average' needs the same on all") == 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gradients": "local"}, "moments must be one of 'keep', 'average', 'reset'"),
-        ({"gradients": "local", "moments": "halve"}, "got 'halve'"),
-        ({"moments": "keep"}, "leave it out"),
-        ({"gradients": "none"}, "gradients must be"),
-        ({"converge": "plain"}, "way of averaging"),
-        ({"divergence": 2.0}, "hdet.Divergence"),
-        ({"tied": [torch.zeros(1)]}, r"tied\[0\]"),
-        ({"tied": [(torch.zeros(1), None)]}, "none of the optimizer's parameters"),
-        ({"tied": 5}, "tied must be a list"),
-        ({"converge": hdet.converge.Plain}, "way of averaging"),
-        ({"refresh": 3}, r"refresh\(\)"),
-        ({"buffers": 5}, "buffers must be a module or a list of tensors, got 'int'"),
-        ({"buffers": torch.zeros(2, 2)}, "got 'Tensor'"),
-        ({"buffers": [1]}, r"got \[1\]"),
-    ],
-)
-def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        hdet.Ensemble(torch.optim.AdamW(model().parameters()), **policies(**settings))
+@pytest.mark.parametrize("case", AVERAGED)
+def test_moments_are_averaged_if_all_replicas_have_them(case: str) -> None:
+    (message, one), (other, two) = run_ranks(averaged_moments, 2, case)
+    if case == "a gradient is missing":
+        assert message == other and "moments='average' needs the same on all" in message
+    else:
+        assert message == other == "no error" and len(one) == 4 and same(one, two)
 
 
 # -- gradients that are not what they are said to be ---------------------------------------------------------------------------
 
 
-def undeclared(rank: int, world: int, gradients: str) -> list[str]:
-    run = Run(rank, every=2, gradients=gradients, moments="keep" if gradients == "local" else None)
-    if gradients == "shared":
-        run.wrapped = run.net  # no DDP: nobody averages gradients
+def undeclared(rank: int, world: int, gradients: str, closure: bool) -> list[str]:
+    local = gradients == "local"
+    run = Run(rank, every=2, ddp=local, gradients=gradients, moments="keep" if local else None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run.step()
-    return [str(w.message) for w in caught]
+        error = told(lambda: run.ensemble.step(run.optimizer.step(run.backward)) if closure else run.step())
+    return [error, *(str(w.message) for w in caught)]
 
 
-def by_closure(rank: int, world: int) -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    ensemble = hdet.Ensemble(optimizer)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(net, batch(rank))
-        loss.backward()
-        return loss
-
-    ensemble.step(optimizer.step(closure))
+@pytest.mark.parametrize("closure", [False, True])
+def test_gradients_that_differ_are_not_shared(closure: bool) -> None:
+    for messages in run_ranks(undeclared, 2, "shared", closure):
+        assert "differ between replicas (norms" in messages[0]
 
 
-def test_gradients_that_a_closure_makes_are_looked_at_too() -> None:
-    with pytest.raises(RankError) as error:
-        run_ranks(by_closure, 2)
-    assert str(error.value).count("differ between replicas (norms") == 2
+def test_gradients_that_are_the_same_are_not_local() -> None:
+    for error, *messages in run_ranks(undeclared, 2, "local", False):
+        assert error == "no error" and any("no_sync()" in message for message in messages)
 
 
 def test_a_tied_group_must_be_one() -> None:
@@ -333,34 +240,16 @@ def test_a_tied_group_must_be_one() -> None:
         hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=0.1), sync=hdet.Sync(tied=[(net[0].weight, -100)]))
 
 
-def test_gradients_that_differ_are_not_shared() -> None:
-    with pytest.raises(RankError) as error:
-        run_ranks(undeclared, 2, "shared")
-    assert str(error.value).count("differ between replicas (norms") == 2
-
-
-def test_gradients_that_are_the_same_are_not_local() -> None:
-    for messages in run_ranks(undeclared, 2, "local"):
-        assert any("no_sync()" in message for message in messages)
-
-
 # -- steps that move nothing -----------------------------------------------------------------------------------------------------
 
 
 def phantom(rank: int, world: int) -> Any:
-    run = Run(rank, every=3)
-    run.steps(3)
-    calls, real = [], dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
-    try:
-        rates = [group["lr"] for group in run.optimizer.param_groups]
-        for group in run.optimizer.param_groups:
-            group["lr"] = 0.0
+    run = Run(rank, every=3).steps(3)
+    group = run.optimizer.param_groups[0]
+    with all_reduces() as calls:
+        rate, group["lr"] = group["lr"], 0.0
         run.optimizer.step()
-        for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-    finally:
-        dist.all_reduce = real
+        group["lr"] = rate
     return len(calls), run.ensemble.in_sync, run.ensemble.engine.position, run.ensemble.cycle
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import hdet
-from tests.harness import Run, probe, taught
+from tests.harness import Run, losses_of, probe, taught
 
 pytestmark = pytest.mark.filterwarnings("ignore:one replica", "ignore:.*Adam's two moments")
 SIZE = 300_000
@@ -35,8 +36,8 @@ CONTROLLERS: dict[str, Callable[[nn.Module], hdet.Controller]] = {
 }  # fmt: skip
 
 
-def run(name: str) -> Run:
-    return Run(net=Large(), controller=CONTROLLERS[name], optimizer=torch.optim.SGD, lr=1e-3, total=200, every=2, data=taught, closure=True)
+def run(name: str, optimizer: Any = torch.optim.SGD) -> Run:
+    return Run(net=Large(), controller=CONTROLLERS[name], optimizer=optimizer, lr=1e-3, total=200, every=2, data=taught, closure=True)
 
 
 def copies(run: Run) -> int:
@@ -55,3 +56,12 @@ def test_copies_are_kept_while_they_are_needed(name: str) -> None:
     del ran
     ran = run(name).steps()
     assert ran.controller.idle and copies(ran) == 1
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [(torch.optim.SGD, 3), (torch.optim.AdamW, 5)])
+def test_a_line_is_read_without_a_further_copy(optimizer: Any, expected: int) -> None:
+    """And moments that do not exist at the beginning are not copied."""
+    ran, read = run("line", optimizer), []
+    ran.closure = lambda data: read.append(copies(ran)) or losses_of(ran.net, data)
+    ran.steps(9)
+    assert len(read) > 2 and set(read[1:]) == {copies(ran)} == {expected}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from functools import partial
@@ -17,6 +16,7 @@ import hdet
 from tests.harness import Run, batch, loss_of, model
 
 from ..distributed import RankError, run_ranks
+from .helpers import all_reduces, check_spread
 
 # -- spread 0 is DDP ---------------------------------------------------------------------------------------------------------
 
@@ -50,12 +50,7 @@ def test_spread_zero_is_ddp_to_the_bit(world: int, fused: bool) -> None:
 
 def spread_and_converge(rank: int, world: int, fused: bool) -> Any:
     run = Run(rank, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW)
-    out = []
-    for _ in range(10):
-        rho = run.ensemble.multipliers["lr"]
-        run.step()
-        out.append((rho, run.weights(), run.ensemble.in_sync, run.optimizer.param_groups[0]["lr"]))
-    return out
+    return [(run.ensemble.multipliers["lr"], run.steps(1).weights(), run.ensemble.in_sync, run.rate) for _ in range(10)]
 
 
 @pytest.mark.parametrize(("world", "fused"), [(2, True), (4, False)])
@@ -63,40 +58,25 @@ def test_replicas_differ_as_rho_before_and_are_equal_after_a_converge(world: int
     ranks = run_ranks(spread_and_converge, world, fused)
     for step in range(10):
         rhos, weights, converged, rates = zip(*(rank[step] for rank in ranks), strict=True)
-        assert sorted(rhos) == pytest.approx(sorted(1 + 0.3 * (2 * r / (world - 1) - 1) for r in range(world)))
         assert len(set(rates)) == 1, "at rest every replica holds the base rate"
-        if step % 5 == 4:
-            assert all(converged) and all(torch.equal(w, weights[0]) for w in weights)
-            continue
-        assert not any(converged)
-        mean = torch.stack(weights).mean(0)
-        # theta_r = mean + (1 - rho_r) s: the displacements are one vector, scaled
-        s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
-        assert s[0].abs().max() > 1e-5
-        assert all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
+        for in_sync in converged:
+            check_spread(rhos, weights, in_sync, step % 5 == 4)
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------------
 
 
 def probe_run(rank: int, world: int) -> Any:
-    run = Run(rank, controller="probe", lr=1e-5, total=60, every=5)
-    records = []
-    run.ensemble.log = lambda record, step: records.append((step, record))
-    run.steps(60)
-    return records, run.ensemble.values(), run.optimizer.param_groups[0]["lr"]
+    run = Run(rank, controller="probe", lr=1e-5, total=60, every=5).steps(60)
+    return [{k: v for k, v in record.items() if not k.endswith("_ms")} for record in run.records], run.ensemble.values(), run.rate
 
 
 def test_the_probe_raises_a_rate_that_is_far_too_low_and_all_ranks_agree() -> None:
     ranks = run_ranks(probe_run, 4)
     records, values, rate = ranks[0]
-    assert len(records) == 12
-    assert records[-1][1]["corrections"]["lr"] > 2
-    assert values["lr"] == rate
-    for other in ranks[1:]:
-        for (_, mine), (_, theirs) in zip(records, other[0], strict=True):
-            assert {k: v for k, v in mine.items() if not k.endswith("_ms")} == {k: v for k, v in theirs.items() if not k.endswith("_ms")}
-    first = records[0][1]
+    assert all(rank[0] == records for rank in ranks) and values["lr"] == rate
+    first, last = records[0], records[-1]
+    assert len(records) == 12 and last["corrections"]["lr"] > 2
     assert first["t"]["lr"] < -2 and first["slopes"]["lr"] < 0 < first["errors"]["lr"]
     assert sorted(first["multipliers"]["lr"]) == pytest.approx([0.7, 0.9, 1.1, 1.3])
 
@@ -114,33 +94,29 @@ def test_probe_batches_that_differ_between_ranks_are_an_error() -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------------
 
 
-def one_bad_loss(rank: int, world: int, bad: Any, controller: str) -> Any:
-    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None) if controller == "softmax" else None)
+def one_bad_loss(rank: int, world: int, bad: float | None) -> Any:
+    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None))
     for i in range(10):
-        if rank == 1 and i < 5 and bad == "missing":
-            loss = loss_of(run.wrapped, batch(i))
-            loss.backward()
+        if rank == 1 and i < 5 and bad is None:
+            run.backward()
             run.optimizer.step()
-            run.optimizer.zero_grad()
             run.ensemble.step()
+            run.index += 1
         else:
             run.step(report=bad if rank == 1 and i == 2 else None)
-        if i == 4:
-            first = run.ensemble.history
-    assert first is not None and run.ensemble.history is not None
-    return first, run.ensemble.history, run.weights()
+    return run.records, run.weights()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, "missing"])
-def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: Any) -> None:
-    ranks = run_ranks(one_bad_loss, 4, bad, "softmax")
-    first, second, _ = ranks[0]
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: float | None) -> None:
+    ranks = run_ranks(one_bad_loss, 4, bad)
+    first, second = ranks[0][0]
     assert first["losses"][1] is None and first["left_out"] == [1]
     assert any("replica 1" in note for note in first["notes"])
     assert all(math.isfinite(c) for c in first["corrections"].values())
     assert second["left_out"] == [], "the next cycle counts it again"
-    assert all(rank[0]["corrections"] == first["corrections"] for rank in ranks)
-    assert all(torch.equal(rank[2], ranks[0][2]) for rank in ranks)
+    assert all(rank[0][0]["corrections"] == first["corrections"] for rank in ranks)
+    assert all(torch.equal(rank[1], ranks[0][1]) for rank in ranks)
 
 
 # -- converge on demand, checkpoints -----------------------------------------------------------------------------------------
@@ -193,18 +169,8 @@ def test_what_was_written_to_parameters_with_masters_is_what_converges(equally: 
 
 
 def straight_and_resumed(rank: int, world: int) -> bool:
-    straight = Run(rank, controller="probe").steps(40)
-    first = Run(rank, controller="probe").steps(20)
-    file = io.BytesIO()
-    torch.save({"net": first.net.state_dict(), "optimizer": first.optimizer.state_dict(), "ensemble": first.ensemble.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = Run(rank, controller="probe", seed=0)
-    resumed.net.load_state_dict(saved["net"])
-    resumed.optimizer.load_state_dict(saved["optimizer"])
-    resumed.ensemble.load_state_dict(saved["ensemble"])
-    resumed.index = 20
-    resumed.steps(20)
+    straight, first = Run(rank, controller="probe").steps(40), Run(rank, controller="probe").steps(20)
+    resumed = Run(rank, controller="probe").loaded(first.saved()).steps(20)
     return torch.equal(straight.weights(), resumed.weights()) and straight.ensemble.state_dict() == resumed.ensemble.state_dict()
 
 
@@ -212,30 +178,28 @@ def test_resume_at_a_cycle_end_is_bitwise() -> None:
     assert run_ranks(straight_and_resumed, 2) == [True, True]
 
 
+def controlled(rank: int) -> Run:
+    return Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None), lr=1e-4)
+
+
 def save_state(rank: int, world: int) -> Any:
-    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None), lr=1e-4).steps(20)
-    return run.ensemble.state_dict(), run.net.state_dict(), run.optimizer.state_dict()
+    return controlled(rank).steps(20).saved()
 
 
 def load_state(rank: int, world: int, saved: Any) -> Any:
-    run = Run(rank, controller=hdet.SoftmaxController(1e-3, decay=None), lr=1e-4)
-    run.ensemble.load_state_dict(saved[0])
-    run.net.load_state_dict(saved[1])
-    run.optimizer.load_state_dict(saved[2])
-    run.index = 20
-    corrections = run.ensemble.corrections
-    rate = run.optimizer.param_groups[0]["lr"]
+    run = controlled(rank).loaded(saved, ("ensemble", "net", "optimizer"))
+    corrections, rate = run.ensemble.corrections, run.rate
     run.steps(20)
-    return corrections, rate, run.ensemble.multipliers["lr"], run.weights()
+    return corrections["lr"], rate, run.ensemble.multipliers["lr"], run.weights()
 
 
 def test_state_is_the_same_on_every_rank_and_continues_with_another_number_of_replicas() -> None:
-    saved = run_ranks(save_state, 4)
-    assert all(state == saved[0][0] for state, _, _ in saved)
-    resumed = run_ranks(load_state, 3, saved[0])
-    assert saved[0][0]["corrections"][0] != 1.0
-    assert all(r[0]["lr"] == saved[0][0]["corrections"][0] for r in resumed)
-    assert {r[1] for r in resumed} == {saved[0][2]["param_groups"][0]["lr"]}
+    states = run_ranks(save_state, 4)
+    saved = states[0]
+    assert all(state["ensemble"] == saved["ensemble"] for state in states)
+    resumed = run_ranks(load_state, 3, saved)
+    (correction,) = saved["ensemble"]["corrections"]
+    assert correction != 1.0 and {r[:2] for r in resumed} == {(correction, saved["optimizer"]["param_groups"][0]["lr"])}
     assert sorted(r[2] for r in resumed) == pytest.approx([0.7, 1.0, 1.3])
     assert all(torch.equal(r[3], resumed[0][3]) for r in resumed)
 
@@ -245,23 +209,11 @@ def test_state_is_the_same_on_every_rank_and_continues_with_another_number_of_re
 
 def collectives_per_step(rank: int, world: int) -> list[int]:
     run = Run(rank, controller="probe")
-    calls = 0
-    real = dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return real(*args, **kwargs)
-
-    dist.all_reduce = counting
     counts = []
-    try:
-        for _ in range(11):
-            calls = 0
+    for _ in range(11):
+        with all_reduces() as calls:
             run.step()
-            counts.append(calls)
-    finally:
-        dist.all_reduce = real
+        counts.append(len(calls))
     return counts
 
 
@@ -271,16 +223,12 @@ def test_only_the_end_of_a_cycle_communicates() -> None:
 
 
 def softmax_average(rank: int, world: int) -> Any:
-    run = Run(rank, weights="softmax", spread=0.9, lr=3e-2)
-    run.steps(4)
-    loss = loss_of(run.wrapped, batch(7))
-    loss.backward()
+    run = Run(rank, weights="softmax", spread=0.9, lr=3e-2).steps(4)
+    loss = run.backward()
     run.optimizer.step()
-    run.optimizer.zero_grad()
     mine = run.weights()
     run.ensemble.step(loss)
-    assert run.ensemble.history is not None
-    return mine, run.weights(), run.ensemble.history["losses"]
+    return mine, run.weights(), run.history["losses"]
 
 
 def test_the_softmax_average_uses_the_weights_of_equation_4() -> None:

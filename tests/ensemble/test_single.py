@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
+import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import hdet
 from hdet.ensemble import Ensemble
-from hdet.measure.batch_losses import BatchLosses
-from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, sgd
+from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, probe, sgd
 
-from .helpers import watched
+from .helpers import same, trained, watching
 
 
 def spread_ensemble(optimizer: torch.optim.Optimizer, **settings: Any) -> Ensemble:
@@ -108,21 +110,19 @@ def test_losses_are_averaged_with_their_weights() -> None:
         loss_of(run.net, batch(0)).backward()
         run.optimizer.step()
         run.ensemble.step()
-    assert run.ensemble.history is not None
-    assert run.ensemble.history["losses"] == [5.0]
+    assert run.history["losses"] == [5.0]
 
 
-@pytest.mark.parametrize("loss", [torch.ones(2), torch.tensor(3), "1.0", None])
-def test_a_loss_that_is_not_one_number_is_refused(loss: Any) -> None:
-    with pytest.raises(ValueError, match="loss must be"):
-        Run(0).ensemble.observe(loss)
-
-
-@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
-    run = Run(0)
-    with pytest.raises(ValueError, match="weight"):
-        run.ensemble.observe(1.0, weight)
+@pytest.mark.parametrize(
+    ("loss", "weight", "message"),
+    [
+        *((loss, 1.0, "loss must be") for loss in (torch.ones(2), torch.tensor(3), "1.0", None)),
+        *((1.0, weight, "weight") for weight in (-1.0, math.nan, math.inf)),
+    ],
+)
+def test_a_loss_that_is_not_one_number_and_a_weight_that_is_none_are_refused(loss: Any, weight: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run(0).ensemble.observe(loss, weight)
 
 
 def test_observing_holds_no_graph_and_no_memory() -> None:
@@ -141,7 +141,7 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
 
 
 class Everything(torch.nn.Module):
-    """Dropout, BatchNorm, a frozen part in eval mode, and a buffer that changes even in eval mode."""
+    """Dropout, BatchNorm, a frozen part in eval mode, and buffers that are written to or replaced even in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,17 +149,15 @@ class Everything(torch.nn.Module):
         self.first, self.norm, self.drop = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
         self.frozen, self.last = torch.nn.BatchNorm1d(8).eval(), torch.nn.Linear(8, 1)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.replaced = self.replaced + 1
         return self.last(self.frozen(self.drop(self.norm(self.first(x)))))
 
 
 def test_the_probe_changes_nothing() -> None:
-    import random
-
-    import numpy
-
     net = Everything()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     modes_seen = []
@@ -169,59 +167,60 @@ def test_the_probe_changes_nothing() -> None:
         random.random(), numpy.random.rand(), torch.rand(3)
         return loss_of(m, data)
 
-    probe = BatchLosses(noisy_loss, [batch(i) for i in range(8)], 8, net)
-    probe.watch(watched(net, optimizer))
-    probe.on_cycle_start(None)
+    losses = watching(net, noisy_loss, optimizer)
+    losses.on_cycle_start(None)
     for position in range(1, 11):
-        optimizer.zero_grad()
-        loss_of(net, batch(position)).backward()
-        optimizer.step()
-        probe.sample(position, 10, position)
+        trained(net, optimizer, [position])
+        losses.sample(position, 10, position)
 
     def everything() -> Any:
-        return {
-            "state": {k: v.clone() for k, v in net.state_dict().items()},
-            "gradients": [p.grad.clone() for p in net.parameters() if p.grad is not None],
-            "addresses": [p.data_ptr() for p in net.parameters()],
-            "modes": [m.training for m in net.modules()],
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": numpy.random.get_state()[1].tolist(),
-        }
-
-    def equal(a: Any, b: Any) -> bool:
-        if isinstance(a, torch.Tensor):
-            return torch.equal(a, b)
-        if isinstance(a, dict):
-            return all(equal(a[k], b[k]) for k in a)
-        return all(map(equal, a, b)) if isinstance(a, list) else a == b
+        return copy.deepcopy([
+            net.state_dict(), [p.grad for p in net.parameters()], [t.data_ptr() for t in (*net.parameters(), *net.buffers())],
+            [m.training for m in net.modules()], torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(),
+        ])  # fmt: skip
 
     before = everything()
-    row = probe.measure(0)
-    assert equal(everything(), before)
+    row = losses.measure(0)
+    assert same(everything(), before)
     assert modes_seen == [(False, False, False)] * 8
     assert row is not None and row.shape == (1 + 8 + 1,) and row.isfinite().all()
 
     def failing(m: torch.nn.Module, data: Any) -> torch.Tensor:
         raise RuntimeError("in the user's loss")
 
-    probe.loss_fn = failing
+    losses.loss_fn = failing
     with pytest.raises(RuntimeError, match="in the user's loss"):
-        probe.measure(0)
-    assert equal(everything(), before), "also when the loss raises"
+        losses.measure(0)
+    assert same(everything(), before), "also when the loss raises"
 
 
 def test_the_probe_scores_the_average_of_the_sampled_weights() -> None:
     net = torch.nn.Linear(1, 1, bias=False)
-    probe = BatchLosses(lambda m, _: m.weight.sum(), [0] * 8, 8, net, average_every=2, average_from=0.5)
-    probe.watch(watched(net))
-    probe.on_cycle_start(None)
+    losses = watching(net, lambda m, _: m.weight.sum(), average_every=2, average_from=0.5)
+    losses.on_cycle_start(None)
     for position in range(1, 11):
         with torch.no_grad():
             net.weight.fill_(position)
-        probe.sample(position, 10, position)
-    assert probe.measure(0)[:9].tolist() == [1.0] + [8.0] * 8  # one rank's losses at the mean of positions 6, 8, 10
+        losses.sample(position, 10, position)
+    assert losses.measure(0)[:9].tolist() == [1.0] + [8.0] * 8  # one rank's losses at the mean of positions 6, 8, 10
     assert net.weight.item() == 10.0
+
+
+@pytest.mark.parametrize("result", [1.0, torch.ones(2)])
+def test_a_loss_function_that_returns_no_scalar_is_named(result: Any) -> None:
+    with pytest.raises(ValueError, match="loss_fn must return one number"):
+        watching(model(), lambda m, b: result).measure(0)
+
+
+def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
+    """One rank may return None (a pipeline stage before the last), all ranks of a replica may not."""
+    losses = watching(model(), lambda m, b: None)
+    silent = losses.measure(0).tolist()
+    seen = [2.0, *[8.0] * 8, silent[-1]]
+    assert silent[:9] == [0.0] * 9
+    with pytest.raises(ValueError, match="returned None on every rank of replica 1"):
+        losses.split([seen, silent])
+    assert losses.split([seen]) == [[4.0] * 8]
 
 
 @pytest.mark.parametrize(
@@ -246,19 +245,42 @@ def test_probe_settings_are_validated(settings: dict[str, Any], message: str) ->
     [
         ({"every": 0}, "every"),
         ({"knobs": [hdet.LearningRate(0.0), hdet.LearningRate(0.1)]}, "different names"),
-        ({"gradients": "local"}, "gradients"),
+        ({"knobs": [hdet.LearningRate(0.1), hdet.LearningRate(0.2, groups=[0])]}, "share one parameter group"),
+        ({"knobs": hdet.LearningRate(0.1)}, "knobs must be a list"),
+        ({"knobs": ["lr"]}, "knobs must be a list"),
+        ({"gradients": "local"}, "moments must be one of 'keep', 'average', 'reset'"),
+        ({"gradients": "local", "moments": "halve"}, "got 'halve'"),
+        ({"gradients": "none"}, "gradients must be"),
+        ({"moments": "keep"}, "leave it out"),
         ({"weights": "median"}, "weights"),
         ({"seed": 1.5}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"replicas": "x"}, "replicas must be"),
+        ({"log": 3}, "log must be callable"),
+        ({"scheduler": "x"}, "scheduler must have step"),
+        ({"controller": hdet.SoftmaxController}, "controller must be an object"),
         ({"controller": hdet.SoftmaxController(decay=None), "total_steps": 10, "warmup_steps": 10}, "warm-up"),
+        ({"controller": probe(model())}, "no parameter of this optimizer"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(), 5)}, "another optimizer"),
         ({"bucket_bytes": 1}, "bucket_bytes"),
+        ({"converge": "plain"}, "way of averaging"),
+        ({"converge": hdet.converge.Plain}, "way of averaging"),
+        ({"divergence": 2.0}, "hdet.Divergence"),
+        ({"tied": [torch.zeros(1)]}, r"tied\[0\]"),
+        ({"tied": [(torch.zeros(1), None)]}, "none of the optimizer's parameters"),
+        ({"tied": 5}, "tied must be a list"),
+        ({"refresh": 3}, r"refresh\(\)"),
         ({"buffers": [torch.ones(2, dtype=torch.long)]}, "buffer 0"),
+        ({"buffers": 5}, "buffers must be a module or a list of tensors, got 'int'"),
+        ({"buffers": torch.zeros(2, 2)}, "got 'Tensor'"),
+        ({"buffers": [1]}, r"got \[1\]"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_changes(settings: dict[str, Any], message: str) -> None:
     optimizer = sgd()
     step, groups = optimizer.step, [dict(g) for g in optimizer.param_groups]
-    with pytest.raises(ValueError, match=message):
-        Ensemble(optimizer, replicas=TwoReplicas(), **policies(**settings))
+    with pytest.raises((ValueError, TypeError), match=message):
+        Ensemble(optimizer, **policies(**{"replicas": TwoReplicas(), **settings}))
     assert optimizer.step == step and [dict(g) for g in optimizer.param_groups] == groups
 
 
@@ -272,8 +294,6 @@ def test_wrong_objects_are_refused() -> None:
     optimizer = sgd()
     with pytest.raises(TypeError, match="optimizer"):
         Ensemble(object())
-    with pytest.raises(TypeError, match="controller"):
-        Ensemble(optimizer, controller=object())
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         Ensemble(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(ValueError, match="init_process_group"):
