@@ -72,7 +72,7 @@ class Sync:
         if self.gradients == "local" and self.moments not in MOMENTS:
             raise ValueError(
                 f"moments must be one of {', '.join(map(repr, MOMENTS))} with gradients='local', got {self.moments!r}: replicas' moments "
-                "differ, and what becomes of them at an average is a choice (docs/method.md)"
+                "differ, and what becomes of them at an average is a choice (docs/local.md)"
             )
         if self.weights not in ("mean", "softmax"):
             raise ValueError(f"weights must be 'mean' or 'softmax', got {self.weights!r}")

@@ -129,8 +129,20 @@ class Controller:
     # -- state --------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"frozen": self.frozen, **{key: _plain(getattr(self, key)) for key in self.state_keys}}
+        """Plain data.
+
+        Raises:
+            TypeError: an attribute of `state_keys` holds something else.
+        """
+        state: dict[str, Any] = {"frozen": self.frozen}
+        for key in self.state_keys:
+            value = getattr(self, key)
+            try:
+                state[key] = _plain(value)
+            except (TypeError, ValueError) as error:
+                kinds = "numbers, booleans and lists of them"
+                raise TypeError(f"{type(self).__name__}.{key} is {value!r}, but state_keys may only name {kinds}") from error
+        return state
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
         """The values of `state_keys` in it; changes nothing, and leaves out further keys. ``knobs``: how many, where that is known.
@@ -161,7 +173,14 @@ class Controller:
 def learning_of(controller: Controller, evidence: Evidence) -> Generator[Question, Any, Learned]:
     """What it learns, whether it asks or not: ``learned = yield from learning_of(controller, evidence)``."""
     learned = controller.learn(evidence)
-    return learned if isinstance(learned, Learned) else (yield from learned)
+    if isinstance(learned, Learned):
+        return learned
+    if not isinstance(learned, Generator):
+        raise TypeError(
+            f"controller {controller.name!r} has learned {learned!r}: decide must return a list with one Decision for each knob, or ask; "
+            "learn a Learned"
+        )
+    return (yield from learned)
 
 
 class RuledController(Controller):

@@ -54,9 +54,11 @@ class Evidence:
     total_steps: int | None
     """Length S of the run in steps, if known."""
     warmup_steps: int
+    """S_warm, of the optimizer's steps."""
     sync_interval: int
     """Of the optimizer's steps, where those are not the schedule's."""
     knobs: Sequence[str]
+    """Their names."""
     multipliers: Sequence[Sequence[float]]
     """[knob][replica]: rho of the cycle that ended."""
     losses: Sequence[float | None]

@@ -199,7 +199,7 @@ def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: st
     if parting and moments not in ("average", "reset"):
         raise ValueError(
             f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} differ in their moments, also with "
-            "gradients='shared', where a checkpoint holds one state for all: pass moments='average' or 'reset' (docs/method.md)"
+            "gradients='shared', where a checkpoint holds one state for all: pass moments='average' or 'reset' (docs/local.md)"
         )
 
 

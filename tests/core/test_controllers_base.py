@@ -179,6 +179,28 @@ def test_a_controller_of_one_hook_plans_cycles_as_published() -> None:
         decide(Controller(), evidence())
 
 
+@pytest.mark.parametrize("said", [Decision(), [Decision()], None])
+def test_what_no_controller_can_have_learned_is_refused_by_name(said: Any) -> None:
+    class Bare(Controller):
+        name = "bare"
+
+        def learn(self, evidence: Evidence) -> Any:
+            return said
+
+    with pytest.raises(TypeError, match="controller 'bare' has learned .*list with one Decision for each knob"):
+        list(bowl(Bare(), [30.0], cycles=1))
+
+
+@pytest.mark.parametrize("value", [None, "high", {"a": 1.0}, [1.0, None]])
+def test_a_state_that_is_no_number_is_refused_by_name(value: Any) -> None:
+    class Kept(Controller):
+        state_keys = ("best",)
+        best = value
+
+    with pytest.raises(TypeError, match=r"Kept\.best is .*numbers, booleans and lists of them"):
+        Kept().state_dict()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(ALL)),
