@@ -229,7 +229,7 @@ def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     net = Net()
     run = ensemble(net, [hdet.Dropout(net)], every=2, count=2, **LOCAL)
     run.replicas.sum_rows = lambda *rows: torch.stack([*rows, *rows])  # the other replica is as this one
-    run.weights.end_cycle = lambda weights: []
+    run.weights.end_cycle = lambda *ending: []
 
     def cycle(explore: bool) -> list[str]:
         for _ in range(2):
