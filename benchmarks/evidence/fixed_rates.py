@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -68,21 +69,32 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                     yield {"workload": workload, "exponent": exponent, "seed": seed, "steps": steps}
 
 
+def means(records: Sequence[Record]) -> dict[tuple[str, int], dict[int, float]]:
+    """(workload, length) -> exponent -> mean over the seeds of the final loss; a run that broke, or got worse, counts as untrained."""
+    found: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for record in records:
+        loss = record["untrained"] if record["validation"] is None else min(record["validation"], record["untrained"])
+        found.setdefault((record["workload"], record["steps"]), {}).setdefault(record["exponent"], []).append(loss)
+    return {cell: {e: statistics.mean(losses) for e, losses in sorted(row.items())} for cell, row in sorted(found.items())}
+
+
 def table(records: Sequence[Record]) -> str:
-    """By workload and length: the mean over seeds of each rate's loss, the best one marked."""
-    lines = []
-    for workload in dict.fromkeys(record["workload"] for record in records):
-        for steps in sorted({record["steps"] for record in records if record["workload"] == workload}):
-            found: dict[int, list[float]] = {}
-            for record in records:
-                if (record["workload"], record["steps"]) == (workload, steps):
-                    loss = record["validation"]
-                    found.setdefault(record["exponent"], []).append(record["untrained"] if loss is None else min(loss, record["untrained"]))
-            means = {exponent: sum(losses) / len(losses) for exponent, losses in sorted(found.items())}
-            best = min(means, key=means.__getitem__)
-            cells = "  ".join(f"{'*' if e == best else ''}{e:+d}: {loss:.4g}" for e, loss in means.items())
-            lines.append(f"{workload:12s} {steps:6d}  {cells}\n")
-    return "".join(lines)
+    """Each rate's loss, the best one marked; then the best exponent by length."""
+    of_cells = means(records)
+    best = {cell: min(row, key=row.__getitem__) for cell, row in of_cells.items()}
+    lines = [
+        f"{name:12s} {steps:6d}  " + "  ".join(f"{'*' if e == best[name, steps] else ''}{e:+d}: {loss:.4g}" for e, loss in row.items())
+        for (name, steps), row in of_cells.items()
+    ]
+    lengths = sorted({steps for _, steps in best})
+    lines += [
+        "",
+        "| best exponent after | " + " | ".join(f"{steps:,}".replace(",", " ") for steps in lengths) + " |",
+        "|---" * (len(lengths) + 1) + "|",
+    ]
+    for name in dict.fromkeys(name for name, _ in best):
+        lines.append(f"| {name} | " + " | ".join(f"{best[name, steps]:+d}" if (name, steps) in best else "" for steps in lengths) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
