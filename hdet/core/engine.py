@@ -417,7 +417,8 @@ def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Q
     Raises:
         ValueError: it asks, and nobody is there to answer.
     """
-    learning, answers = learning_of(controller, evidence), list[Any]()
+    learning = learning_of(controller, evidence)
+    answers: list[Any] = []
     try:
         question = next(learning)
         while True:

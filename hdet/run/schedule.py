@@ -130,9 +130,8 @@ class Schedule:
         return own
 
     def _find_others(self) -> None:
-        optimizer = next(
-            (knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None
-        )  # torch's schedulers write nowhere else
+        # torch's schedulers write into parameter groups alone
+        optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
         self._others = None if optimizer is None else TorchSchedulers(optimizer, self.scheduler)
 
     def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:

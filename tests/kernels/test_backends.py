@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,16 +63,17 @@ def test_a_missing_module_is_reported_and_never_replaced(monkeypatch: pytest.Mon
     assert kernels.select("torch", torch.device("cpu")).name == "torch"
 
 
-class _WithoutCuda:
-    cuda = False
+def _built(*, cuda: bool, **info: str) -> SimpleNamespace:
+    """Stands in for the native module."""
+    return SimpleNamespace(cuda=cuda, build_info=lambda: {"cuda": cuda, **info})
 
-    @staticmethod
-    def build_info() -> dict[str, object]:
-        return {"cuda": False, "cuda_note": "nvcc was not found when hdet was built"}
+
+_WITHOUT_CUDA = _built(cuda=False, cuda_note="nvcc was not found when hdet was built")
+_WITH_CUDA = _built(cuda=True, cuda_archs="80 90")
 
 
 def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_C", _WithoutCuda())
+    monkeypatch.setattr(native, "_C", _WITHOUT_CUDA)
     monkeypatch.setattr(kernels, "_warned", False)
     monkeypatch.setitem(sys.modules, "triton", None)  # is missing
     with pytest.warns(RuntimeWarning, match="torch backend: .* nvcc was not found when hdet was built"):
@@ -85,7 +87,7 @@ def test_cuda_tensors_without_cuda_kernels_use_torch_with_one_warning(monkeypatc
 
 def test_cuda_tensors_without_cuda_kernels_use_triton_if_it_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed; there are wheels for Linux")
-    monkeypatch.setattr(native, "_C", _WithoutCuda())
+    monkeypatch.setattr(native, "_C", _WITHOUT_CUDA)
     monkeypatch.setattr(kernels, "_warned", False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     with pytest.warns(RuntimeWarning, match="triton backend: .* nvcc was not found when hdet was built"):
@@ -103,21 +105,13 @@ def test_only_the_backend_that_is_asked_for_is_looked_at(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("cpu", "torch"):
         assert kernels.select(name, torch.device("cpu")).name == name
-    monkeypatch.setattr(native, "_C", _WithCuda())
+    monkeypatch.setattr(native, "_C", _WITH_CUDA)
     with pytest.raises(AssertionError, match="another backend"):
         kernels.available()
 
 
-class _WithCuda:
-    cuda = True
-
-    @staticmethod
-    def build_info() -> dict[str, object]:
-        return {"cuda": True, "cuda_archs": "80 90"}
-
-
 def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_C", _WithCuda())
+    monkeypatch.setattr(native, "_C", _WITH_CUDA)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5) if device == torch.device("cuda", 1) else (9, 0))
