@@ -10,16 +10,18 @@ the same table tells what trials would have said, and what was right for the who
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
+from torch import nn
 
 from . import command
-from .runs import Record, Task, finite, identity
+from .problems import Problem
+from .runs import Record, Task, identity
+from .training import Method, Parts, scheduled, train
 from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/fixed-rates.jsonl"
@@ -28,26 +30,17 @@ LENGTHS = (60, 120, 240, 480, 1500)
 
 def run(workload: str, exponent: int, seed: int, steps: int) -> Record:
     """One line of the results."""
-    chosen, began = WORKLOADS[workload], time.perf_counter()
-    problem, rate = chosen.problem, chosen.rate * 2.0**exponent
-    model = problem.build(seed)
-    optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
-    schedule = SCHEDULES[chosen.schedule](optimizer, steps)
-    least, broken = math.inf, False
-    for step in range(steps):
-        loss = problem.losses(model, problem.batch(seed, step)).mean()
-        loss.backward()
-        broken = not math.isfinite(loss.item())
-        if broken:
-            break
-        least = min(least, loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    validation = math.inf if broken else problem.validate(model)
+    chosen = WORKLOADS[workload]
+    rate = chosen.rate * 2.0**exponent
+
+    def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+        optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
+        return scheduled(problem, model, optimizer, SCHEDULES[chosen.schedule](optimizer, steps))
+
+    outcome = train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
     return {
         "benchmark": "fixed-rates", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps,
-        "validation": finite(validation), "untrained": untrained(workload, seed), "seconds": time.perf_counter() - began, "torch": torch.__version__,
+        "validation": outcome.validation, "untrained": untrained(workload, seed), "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip
 
 

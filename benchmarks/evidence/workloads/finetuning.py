@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from ..problems.problem import Problem, mean_loss
 from ..problems.transformer import TRANSFORMER
+from ..problems.transformer import losses as window_losses
 from .groups import decaying_matrices
-from .language import window_losses
 from .text import WINDOWS, held_out, windows
 
 RANK = 4

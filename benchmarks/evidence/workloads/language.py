@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems.problem import Batch, Problem, mean_loss
+from ..problems.problem import Problem, mean_loss
+from ..problems.transformer import losses as window_losses
 from .groups import decaying_matrices
 from .text import CONTEXT, WINDOWS, held_out, windows
 
@@ -97,12 +98,6 @@ class Recurrent(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(self.cells(self.tokens(tokens))[0])
-
-
-def window_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(windows,) the mean over a window's bytes."""
-    x, y = batch
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(x.shape).mean(1)
 
 
 def _llama(seed: int) -> nn.Module:
