@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     name: home
     for home, names in {
+        "controllers.auto": "AutoLR",
         "controllers.hypergradient": "HypergradientController",
         "controllers.line": "LineController",
         "controllers.probe": "ProbeController",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import converge as converge
     from . import kernels as kernels
+    from .controllers.auto import AutoLR as AutoLR
     from .controllers.hypergradient import HypergradientController as HypergradientController
     from .controllers.line import LineController as LineController
     from .controllers.probe import ProbeController as ProbeController

@@ -136,7 +136,7 @@ class Ensemble:
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, lambda: self._fan_out.multipliers,
-                sync.refresh is not None, self._snapshots.parameters,
+                sync.refresh is not None, self._snapshots.parameters, self._snapshots, lambda: self._fan_out.aside(), sync.gradients == "local", self._peaks_in_force,
             )
         )  # fmt: skip
         self._means = self.schedule.means() if controller is not None and controller.needs_schedule_mean else []
@@ -205,6 +205,8 @@ class Ensemble:
         ends = False
         try:
             self._panel.check_closure(closure)
+            if stepped:
+                self._panel.beside(closure)
             self.schedule.advance()
             if stepped:
                 ends = self.engine.tick()
@@ -364,6 +366,10 @@ class Ensemble:
     def _schedule_step(self) -> int:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
         return self.engine.step if self.schedule.step is None else max(0, int(self.schedule.step))
+
+    def _peaks_in_force(self) -> list[float]:
+        peaks, _ = self.schedule.peaks_and_floors()
+        return [knob.scale.corrected(peak, self.engine.in_force(k)) for k, (knob, peak) in enumerate(zip(self.knobs, peaks, strict=True))]
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:

@@ -56,6 +56,8 @@ class SnapshotOf:
     state: bool = True
     place: str = "device"
     dtype: str | None = None
+    trained: bool = False
+    """Does a measurement train it beside the run (`hdet.measure.Trials`)? Then it holds everything, each in its own dtype."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -199,18 +199,27 @@ class Bound:
         if all(rho == 1.0 for rho in multipliers):
             yield
             return
-        values = self._values()
-        before, marks = [content(value) for value in values], [_mark(value) for value in values]
-        self.in_use = True
-        try:
-            used = [self.scale.fanned(value, rho) for value, rho in zip(before, multipliers, strict=True)]
-            for cell, value in zip(self.cells, used, strict=True):
-                cell.set(value)
+        used = [self.scale.fanned(content(value), rho) for value, rho in zip(self._values(), multipliers, strict=True)]
+        with self._lent(used):
             inside = [_mark(value) for value in self._values()]
             yield
             for value, mark, own in zip(self._values(), inside, used, strict=True):
                 if _mark(value) != mark and not (isinstance(value, torch.Tensor) and _close(value, own)):
                     raise ValueError(self._written_inside(float(own), float(value)))
+
+    def held_at(self, base: float) -> AbstractContextManager[None]:
+        """Inside, the cells hold this base value, further ones in the ratio of their peaks; afterwards exactly what they held before."""
+        return self._lent([self.scale.hold(base * ratio) for ratio in self._ratios])
+
+    @contextmanager
+    def _lent(self, used: Sequence[Any]) -> Iterator[None]:
+        values = self._values()
+        before, marks = [content(value) for value in values], [_mark(value) for value in values]
+        self.in_use = True
+        try:
+            for cell, value in zip(self.cells, used, strict=True):
+                cell.set(value)
+            yield
         finally:
             for i, (cell, value) in enumerate(zip(self.cells, before, strict=True)):
                 cell.set(value)

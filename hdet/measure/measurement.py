@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,14 @@ class Watched:
     """Does the optimizer have copies of the model's parameters, which follow them (`Ensemble`'s ``refresh``)?"""
     snapshot: Callable[[str], Sequence[torch.Tensor]]
     """The parameters of a snapshot that the plan keeps, by its name: one for each tensor of the first set, local shards."""
+    snapshots: Any = None
+    """All of them: ``take(name)`` into one that is trained, ``restore(name)`` from it."""
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside it ``optimizer.step()`` is the optimizer's own, which no cycle counts."""
+    local: bool = False
+    """Does each replica step with gradients of its own?"""
+    peaks: Callable[[], Sequence[float]] = tuple
+    """[knob]: the highest base value of the run, with the correction in force."""
 
     def owners(self, knobs: Sequence[Any]) -> list[int | None]:
         """Which of these ``knobs`` each parameter of a set belongs to, by its number; None: none of them."""
@@ -49,7 +57,8 @@ class Watched:
 
 
 class Measurement:
-    """Measures during the cycles whose plan names it. Only `measure` and what is inside `answering` may communicate, on all ranks alike."""
+    """Measures during the cycles whose plan names it. Only `beside`, `measure` and what is inside `answering` may communicate, on all ranks
+    alike."""
 
     needs_closure = False
     """Does it ask for losses of the current batch? Then every ``ensemble.step`` of such a cycle needs ``closure=...``."""
@@ -70,6 +79,10 @@ class Measurement:
 
     def restart(self) -> None:
         """Parameters were loaded or restored: drop what is under way."""
+
+    def beside(self, closure: Closure, position: int) -> None:
+        """After step ``position`` (1 .. length) of the cycle, at its values, with its gradients still there. What is trained here beside the
+        run leaves no trace in it. It may communicate, on all ranks alike."""
 
     def sample(self, position: int, length: int, schedule_step: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""

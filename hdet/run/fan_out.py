@@ -81,6 +81,15 @@ class FanOut:
         finally:
             self._stepping = False
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the optimizer's step is its own: at the values in its groups, and not counted."""
+        before, self._stepping = self._stepping, True
+        try:
+            yield
+        finally:
+            self._stepping = before
+
     def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._take_writes()
         self._awaits_state()

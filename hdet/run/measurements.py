@@ -82,6 +82,14 @@ class Panel:
                 with self._during(name):
                     measurement.try_closure(closure)
 
+    def beside(self, closure: Closure | None) -> None:
+        """A step is done, and not counted yet; its values are still in force."""
+        for name, measurement in self._used(self._engine.step + self._steps_left):
+            if measurement.needs_closure:
+                assert closure is not None, "check_closure comes first"
+                with self._during(name):
+                    measurement.beside(closure, self._engine.position + 1)
+
     def sample(self) -> None:
         """A step is done and counted."""
         position, left = self._engine.position, self._steps_left

@@ -44,7 +44,9 @@ class Snapshots:
         for name in self._kept.keys() - wanted.keys():
             self._kept.pop(name).close()
         for name in wanted.keys() - self._kept.keys():
-            if wanted[name].state:
+            if wanted[name].trained:
+                self._kept[name] = _Trained(wanted[name], *self._weights, self._model)
+            elif wanted[name].state:
                 self._kept[name] = _WithState(wanted[name], *self._weights, self._model, self._copied)
             else:
                 self._kept[name] = _Snapshot(wanted[name], *self._weights)
@@ -62,6 +64,10 @@ class Snapshots:
     def restore(self, name: str) -> None:
         """Parameters of the (first) local replica, and what else the snapshot has. Raises ValueError if there is none of that name."""
         self._of(name).restore()
+
+    def take(self, name: str) -> None:
+        """What is there now into a snapshot that is trained. Raises ValueError if there is none of that name."""
+        self._of(name).take()
 
     def check_alone(self, replicas: Replicas, device: torch.device) -> str | None:
         """A message if another optimizer has moved parameters of the model since a snapshot with state was taken, which is restored then. On
@@ -139,6 +145,23 @@ class _Snapshot:
     def close(self) -> None:
         """It is not needed any more: its memory is free."""
         self.weights = []
+
+
+class _Trained(_Snapshot):
+    """Parameters, buffers and the optimizer's state with all weights that it holds; to be taken as often as one likes."""
+
+    def __init__(
+        self, wanted: SnapshotOf, tensors: Sequence[torch.Tensor], masters: Masters, optimizer: Optimizer, model: nn.Module | None
+    ) -> None:
+        super().__init__(wanted, tensors, masters, optimizer)
+        self._all = Snapshot(tensors, optimizer, wanted.place, model)
+
+    def take(self) -> None:
+        self._all.take()
+        self.weights = self._all.parameters
+
+    def restore(self) -> None:
+        self._all.restore()
 
 
 class _WithState(_Snapshot):

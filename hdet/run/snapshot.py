@@ -143,6 +143,11 @@ class Snapshot:
         """Its memory stays for the next time."""
         self.taken = False
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What `take` has copied of the tensors: local shards; its memory, not a copy."""
+        return [copy.values for copy in self._copies]
+
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""

@@ -1,4 +1,4 @@
-"""Evaluation in the middle of a run, after which the model is exactly as before."""
+"""Forward passes in the middle of a run, after which the model and every random state are exactly as before."""
 
 from __future__ import annotations
 
@@ -12,27 +12,40 @@ from torch import nn
 
 from .buffers import BufferCopies, Copy, places
 
-__all__ = ["eval_mode"]
+__all__ = ["eval_mode", "random_states_kept"]
+
+
+@contextmanager
+def random_states_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the random states of torch (CPU, and the CUDA devices of the model), of Python's ``random`` and, if it is loaded, of numpy are
+    what they were."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients inside; afterwards module modes, buffers and every random state are exactly as before.
+    """Eval mode and no gradients inside; afterwards module modes, buffers and random states (`random_states_kept`) are exactly as before.
 
-    Covers torch (CPU and CUDA), Python's ``random`` and, if it is loaded, numpy's global state. A module with a ``train`` of its own may change
-    its parameters (adapters merge into their weights in eval mode): these are copied and restored, too.
+    A module with a ``train`` of its own may change its parameters (adapters merge into their weights in eval mode): these are copied and
+    restored, too.
     """
     modes = [(module, module.training) for module in model.modules()]
     # By name too: a module may put a new tensor in the place of a buffer.
     buffers, kept = list(places(model)), BufferCopies(model)
     kept.take()
     written = {p: Copy(p) for module, _ in modes if _trains_by_itself(module) for p in module.parameters()}
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    python_state, numpy_state = random.getstate(), numpy_random.get_state() if numpy_random else None
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(random_states_kept(model))
             stack.enter_context(torch.no_grad())
             stack.callback(_restore, modes)
             model.eval()
@@ -44,9 +57,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
             kept.put_back()
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
 
 
 def _trains_by_itself(module: nn.Module) -> bool:

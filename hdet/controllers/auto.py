@@ -1,0 +1,49 @@
+"""The one recommended controller of learning rates: trials beside the run, and a `TrialRule` that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ..core.controller import RuledController
+from ..core.rules.trial_rule import TRIALS, TrialRule
+from ..measure.trials import Judge, Trials
+
+__all__ = ["AutoLR"]
+
+
+class AutoLR(RuledController):
+    """Finds out by annealed trials beside the run whether another peak of the learning rate is better for a run of this length, and leaves it
+    alone unless it clearly is. Any torch scheduler of known length, any layout with one replica a process::
+
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=n, controller=hdet.AutoLR(model))
+        ...
+        ensemble.step(loss, closure=lambda: losses_of(model, batch))  # (examples,), with a graph
+
+    Args:
+        model: whose losses the closure computes, as the loop calls it (with its DistributedDataParallel, where it has one).
+        budget: the part of the run's compute that trials may take; see `TrialRule`.
+        judge: ``(loss_fn, batches)``: held-out mini-batches and ``loss_fn(model, batch)`` -> scalar tensor. Then arms are scored by them. Give it
+            where examples are seen many times: new weights always look good on what they were trained on.
+        before_step: called between an arm's backward pass and its step, for what the loop does there, such as clipping.
+        place: "device" or "host": where the arms live, each a copy of all that is trained (of the parameters, masters, moments and buffers).
+        freeze_after: see `Controller`.
+
+    The rates of all groups move together; other knobs stay. Where nothing is changed the run is bit for bit the one without it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: float = 0.03,
+        judge: Judge | None = None,
+        before_step: Callable[[], object] | None = None,
+        place: str = "device",
+        freeze_after: float | None = None,
+    ) -> None:
+        trials = Trials(model, judge, before_step, place)
+        rule = TrialRule(budget, trials.snapshots, judged=judge is not None, freeze_after=freeze_after)
+        super().__init__(rule, {TRIALS: trials})
+        self.judges_held_out = True

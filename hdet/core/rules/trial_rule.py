@@ -1,0 +1,279 @@
+"""What annealed trials say of a learning rate, and what to do about it: the rule inside `hdet.AutoLR`.
+
+A run is told nothing by its own losses about a rate that it does not have; and a look a few steps ahead prefers a rate that is too low, because
+most of what a high rate costs is noise, which goes when the rate falls. So copies of the run train beside it for ``steps`` steps at several
+multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. What they say is right for a run about as long
+as the run has been: from the start the best rate of 60 steps, later that of a tenth of the run, which lies within a factor of about two of
+the best one for the whole (docs/evidence.md). Hence the rounds:
+
+- One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
+  (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
+- *Checks* at several parts of the run, with multiples close by. Where another arm is clearly better, the base value moves to the vertex of the
+  parabola through the three, less a margin. Else it stays, and the run is bit for bit the one that it would have been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from ..controller import Controller
+from ..evidence import Evidence, Run
+from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
+from ..schema import COUNT, Flag, Kind, ListOf, Number, Row
+from ..validate import within
+
+__all__ = ["TRIALS", "Round", "TrialRule"]
+
+TRIALS = "trials"
+"""The measurement's name."""
+FEWEST = 16
+"""Steps of a trial, or it says nothing."""
+LONGEST = 0.02
+"""Of the run that is left, a trial's length."""
+CLEAR = 3.0
+"""Standard errors by which an arm has to be better than the rate in force."""
+SCORED = 5
+"""A score for so many steps of a trial"""
+SCORES = (4, 32)
+"""at least and at most."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Arms that train at the same time."""
+
+    at: float
+    """The part of the run after which it begins."""
+    below: float
+    above: float
+    """Octaves between the rate in force and the other two arms."""
+    margin: float
+    """Octaves by which a check goes less far than the parabola says."""
+    scan: bool = False
+
+
+SCAN = Round(0.0, 3.0, 7.0, 0.0, scan=True)
+CHECKS = (Round(0.06, 2.0, 2.0, 0.5), Round(0.15, 1.0, 1.0, 0.25), Round(0.3, 1.0, 1.0, 0.25))
+ALONE = Round(0.1, 2.0, 2.0, 0.5)
+ENOUGH = 24
+"""Steps of a trial that a round is planned for."""
+WORTH = 0.005
+"""Of what the run has learned so far: a gain that is smaller moves nothing."""
+RAISED = 3.0
+"""Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
+AGAIN = 2
+"""How often a scan, or a check that went as far as it could, is repeated."""
+
+
+class TrialRule(Controller):
+    """Moves learning rates by what arms of trials score (`hdet.measure.trials.Trials`), all of them together.
+
+    Args:
+        budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
+            2 700 steps at 3 %, everything.
+        keep: the snapshots that a plan with so many arms needs.
+        judged: are the scores those of held-out mini-batches, the same on all replicas?
+    """
+
+    name = "auto"
+    needs_replicas = False
+    judges_held_out = True
+    state_keys: Mapping[str, Kind] = {
+        "round": COUNT, "repeated": COUNT, "spent": Number(0), "used": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
+        "first": ListOf(Number()),
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        budget: float = 0.03,
+        keep: Callable[[int], Mapping[str, SnapshotOf]] = lambda arms: {},
+        judged: bool = False,
+        freeze_after: float | None = None,
+    ) -> None:
+        super().__init__(freeze_after)
+        self.budget, self.judged, self._keep = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, keep
+        self.rounds: Sequence[Round] = ()
+        """Those that the budget affords."""
+        self.round = 0
+        """Of `rounds`: the next one, or the one that goes on."""
+        self.repeated = 0
+        """How often it has been repeated."""
+        self.moved = False
+        """Has this scan lowered the rate?"""
+        self.spent = 0.0
+        """Steps' worth of compute that trials have taken."""
+        self.used = 0
+        """Steps of the trial in the running cycle; 0: there is none."""
+        self.found: list[list[float]] = []
+        """By check: where the best peak lies, in the schedule's unit."""
+        self.first: list[float] = []
+        """The training loss of the first cycle, when there has been one."""
+
+    def start(self, run: Run) -> None:
+        """Raises ValueError where the run's length is not known, the controller has a warm-up, or no knob is a learning rate."""
+        super().start(run)
+        if run.total_steps is None:
+            raise ValueError("AutoLR finds a rate for a run of known length: pass total_steps=..., or a scheduler that has total_steps")
+        if run.clock.warmup_steps:
+            raise ValueError(f"AutoLR begins at the first step: warmup_steps must be 0, got {run.clock.warmup_steps}")
+        self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
+        if not self._rates:
+            raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
+        affords = int(self.budget * run.total_steps / (_cost(3) * ENOUGH))
+        self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, *CHECKS[: affords - 1])
+        self._total, self._interval, self._adopts = run.total_steps, run.sync_interval, not (run.local and run.replicas > 1)
+
+    def report(self) -> str:
+        """What it is going to do, in a sentence; or what it has found."""
+        if not self.rounds:
+            return "too short a run for trials: the rate stays"
+        if self.found:
+            low, high = self.found[-1]
+            return f"best peak {low:.2g} to {high:.2g}, after {self.spent:.0f} steps' worth of trials"
+        at = [math.ceil(one.at * self._total) for one in self.rounds]
+        return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute"
+
+    def restart(self, now: Moment) -> None:
+        """A trial that was under way is lost, and what it took is spent."""
+        self._spend()
+
+    def _spend(self) -> None:
+        if self.used:
+            self.spent += self.used * len(self._multiples()) + _scores(self.used) * (len(self._multiples()) + 1) / 3
+        self.used = 0
+
+    # -- plan ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return self.frozen or self.round >= len(self.rounds)
+
+    def plan(self, now: Moment) -> Plan:
+        self.used = 0
+        while not self.idle:
+            due = math.ceil(self.rounds[self.round].at * self._total)
+            if now.step < due:
+                return Plan(steps=min(self._interval, due - now.step), spread=False)
+            steps = self._affordable(now)
+            if steps >= FEWEST:
+                return self._trial(steps)
+            self._next()
+        return Plan(spread=False)
+
+    def _affordable(self, now: Moment) -> int:
+        """Steps of a trial: what is left of the budget is shared evenly by the rounds to come."""
+        left = (self.budget * self._total - self.spent) / (len(self.rounds) - self.round)
+        steps = int(left / _cost(len(self._multiples())))
+        return min(steps, int(LONGEST * (self._total - now.step)), self._total - now.step - _scores(steps) - 1)
+
+    def _multiples(self) -> list[float]:
+        """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
+        this = self.rounds[self.round]
+        return [2.0**-this.below, 1.0, *([] if this.scan and self.moved else [2.0**this.above])]
+
+    def _trial(self, steps: int) -> Plan:
+        multiples, scores = self._multiples(), _scores(steps)
+        self.used = steps
+        settings = {"multiples": multiples, "of": "peak" if self.rounds[self.round].scan else "base", "steps": steps, "scores": scores}
+        return Plan(steps=steps + scores, spread=False, measure={TRIALS: settings}, snapshots=self._keep(len(multiples)))
+
+    # -- learn ---------------------------------------------------------------------------------------------------------------
+
+    def decide(self, evidence: Evidence) -> Learned:
+        seen = [loss for loss in evidence.losses if loss is not None]
+        if not self.first and seen:
+            self.first = [mean(seen)]
+        rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
+        steps = self.used
+        self._spend()
+        if not steps or not rows:
+            return self._nothing(evidence)
+        arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()) + 1)
+        octaves, note, adopted = (self._scanned if self.rounds[self.round].scan else self._checked)(arms, steps, evidence)
+        decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
+        decisions = [Decision() for _ in evidence.knobs]
+        for k in self._rates:
+            decisions[k] = decision
+        return Learned(decisions, Restore(f"arm {adopted}") if adopted is not None and self._adopts else None)
+
+    def hold(self, evidence: Evidence) -> Learned:
+        return self._nothing(evidence)
+
+    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, int | None]:
+        """(octaves, note, the arm as which the run goes on)"""
+        this = self.rounds[self.round]
+        lower, same, *higher, _ = arms
+        if _better(lower, same):
+            self._repeat(lowered=True)
+            return (
+                -this.below,
+                f"2^{-this.below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm",
+                0,
+            )
+        if higher and _better(higher[0], same) and not self.judged:
+            self._repeat(lowered=False)
+            return RAISED, f"2^{this.above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
+        self._next()
+        return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{this.above:g} times the rate is better: kept", None
+
+    def _checked(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, int | None]:
+        this = self.rounds[self.round]
+        lower, same, higher, _ = arms
+        best = min((lower, same, higher), key=mean)
+        to = _vertex(-this.below, mean(lower) - mean(same), this.above, mean(higher) - mean(same))
+        peak = evidence.peak[self._rates[0]] * evidence.corrections[self._rates[0]]
+        low, high = peak * 2.0 ** (to - 1), peak * 2.0 ** (to + 1)
+        self.found.append([low, high])
+        learned = sum(abs(first - mean(same)) for first in self.first)
+        if best is same or not _better(best, same) or (best is lower) != (to < 0) or mean(same) - mean(best) < WORTH * learned:
+            self._next()
+            return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)", None
+        octaves = math.copysign(max(0.0, abs(to) - this.margin), to)
+        if abs(to) >= (this.above if to > 0 else this.below):
+            self._repeat(lowered=False)
+        else:
+            self._next()
+        return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})", None
+
+    def _next(self) -> None:
+        self.round, self.repeated, self.moved = self.round + 1, 0, False
+
+    def _repeat(self, lowered: bool) -> None:
+        self.repeated, self.moved = self.repeated + 1, lowered
+        if self.repeated > AGAIN:
+            self._next()
+
+
+def _cost(arms: int) -> float:
+    """Of a trial's step with its share of scores, in steps of the run."""
+    return arms + (arms + 1) / (3 * SCORED)
+
+
+def _scores(steps: int) -> int:
+    return min(max(steps // SCORED, SCORES[0]), SCORES[1])
+
+
+def _by_arm(rows: Sequence[Sequence[float]], arms: int) -> list[list[float]]:
+    """[replica][arm * scores] -> [arm][replica * scores]"""
+    scores = len(rows[0]) // arms
+    return [[x for row in rows for x in row[a * scores : (a + 1) * scores]] for a in range(arms)]
+
+
+def _better(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Is ``a`` clearly lower than ``b``, batch by batch?"""
+    gains = [y - x for x, y in zip(a, b, strict=True)]
+    if len(gains) < 2 or mean(gains) <= 0:
+        return False
+    return mean(gains) > CLEAR * stdev(gains) / math.sqrt(len(gains))
+
+
+def _vertex(low: float, at_low: float, high: float, at_high: float) -> float:
+    """Where the parabola through (low, at_low), (0, 0) and (high, at_high) is lowest, within [low, high]."""
+    slope_low, slope_high = at_low / low, at_high / high
+    curve = (slope_high - slope_low) / (high - low)
+    if curve <= 0:
+        return low if at_low < at_high else high
+    return min(max(-(slope_low - curve * low) / (2 * curve), low), high)

@@ -1,0 +1,267 @@
+"""Trials beside a run: arms are what a loop by hand would make of them, and the run does not feel them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet.core.plan import SnapshotOf
+from hdet.measure.trials import BROKEN, RISE, Trials
+from tests.harness import Run, batch, loss_of, losses_of, model
+
+from ..distributed import run_ranks
+from .helpers import STOCK, same, state_of
+
+STEPS, SCORES = 10, 4
+
+
+class Tries(hdet.Controller):
+    """One trial in each cycle, of which it learns nothing; ``end``: how the first one goes on."""
+
+    name = "tries"
+    needs_replicas = False
+
+    def __init__(self, trials: Trials, multiples: tuple[float, ...] = (0.5, 1.0, 4.0), of: str = "base", end: Any = None) -> None:
+        super().__init__()
+        self.measurements = {"trials": trials}
+        self.settings = {"multiples": list(multiples), "of": of, "steps": STEPS, "scores": SCORES}
+        self.keep: dict[str, SnapshotOf] = trials.snapshots(len(multiples))
+        self.end, self.told = end, []  # type: ignore[var-annotated]
+
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        return hdet.Plan(steps=STEPS + SCORES, spread=False, measure={"trials": self.settings}, snapshots=self.keep)
+
+    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+        self.told.append(evidence.measured.get("trials"))
+        return hdet.Learned([hdet.Decision() for _ in evidence.knobs], self.end if evidence.cycle == 0 else None)
+
+
+def noisy() -> nn.Module:
+    """With buffers and random numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+
+
+def tries(rank: int = 0, **settings: Any) -> Run:
+    of_trials = {key: settings.pop(key) for key in ("judge", "before_step", "place") if key in settings}
+    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end") if key in settings}
+    net = settings.pop("net", None) or noisy()
+    controller = settings.pop("wrap", lambda it: it)(Tries(Trials(net, **of_trials), **of_rule))
+    return Run(rank, net=net, controller=controller, closure=True, spread=0.0, **settings)
+
+
+def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base") -> tuple[nn.Module, list[float]]:
+    """An arm, as a loop of its own from the beginning of the run; its scores."""
+    net = model()
+    run = Run(net=copy.deepcopy(net), optimizer=optimizer, spread=0.0)
+    first, peak = run.rate, 3e-3
+    top, rise = multiple * (peak if of == "peak" else first), round(RISE * STEPS)
+    own = optimizer(net.parameters(), lr=first, weight_decay=0.0)
+    own.param_groups[0].update({key: value for key, value in run.optimizer.param_groups[0].items() if key not in ("params", "lr")})
+    for i in range(STEPS):
+        own.param_groups[0]["lr"] = first + (top - first) * ((i + 1) / rise) if i < rise else top * ((STEPS - i) / (STEPS - rise + 1))
+        own.zero_grad()
+        loss_of(net, batch(100 * i)).backward()
+        own.step()
+    with torch.no_grad():
+        return net, [float(losses_of(net, batch(100 * i)).double().mean()) for i in range(STEPS, STEPS + SCORES)]
+
+
+# -- arms --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["base", "peak"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str) -> None:
+    run = tries(net=model(), optimizer=optimizer, of=of).steps(STEPS + SCORES)
+    (row,) = run.controller.told[0]
+    for number, multiple in enumerate((0.5, 1.0, 4.0)):
+        assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_a_run_goes_on_as_an_arm(optimizer: Any) -> None:
+    run = tries(net=model(), optimizer=optimizer, end=hdet.Restore("arm 2")).steps(STEPS + SCORES)
+    expected, _ = by_hand(4.0, optimizer=optimizer)
+    assert same(dict(run.net.state_dict()), dict(expected.state_dict()))
+
+
+def test_arms_are_clipped_as_the_loop_clips() -> None:
+    clipped: list[float] = []
+    net = model()
+
+    def clip() -> None:
+        clipped.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)))
+
+    run = tries(net=net, before_step=clip).steps(STEPS + SCORES)
+    assert len(clipped) == 3 * STEPS and min(clipped) > 0.01
+    (row,) = run.controller.told[0]
+    assert row[: 3 * SCORES] != [score for multiple in (0.5, 1.0, 4.0) for score in by_hand(multiple)[1]]
+
+
+def test_an_arm_that_breaks_is_left_and_told() -> None:
+    calls = []
+
+    def data(key: int) -> Any:
+        calls.append(key)
+        return batch(key)
+
+    run = tries(multiples=(1e30, 1.0), optimizer=torch.optim.SGD, data=data, net=model()).steps(STEPS + SCORES)
+    (row,) = run.controller.told[0]
+    assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
+    assert all(torch.isfinite(p).all() for p in run.net.parameters())
+
+
+def test_a_judge_scores_the_arms_and_the_run() -> None:
+    held_out = [batch(10**6 + i) for i in range(3)]
+    run = tries(net=model(), judge=(loss_of, held_out), multiples=(2.0,)).steps(STEPS + SCORES)
+    net, _ = by_hand(2.0)
+    with torch.no_grad():
+        expected = [float(loss_of(one, data)) for one in (net, run.net) for data in held_out]
+    assert run.controller.told[0] == [expected]
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [*STOCK, "FusedAdamW", "FusedLion", "FusedSGD"])
+def test_the_run_is_the_one_without_trials_to_the_bit(make: str) -> None:
+    optimizer = getattr(hdet, make, None) or getattr(torch.optim, make)
+    settings = {"optimizer": lambda parameters, lr, weight_decay: optimizer(parameters, lr=lr), "total": 2 * (STEPS + SCORES) + 3}
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    plain = Run(net=noisy(), spread=0.0, **settings).steps()
+    after = (torch.rand(1), random.random(), numpy.random.rand())
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    beside = tries(multiples=(0.1, 30.0), **settings).steps()
+    assert same((torch.rand(1), random.random(), numpy.random.rand()), after)
+    assert same(state_of(beside.net), state_of(plain.net)) and beside.rate == plain.rate
+    assert same(beside.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
+    assert len(beside.controller.told) == 3
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_weights_with_masters_are_left_as_they_were(masters: str) -> None:
+    def optimizer(parameters: Any, lr: float, weight_decay: float) -> Any:
+        return hdet.FusedAdamW(parameters, lr=lr, master_weights=masters)
+
+    plain = Run(net=model(), dtype=torch.bfloat16, optimizer=optimizer, spread=0.0).steps(30)
+    beside = tries(net=model(), dtype=torch.bfloat16, optimizer=optimizer).steps(30)
+    assert torch.equal(plain.weights(), beside.weights())
+    assert same(beside.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
+
+
+def test_gradients_that_the_loop_keeps_are_still_there() -> None:
+    run = tries(net=model())
+    for _ in range(STEPS + SCORES):
+        run.backward()
+        before = [p.grad for p in run.net.parameters()]
+        values = [g.clone() for g in before if g is not None]
+        run.optimizer.step()
+        data = run.batches()[0]
+        run.ensemble.step(1.0, closure=lambda data=data: losses_of(run.net, data))
+        assert all(p.grad is g for p, g in zip(run.net.parameters(), before, strict=True)) and same(before, values)
+        run.index += 1
+
+
+def test_a_shadow_measures_without_a_trace() -> None:
+    plain = Run(net=model(), spread=0.0, every=STEPS + SCORES).steps(30)
+    shadow = tries(net=model(), wrap=hdet.Shadow, end=hdet.Restore("arm 2"), every=STEPS + SCORES).steps(30)
+    assert torch.equal(plain.weights(), shadow.weights())
+    assert shadow.controller.rule.told[0][0][:SCORES] == by_hand(0.5)[1]
+
+
+# -- interrupted -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interrupt", ["converge", "load"])
+def test_a_trial_that_is_interrupted_tells_nothing_and_the_next_one_does(interrupt: str) -> None:
+    run = tries(net=model()).steps(3)
+    if interrupt == "converge":
+        run.ensemble.converge()
+    else:
+        run = tries(net=model()).loaded(run.saved())
+    run.steps(2 * (STEPS + SCORES) - 3)
+    first, second = run.controller.told
+    assert not first and len(second[0]) == 4 * SCORES
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a graph"):
+        run = tries(net=model())
+        run.losses, plain = (lambda data: losses_of(run.net, data)), run.losses
+        run.closure = lambda data: plain(data).detach()
+        run.steps(1)
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        Run(net=model(), controller=Tries(Trials(model())), closure=True)
+    with pytest.raises(ValueError, match="replicas in one process"):
+        net = model()
+        Run(net=net, together=2, controller=Tries(Trials(net)), closure=True)
+    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+        Trials(loss_of)  # type: ignore[arg-type]
+    for judge in (loss_of, (loss_of,), (None, [])):
+        with pytest.raises(TypeError, match="judge must be"):
+            Trials(model(), judge)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="judge's mini-batches"):
+        Trials(model(), (loss_of, [batch(0)]))
+    with pytest.raises(TypeError, match="before_step"):
+        Trials(model(), before_step=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="place"):
+        Trials(model(), place="disk")
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------------
+
+
+def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
+    local = {"gradients": "local", "moments": "average"} if reduce == "local" else {}
+    run = tries(rank, net=model(), ddp=reduce == "ddp", place="host", every=5, **local)
+    if reduce == "by hand":
+        plain: Callable[..., torch.Tensor] = run.backward
+
+        def backward(report: Any = None) -> torch.Tensor:
+            loss = plain(report)
+            for p in run.net.parameters():
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= world  # type: ignore[operator]
+            return loss
+
+        run.backward = backward  # type: ignore[method-assign]
+    run.controller.end = hdet.Restore("arm 2") if reduce != "local" else None
+    run.steps(STEPS + SCORES)
+    return run.controller.told[0], run.weights(), isinstance(run.wrapped, DistributedDataParallel)
+
+
+@pytest.mark.parametrize("reduce", ["ddp", "by hand", "local"])
+def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -> None:
+    ranks = run_ranks(arms_of_ranks, 2, reduce)
+    (told, weights, wrapped), (others, others_weights, _) = ranks
+    assert wrapped == (reduce == "ddp") and told == others and len(told) == 2 and told[0] != told[1]
+    assert torch.equal(weights, others_weights)
+    if reduce != "local":  # the arm was trained on the mean gradient of both
+        net = model()
+        run = Run(net=copy.deepcopy(net), spread=0.0, ddp=False, replicas=hdet.Replicas.single())
+        first, rise = run.rate, round(RISE * STEPS)
+        own = torch.optim.AdamW(net.parameters(), lr=first, weight_decay=0.0)
+        own.param_groups[0]["betas"] = run.optimizer.param_groups[0]["betas"]
+        for i in range(STEPS):
+            own.param_groups[0]["lr"] = first + 3 * first * ((i + 1) / rise) if i < rise else 4 * first * ((STEPS - i) / (STEPS - rise + 1))
+            own.zero_grad()
+            ((loss_of(net, batch(100 * i)) + loss_of(net, batch(100 * i + 1))) / 2).backward()
+            own.step()
+        assert torch.allclose(weights, torch.cat([p.detach().flatten() for p in net.parameters()]), atol=1e-5)
