@@ -46,4 +46,5 @@ class AutoLR(RuledController):
         trials = Trials(model, judge, before_step, place)
         rule = TrialRule(budget, trials.snapshots, judged=judge is not None, freeze_after=freeze_after)
         super().__init__(rule, {TRIALS: trials})
-        self.judges_held_out = True
+        self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge
+        self.report = rule.report

@@ -230,7 +230,7 @@ class RuledController(Controller):
 
 
 def _plain(value: Any) -> Any:
-    """A copy: lists of floats and booleans, however deep."""
+    """A copy: lists of numbers and booleans, however deep."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if isinstance(value, bool) else float(value)
+    return value if isinstance(value, int) else float(value)

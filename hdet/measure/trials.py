@@ -38,9 +38,9 @@ def arm(number: int) -> str:
 
 
 class Trials(Measurement):
-    """[replica][arm * scores + score]: losses of each arm after its trial, and last of the run itself.
+    """[replica][arm * scores + score]: losses of each arm after its trial.
 
-    An arm begins as the run is when the cycle begins. In each of the first ``steps`` steps it trains on the batch that the run has just trained
+    An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just trained
     on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
     reference over the first fifth, then falls to zero in a straight line. In the ``scores`` steps that follow, nothing of the arms moves, and
     the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of the judge, at the cycle's end.
@@ -51,8 +51,8 @@ class Trials(Measurement):
         before_step: called between an arm's backward pass and its step, for what the loop does there (clipping).
         place: "device" or "host": where the arms live.
 
-    Settings in a plan: ``multiples``, one for each arm; ``of``, "peak" (of the base value in the run) or "base" (the one in force when the cycle
-    begins); ``steps``; ``scores``. The plan names `snapshots` too, and lasts ``steps + scores`` steps.
+    Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle; ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, "peak" (of the base value in the run) or "base" (the one in force when it begins);
+    ``steps``; ``scores``. The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
 
     Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers. The run is
     left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
@@ -77,15 +77,15 @@ class Trials(Measurement):
         self.model, self.judge, self.before_step, self.place = model, judge, before_step, place
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
-        self.reset()
+        self._begin()
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         return [self._bare]
 
-    def snapshots(self, arms: int) -> dict[str, SnapshotOf]:
+    def snapshots(self, arms: int, origin: str = "") -> dict[str, SnapshotOf]:
         """What a plan with so many arms has to keep."""
-        return {name: SnapshotOf(place=self.place, trained=True) for name in [RUN, *map(arm, range(arms))]}
+        return {name: SnapshotOf(place=self.place, trained=True) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
 
     def watch(self, watched: Watched) -> None:
         """Raises ValueError if none of the optimizer's parameters is the model's, or where one process holds several replicas."""
@@ -102,34 +102,45 @@ class Trials(Measurement):
         self._device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
-        self._settings = settings_of(settings, multiples=[], of="peak", steps=1, scores=2)
-        self.reset()
+        settings = settings_of(settings, trial=0, multiples=[], of="peak", origin="", steps=1, scores=2)
+        if settings == self._settings:  # it goes on
+            return
+        self._settings = settings
+        self._begin()
+        snapshots, origin = self._watched.snapshots, self._settings["origin"]
+        if origin:
+            snapshots.take(RUN)
+            snapshots.restore(origin)
+        for number in range(len(self._settings["multiples"])):
+            snapshots.take(arm(number))
+        if origin:
+            snapshots.restore(RUN)
 
-    def reset(self) -> None:
-        self._losses: list[list[torch.Tensor | None]] = []
+    def _begin(self) -> None:
+        self._position = 0
+        self._losses: list[torch.Tensor | None] = []
         self._broken: set[int] = set()
         self._averages: bool | None = None
-        self._began = False
         self._references: list[tuple[Any, float, float]] = []
-
-    restart = reset
 
     def release(self) -> None:
         self._settings = {}
-        self.reset()
+        self._begin()
+
+    restart = release
 
     # -- beside the run ------------------------------------------------------------------------------------------------------
 
     @ranged("hdet.trials")
     def beside(self, closure: Closure, position: int) -> None:
-        steps, arms = self._settings["steps"], range(len(self._settings["multiples"]))
-        training, scoring = position <= steps, steps < position <= steps + self._settings["scores"]
-        if position > 1 and not self._began:  # resumed, or averaged by hand, in the middle of the cycle: there is no trial in it
+        if not self._settings:  # parameters were loaded after the cycle's beginning
             return
+        self._position += 1
+        position, steps, arms = self._position, self._settings["steps"], range(len(self._settings["multiples"]))
+        training, scoring = position <= steps, steps < position <= steps + self._settings["scores"]
         if not training and (not scoring or self.judge is not None):
             return
         if position == 1:
-            self._began = True
             now = self._watched.peaks() if self._settings["of"] == "peak" else [knob.value() for knob in self._watched.knobs]
             self._references = [(knob, knob.value(), now[k]) for k, knob in self._rates]
         snapshots, gradients = self._watched.snapshots, [p.grad for p in self._parameters]
@@ -150,9 +161,7 @@ class Trials(Measurement):
             snapshots.restore(RUN)
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-        if scoring:
-            self._score(closure)
-        elif looks:
+        if looks and training:
             self._look(lost)
 
     def _train(self, closure: Closure, number: int, position: int) -> torch.Tensor | None:
@@ -222,16 +231,16 @@ class Trials(Measurement):
         with eval_mode(self._bare):
             reshard(self._bare)
             losses = closure()
-        self._losses.append([losses.detach().double().mean() if isinstance(losses, torch.Tensor) and losses.numel() else None])
+        self._losses.append(losses.detach().double().mean() if isinstance(losses, torch.Tensor) and losses.numel() else None)
 
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(1 + (arms + 1) * scores,) float64: 1 and the losses; zeros where this rank sees none."""
+        """(1 + arms * scores,) float64: 1 and the losses; zeros where this rank sees none."""
+        if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
+            return None
         arms = len(self._settings["multiples"])
         table = self._judged(arms) if self.judge is not None else self._by_arm(arms)
-        if table is None:
-            return None
         seen = [loss for row in table for loss in row if loss is not None]
         width = sum(map(len, table))
         if len(seen) < width:
@@ -242,24 +251,20 @@ class Trials(Measurement):
         row = torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN)
         return torch.cat([torch.ones_like(row[:1]), row])
 
-    def _by_arm(self, arms: int) -> list[list[torch.Tensor | None]] | None:
-        """[arm, and last the run][score], from what stands in the order of steps."""
+    def _by_arm(self, arms: int) -> list[list[torch.Tensor | None]]:
+        """[arm][score], from what stands in the order of steps."""
         scores = self._settings["scores"]
-        if len(self._losses) < scores * (arms + 1):  # the run's end has cut it short, or it was reset
-            return None
-        return [[self._losses[score * (arms + 1) + number][0] for score in range(scores)] for number in range(arms + 1)]
+        return [[self._losses[score * arms + number] for score in range(scores)] for number in range(arms)]
 
-    def _judged(self, arms: int) -> list[list[torch.Tensor | None]] | None:
+    def _judged(self, arms: int) -> list[list[torch.Tensor | None]]:
         assert self.judge is not None
-        if not self._began:
-            return None
         loss_fn, batches = self.judge
         snapshots = self._watched.snapshots
         snapshots.take(RUN)
         table: list[list[torch.Tensor | None]] = []
         try:
-            for name in [*map(arm, range(arms)), RUN]:
-                snapshots.restore(name)
+            for number in range(arms):
+                snapshots.restore(arm(number))
                 with eval_mode(self._bare):
                     reshard(self._bare)
                     table.append([loss_fn(self._bare, batch) for batch in batches])

@@ -25,20 +25,23 @@ STEPS, SCORES = 10, 4
 
 
 class Tries(hdet.Controller):
-    """One trial in each cycle, of which it learns nothing; ``end``: how the first one goes on."""
+    """One trial in each cycle (or over several of this ``length``), of which it learns nothing; ``end``: how the first one goes on."""
 
     name = "tries"
     needs_replicas = False
 
-    def __init__(self, trials: Trials, multiples: tuple[float, ...] = (0.5, 1.0, 4.0), of: str = "base", end: Any = None) -> None:
+    def __init__(
+        self, trials: Trials, multiples: tuple[float, ...] = (0.5, 1.0, 4.0), of: str = "base", end: Any = None, length: int | None = None
+    ) -> None:
         super().__init__()
         self.measurements = {"trials": trials}
         self.settings = {"multiples": list(multiples), "of": of, "steps": STEPS, "scores": SCORES}
         self.keep: dict[str, SnapshotOf] = trials.snapshots(len(multiples))
-        self.end, self.told = end, []  # type: ignore[var-annotated]
+        self.length, self.end, self.told = length, end, []  # type: ignore[var-annotated]
 
     def plan(self, now: hdet.Moment) -> hdet.Plan:
-        return hdet.Plan(steps=STEPS + SCORES, spread=False, measure={"trials": self.settings}, snapshots=self.keep)
+        settings = {**self.settings, "trial": now.cycle if self.length is None else now.step // (STEPS + SCORES)}
+        return hdet.Plan(steps=self.length or STEPS + SCORES, spread=False, measure={"trials": settings}, snapshots=self.keep)
 
     def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
         self.told.append(evidence.measured.get("trials"))
@@ -53,7 +56,7 @@ def noisy() -> nn.Module:
 
 def tries(rank: int = 0, **settings: Any) -> Run:
     of_trials = {key: settings.pop(key) for key in ("judge", "before_step", "place") if key in settings}
-    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end") if key in settings}
+    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end", "length") if key in settings}
     net = settings.pop("net", None) or noisy()
     controller = settings.pop("wrap", lambda it: it)(Tries(Trials(net, **of_trials), **of_rule))
     return Run(rank, net=net, controller=controller, closure=True, spread=0.0, **settings)
@@ -79,11 +82,12 @@ def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "b
 # -- arms --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", ["base", "peak"])
+@pytest.mark.parametrize(("of", "length"), [("base", None), ("peak", None), ("base", 7), ("base", 2)])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
-def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str) -> None:
-    run = tries(net=model(), optimizer=optimizer, of=of).steps(STEPS + SCORES)
-    (row,) = run.controller.told[0]
+def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, length: int | None) -> None:
+    run = tries(net=model(), optimizer=optimizer, of=of, length=length).steps(STEPS + SCORES)
+    (row,) = run.controller.told[-1]
+    assert not any(run.controller.told[:-1])
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
         assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
 
@@ -105,7 +109,7 @@ def test_arms_are_clipped_as_the_loop_clips() -> None:
     run = tries(net=net, before_step=clip).steps(STEPS + SCORES)
     assert len(clipped) == 3 * STEPS and min(clipped) > 0.01
     (row,) = run.controller.told[0]
-    assert row[: 3 * SCORES] != [score for multiple in (0.5, 1.0, 4.0) for score in by_hand(multiple)[1]]
+    assert row != [score for multiple in (0.5, 1.0, 4.0) for score in by_hand(multiple)[1]]
 
 
 def test_an_arm_that_breaks_is_left_and_told() -> None:
@@ -121,12 +125,12 @@ def test_an_arm_that_breaks_is_left_and_told() -> None:
     assert all(torch.isfinite(p).all() for p in run.net.parameters())
 
 
-def test_a_judge_scores_the_arms_and_the_run() -> None:
+def test_a_judge_scores_the_arms() -> None:
     held_out = [batch(10**6 + i) for i in range(3)]
     run = tries(net=model(), judge=(loss_of, held_out), multiples=(2.0,)).steps(STEPS + SCORES)
     net, _ = by_hand(2.0)
     with torch.no_grad():
-        expected = [float(loss_of(one, data)) for one in (net, run.net) for data in held_out]
+        expected = [float(loss_of(net, data)) for data in held_out]
     assert run.controller.told[0] == [expected]
 
 
@@ -177,25 +181,27 @@ def test_gradients_that_the_loop_keeps_are_still_there() -> None:
 
 
 def test_a_shadow_measures_without_a_trace() -> None:
-    plain = Run(net=model(), spread=0.0, every=STEPS + SCORES).steps(30)
-    shadow = tries(net=model(), wrap=hdet.Shadow, end=hdet.Restore("arm 2"), every=STEPS + SCORES).steps(30)
+    plain = Run(net=model(), spread=0.0, every=7).steps(30)
+    shadow = tries(net=model(), wrap=hdet.Shadow, end=hdet.Restore("arm 2"), every=7, length=7).steps(30)
     assert torch.equal(plain.weights(), shadow.weights())
-    assert shadow.controller.rule.told[0][0][:SCORES] == by_hand(0.5)[1]
+    assert shadow.controller.rule.told[1][0][:SCORES] == by_hand(0.5)[1]
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interrupt", ["converge", "load"])
-def test_a_trial_that_is_interrupted_tells_nothing_and_the_next_one_does(interrupt: str) -> None:
+def test_a_trial_goes_on_after_an_average_by_hand() -> None:
     run = tries(net=model()).steps(3)
-    if interrupt == "converge":
-        run.ensemble.converge()
-    else:
-        run = tries(net=model()).loaded(run.saved())
-    run.steps(2 * (STEPS + SCORES) - 3)
+    run.ensemble.converge()
+    run.steps(STEPS + SCORES - 3)
+    assert run.controller.told[0][0][:SCORES] == by_hand(0.5)[1]
+
+
+def test_a_trial_that_a_resumed_run_cannot_finish_tells_nothing_and_the_next_one_does() -> None:
+    run = tries(net=model()).steps(3)
+    run = tries(net=model()).loaded(run.saved()).steps(2 * (STEPS + SCORES) - 3)
     first, second = run.controller.told
-    assert not first and len(second[0]) == 4 * SCORES
+    assert not first and len(second[0]) == 3 * SCORES
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------------

@@ -35,10 +35,10 @@ LONGEST = 0.02
 """Of the run that is left, a trial's length."""
 CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
-SCORED = 5
-"""A score for so many steps of a trial"""
-SCORES = (4, 32)
-"""at least and at most."""
+SCORED = 2
+"""A score for so many steps of a trial,"""
+SCORES = (12, 48)
+"""at least and at most. Scores are forward passes alone, and a difference that is lost in their noise was trained for in vain."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ WORTH = 0.005
 """Of what the run has learned so far: a gain that is smaller moves nothing."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
+FARTHER = 2.0
+"""Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
 """How often a scan, or a check that went as far as it could, is repeated."""
 
@@ -74,7 +76,7 @@ class TrialRule(Controller):
     Args:
         budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
             2 700 steps at 3 %, everything.
-        keep: the snapshots that a plan with so many arms needs.
+        keep: the snapshots that a plan with so many arms, and an origin, needs.
         judged: are the scores those of held-out mini-batches, the same on all replicas?
     """
 
@@ -82,14 +84,14 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": COUNT, "repeated": COUNT, "spent": Number(0), "used": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
+        "round": COUNT, "repeated": COUNT, "spent": Number(0), "used": COUNT, "began": COUNT, "trial": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
         "first": ListOf(Number()),
     }  # fmt: skip
 
     def __init__(
         self,
         budget: float = 0.03,
-        keep: Callable[[int], Mapping[str, SnapshotOf]] = lambda arms: {},
+        keep: Callable[[int, str], Mapping[str, SnapshotOf]] = lambda arms, origin: {},
         judged: bool = False,
         freeze_after: float | None = None,
     ) -> None:
@@ -105,8 +107,10 @@ class TrialRule(Controller):
         """Has this scan lowered the rate?"""
         self.spent = 0.0
         """Steps' worth of compute that trials have taken."""
-        self.used = 0
-        """Steps of the trial in the running cycle; 0: there is none."""
+        self.trial = 0
+        """How many have begun."""
+        self.used, self.began = 0, 0
+        """Steps of the trial that goes on (0: there is none), and the step of the run at which it began."""
         self.found: list[list[float]] = []
         """By check: where the best peak lies, in the schedule's unit."""
         self.first: list[float] = []
@@ -122,9 +126,9 @@ class TrialRule(Controller):
         self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
         if not self._rates:
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
-        affords = int(self.budget * run.total_steps / (_cost(3) * ENOUGH))
+        affords = int(self.budget * run.total_steps / (3 * (ENOUGH + _scores(ENOUGH) / 3)))
         self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, *CHECKS[: affords - 1])
-        self._total, self._interval, self._adopts = run.total_steps, run.sync_interval, not (run.local and run.replicas > 1)
+        self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
@@ -142,7 +146,7 @@ class TrialRule(Controller):
 
     def _spend(self) -> None:
         if self.used:
-            self.spent += self.used * len(self._multiples()) + _scores(self.used) * (len(self._multiples()) + 1) / 3
+            self.spent += len(self._multiples()) * (self.used + _scores(self.used) / 3)
         self.used = 0
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
@@ -152,33 +156,39 @@ class TrialRule(Controller):
         return self.frozen or self.round >= len(self.rounds)
 
     def plan(self, now: Moment) -> Plan:
-        self.used = 0
+        if self.used and now.step < self.began + self.used + _scores(self.used):
+            return self._trial(now)
+        self._spend()  # it should have ended
         while not self.idle:
             due = math.ceil(self.rounds[self.round].at * self._total)
             if now.step < due:
-                return Plan(steps=min(self._interval, due - now.step), spread=False)
+                return Plan(steps=None if self._fixed else min(self._interval, due - now.step), spread=False)
             steps = self._affordable(now)
             if steps >= FEWEST:
-                return self._trial(steps)
+                self.trial, self.used, self.began = self.trial + 1, steps, now.step
+                return self._trial(now)
             self._next()
         return Plan(spread=False)
 
     def _affordable(self, now: Moment) -> int:
-        """Steps of a trial: what is left of the budget is shared evenly by the rounds to come."""
-        left = (self.budget * self._total - self.spent) / (len(self.rounds) - self.round)
-        steps = int(left / _cost(len(self._multiples())))
+        """Steps of a trial: what is left of the budget is shared evenly by the rounds to come, unless that is too little for this one."""
+        left, arms = self.budget * self._total - self.spent, len(self._multiples())
+        steps = _steps(max(left / (len(self.rounds) - self.round), min(left, arms * (ENOUGH + _scores(ENOUGH) / 3))) / arms)
         return min(steps, int(LONGEST * (self._total - now.step)), self._total - now.step - _scores(steps) - 1)
 
     def _multiples(self) -> list[float]:
         """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
         this = self.rounds[self.round]
-        return [2.0**-this.below, 1.0, *([] if this.scan and self.moved else [2.0**this.above])]
+        above = this.above + (FARTHER * self.repeated if this.scan else 0)
+        return [2.0**-this.below, 1.0, *([] if this.scan and self.moved else [2.0**above])]
 
-    def _trial(self, steps: int) -> Plan:
-        multiples, scores = self._multiples(), _scores(steps)
-        self.used = steps
-        settings = {"multiples": multiples, "of": "peak" if self.rounds[self.round].scan else "base", "steps": steps, "scores": scores}
-        return Plan(steps=steps + scores, spread=False, measure={TRIALS: settings}, snapshots=self._keep(len(multiples)))
+    def _trial(self, now: Moment) -> Plan:
+        """The cycle ends with it, unless its length is not ours to choose."""
+        multiples, scores = self._multiples(), _scores(self.used)
+        length = None if self._fixed else self.began + self.used + scores - now.step
+        of, origin = ("peak", "origin") if self.rounds[self.round].scan else ("base", "")
+        settings = {"trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores}
+        return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=self._keep(len(multiples), origin))
 
     # -- learn ---------------------------------------------------------------------------------------------------------------
 
@@ -187,25 +197,25 @@ class TrialRule(Controller):
         if not self.first and seen:
             self.first = [mean(seen)]
         rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
+        if not self.used or not rows:
+            return self._nothing(evidence)
         steps = self.used
         self._spend()
-        if not steps or not rows:
-            return self._nothing(evidence)
-        arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()) + 1)
+        arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()))
         octaves, note, adopted = (self._scanned if self.rounds[self.round].scan else self._checked)(arms, steps, evidence)
         decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
         decisions = [Decision() for _ in evidence.knobs]
         for k in self._rates:
             decisions[k] = decision
-        return Learned(decisions, Restore(f"arm {adopted}") if adopted is not None and self._adopts else None)
+        return Learned(decisions, Restore(f"arm {adopted}") if adopted is not None and not self._fixed else None)
 
     def hold(self, evidence: Evidence) -> Learned:
         return self._nothing(evidence)
 
     def _scanned(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, int | None]:
         """(octaves, note, the arm as which the run goes on)"""
-        this = self.rounds[self.round]
-        lower, same, *higher, _ = arms
+        this, above = self.rounds[self.round], math.log2(self._multiples()[-1])
+        lower, same, *higher = arms
         if _better(lower, same):
             self._repeat(lowered=True)
             return (
@@ -215,13 +225,13 @@ class TrialRule(Controller):
             )
         if higher and _better(higher[0], same) and not self.judged:
             self._repeat(lowered=False)
-            return RAISED, f"2^{this.above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
+            return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
-        return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{this.above:g} times the rate is better: kept", None
+        return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{above:g} times the rate is better: kept", None
 
     def _checked(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, int | None]:
         this = self.rounds[self.round]
-        lower, same, higher, _ = arms
+        lower, same, higher = arms
         best = min((lower, same, higher), key=mean)
         to = _vertex(-this.below, mean(lower) - mean(same), this.above, mean(higher) - mean(same))
         peak = evidence.peak[self._rates[0]] * evidence.corrections[self._rates[0]]
@@ -247,9 +257,11 @@ class TrialRule(Controller):
             self._next()
 
 
-def _cost(arms: int) -> float:
-    """Of a trial's step with its share of scores, in steps of the run."""
-    return arms + (arms + 1) / (3 * SCORED)
+def _steps(worth: float) -> int:
+    """Of a trial that, with its scores, costs each arm what so many steps of the run do."""
+    low, high = SCORES
+    within = worth / (1 + 1 / (3 * SCORED))
+    return int(worth - low / 3 if within < low * SCORED else worth - high / 3 if within > high * SCORED else within)
 
 
 def _scores(steps: int) -> int:

@@ -1,0 +1,108 @@
+"""Whole runs under `hdet.AutoLR` on a small regression, whose best peaks are 0.01 to 0.1."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import hdet
+from tests.harness import Run, losses_of, model, taught
+
+from ..distributed import run_ranks
+from .runs import run
+
+TOTAL = 1500
+
+
+def auto(lr: float, **settings: Any) -> Run:
+    """Four times the budget of a run of usual length, in a run that is a tenth of it."""
+    of_controller = {key: settings.pop(key) for key in ("judge", "before_step", "place") if key in settings}
+    make = functools.partial(hdet.AutoLR, budget=settings.pop("budget", 0.12), **of_controller)
+    return run(make, together=1, lr=lr, spread=0.0, **{"total": TOTAL, **settings})
+
+
+@functools.cache
+def fixed(lr: float) -> Run:
+    return run(lambda model: None, together=1, lr=lr, spread=0.0, total=TOTAL).steps()
+
+
+def above_best(ran: Run) -> float:
+    """The part of what was to be gained that is missing."""
+    untrained, best = Run(net=model()).validation(), fixed(0.03).validation()
+    return (min(ran.validation(), untrained) - best) / (untrained - best)
+
+
+def test_a_rate_that_is_kept_leaves_the_run_as_it_would_have_been_to_the_bit() -> None:
+    ran = auto(0.03).steps()
+    assert ran.ensemble.corrections == {"lr": 1.0} and torch.equal(ran.weights(), fixed(0.03).weights())
+    assert any("kept" in note for note in ran.notes()) and 0.06 * TOTAL < ran.controller.rule.spent <= 0.12 * TOTAL
+
+
+@pytest.mark.parametrize("lr", [0.03 / 2**7, 0.01, 0.1, 0.03 * 2**7])
+def test_wherever_it_begins_it_ends_within_half_a_percent(lr: float) -> None:
+    assert above_best(auto(lr).steps()) < 0.005
+    assert 0.01 <= lr <= 0.1 or above_best(fixed(lr)) > 0.1
+
+
+def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
+    ran = auto(1e-4, budget=0.03).steps(50)
+    assert torch.equal(ran.weights(), run(lambda model: None, together=1, lr=1e-4, spread=0.0, total=TOTAL).steps(50).weights())
+    assert "too short" in ran.controller.report() and ran.controller.idle
+
+
+def test_it_says_what_it_will_do_and_what_it_has_found() -> None:
+    ran = auto(0.03)
+    assert ran.controller.report() == "trials from steps 0, 90, of at most 12% of the run's compute"
+    assert ran.steps().controller.report().startswith("best peak ")
+
+
+def test_the_lines_of_the_readme_are_enough() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=3000, controller=hdet.AutoLR(net))
+    for step in range(200):
+        data = taught(step)
+        loss = losses_of(net, data).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss, closure=lambda data=data: losses_of(net, data))
+    with pytest.raises(TypeError, match="closure"):
+        for _ in range(200):
+            optimizer.step()
+            ensemble.step(1.0)
+
+
+@pytest.mark.parametrize("groups", [None, "each"])
+def test_all_groups_move_together(groups: str | None) -> None:
+    def two(parameters: Any, lr: float, **settings: Any) -> torch.optim.Optimizer:
+        first, *rest = list(parameters)
+        return hdet.FusedAdamW([{"params": rest}, {"params": [first], "lr": lr / 4}], lr=lr, **{**settings, "weight_decay": 0.01})
+
+    ran = auto(1e-4, optimizer=two, scheduler=None, knobs=[hdet.LearningRate(0.0, groups), hdet.WeightDecay(0.0)]).steps(300)
+    rates = {value for name, value in ran.ensemble.corrections.items() if name.startswith("lr")}
+    assert len(rates) == 1 and rates != {1.0} and ran.ensemble.corrections["weight_decay"] == 1
+    one, other = (group["lr"] for group in ran.optimizer.param_groups)
+    assert one == pytest.approx(4 * other)
+
+
+def test_a_resumed_run_goes_on_to_the_bit() -> None:
+    whole = auto(1e-4).steps(400)
+    part = auto(1e-4).steps(200)
+    again = auto(1e-4).loaded(part.saved()).steps(200)
+    assert whole.ensemble.corrections == again.ensemble.corrections != {"lr": 1.0}
+    assert torch.equal(whole.weights(), again.weights())
+
+
+def on_two_ranks(rank: int, world: int) -> Any:
+    ran = run(lambda net: hdet.AutoLR(net, budget=0.12), together=1, rank=rank, lr=1e-4, spread=0.0, total=TOTAL).steps(300)
+    return ran.ensemble.corrections, ran.weights()
+
+
+def test_two_ranks_decide_alike() -> None:
+    (corrections, weights), (others, other_weights) = run_ranks(on_two_ranks, 2)
+    assert corrections == others != {"lr": 1.0} and torch.equal(weights, other_weights)
