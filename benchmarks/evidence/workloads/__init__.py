@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import hdet
 
-from ..problems import PROBLEMS, Problem
+from ..problems import PROBLEMS, Batch, Problem
 from .finetuning import ADAPTERS, FINETUNING
 from .images import DIFFUSION, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
-from .tables import REGRESSION, SMALL
+from .tables import REGRESSION, SMALL, small_judge
 
 __all__ = ["DEVELOPMENT", "OPTIMIZERS", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
 
@@ -58,6 +58,8 @@ class Workload:
     schedule: str
     rate: float
     """The peak that people would write first."""
+    judge: Callable[[], list[Batch]] | None = None
+    """Held-out mini-batches other than those of the validation, where examples are seen many times."""
 
     @property
     def name(self) -> str:
@@ -75,7 +77,7 @@ DEVELOPMENT = _named(
     Workload(PROBLEMS["digits"], "adamw-0.95", "wsd", 1e-3),
     Workload(PROBLEMS["recsys"], "adamw-0.95", "wsd", 1e-3),
     Workload(REGRESSION, "adamw-0.999", "cosine", 1e-3),
-    Workload(SMALL, "adamw-0.999", "linear", 1e-3),
+    Workload(SMALL, "adamw-0.999", "linear", 1e-3, judge=small_judge),
     Workload(RESNET, "sgd", "cosine", 0.1),
 )
 """The three old problems, and those of which facts were known before: none of them can judge a rule."""

@@ -16,6 +16,8 @@ from .groups import decaying_matrices
 ROWS, INPUTS = 32, 6
 WRONG = 0.15
 """part of the training labels that are flipped"""
+JUDGED = 128
+"""held-out rows of `SMALL` that judge, and do not validate"""
 
 
 def _network(seed: int, inputs: int, width: int) -> nn.Module:
@@ -86,5 +88,11 @@ SMALL = Problem(
     batch=_rows,
     spare=lambda seed, step, number: _rows(seed, 10_000_000 + number),
     losses=_coin_losses,
-    validate=lambda model: mean_loss(model, _coin_losses, [_cells()[2:]]),
+    validate=lambda model: mean_loss(model, _coin_losses, [tuple(rows[JUDGED:] for rows in _cells()[2:])]),
 )
+
+
+def small_judge() -> list[Batch]:
+    """Mini-batches of the held-out rows that the validation leaves out."""
+    x, y = (rows[:JUDGED] for rows in _cells()[2:])
+    return list(zip(x.split(ROWS), y.split(ROWS), strict=True))

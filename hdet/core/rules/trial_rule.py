@@ -31,8 +31,8 @@ TRIALS = "trials"
 """The measurement's name."""
 FEWEST = 16
 """Steps of a trial, or it says nothing."""
-LONGEST = 0.02
-"""Of the run that is left, a trial's length."""
+LONGEST = 0.1
+"""Of the run that is left, a trial's length at most."""
 CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
 SCORED = 2

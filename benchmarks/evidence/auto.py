@@ -1,0 +1,136 @@
+"""AutoLR against the same start's fixed rate, each seed by itself: where does it help, and does it ever harm?
+
+    python -m benchmarks.evidence.auto [--workloads llama ...] [--half development|test] [--lengths 10000] [--starts -4 0 4] [--seeds 1]
+                                       [--budget 0.03] [--jobs 2] [--quick] [--json FILE]
+
+Starts are exponents of 2 times the rate that people would write first. The table has, for each start, what is missing of (untrained - best): of
+the fixed rate, and of AutoLR from there. Best is the lowest loss of any run of this workload, length and seed, those of
+benchmarks.evidence.fixed_rates included, of which this runs what is missing at the same starts. Lines of the test half are written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import hdet
+
+from . import command, fixed_rates
+from .problems import Batch, Problem
+from .runs import Record, Task, identity, read
+from .training import Method, Parts, plain, train
+from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, TEST, WORKLOADS
+
+RESULTS = "benchmarks/results/evidence/auto.jsonl"
+HARM = 0.5
+"""Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
+
+
+def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> Record:
+    """One line of the results."""
+    chosen = WORKLOADS[workload]
+    rate = chosen.rate * 2.0**exponent
+    seen: list[Any] = []
+
+    def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+        optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
+        judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
+        controller = hdet.AutoLR(model, budget=budget, judge=judge)
+        records: list[dict[str, Any]] = []
+        ensemble = hdet.Ensemble(
+            optimizer, SCHEDULES[chosen.schedule](optimizer, steps), total_steps=steps, controller=controller, seed=seed,
+            log=lambda record, step: records.append(record),
+        )  # fmt: skip
+        seen.extend((controller, ensemble, records))
+        step, last = plain(problem, model), [0.0]
+
+        def backward(batch: Batch) -> float:
+            last[0] = step(batch)
+            return last[0]
+
+        def after(batch: Batch) -> None:
+            ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
+
+        return Parts(optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,))
+
+    outcome = train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
+    controller, ensemble, records = seen
+    return {
+        "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps, "budget": budget,
+        "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
+        "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(),
+        "notes": [[record["step"], note] for record in records for note in record["notes"]],
+        "seconds": outcome.seconds, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+key = identity("workload", "exponent", "seed", "steps", "budget")
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
+    """The short ones first."""
+    for seed in range(options.seeds):
+        for steps in options.lengths:
+            for workload in options.workloads:
+                for exponent in options.starts:
+                    yield {"workload": workload, "exponent": exponent, "seed": seed, "steps": steps, "budget": options.budget}
+
+
+def missing(loss: float | None, untrained: float, best: float) -> float:
+    """Percent of (untrained - best); a run that broke, or got worse, has gained nothing."""
+    return 100 * (min(untrained if loss is None else loss, untrained) - best) / (untrained - best)
+
+
+def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
+    """A line for each run, and the worst of them."""
+    cell = identity("workload", "steps", "seed")
+    every: dict[Any, list[float]] = {}
+    for record in (*records, *fixed):
+        if record["validation"] is not None:
+            every.setdefault(cell(record), []).append(record["validation"])
+    same = {fixed_rates.key(record): record for record in fixed}
+    lines = ["| workload | steps | seed | start | fixed: missing | AutoLR: missing | difference | correction | compute |", "|---" * 9 + "|"]
+    harms, left = [], []
+    for record in records:
+        best, untrained = min(every[cell(record)]), record["untrained"]
+        alone = missing(same[fixed_rates.key(record)]["validation"], untrained, best)
+        auto = missing(record["validation"], untrained, best)
+        harms.append(auto - alone)
+        left.append(auto)
+        lines.append(
+            f"| {record['workload']} | {record['steps']} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
+            f"{auto - alone:+.1f} | {record['correction']:.3g} | {record['spent_percent']:.1f} % |"
+        )
+    harmed = sum(harm > HARM for harm in harms)
+    lines.append(
+        f"\n{len(records)} runs: worse than the start's fixed rate by more than {HARM} %: {harmed}, at most by {max(harms):+.1f} %; "
+        f"within {HARM} % of the best: {sum(x <= HARM for x in left)}, within 2 %: {sum(x <= 2 for x in left)}, farthest off {max(left):.1f} %"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command.parser(__doc__, RESULTS, "one workload, 400 steps, two starts", seeds=1)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a half")
+    parser.add_argument("--half", choices=("development", "test"), default="development")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[10_000])
+    parser.add_argument("--starts", type=int, nargs="+", default=[-4, 0, 4])
+    parser.add_argument("--budget", type=float, default=0.03)
+    options = command.parsed(parser, arguments, workloads=["small"], lengths=[400], starts=[-4, 0], seeds=1, budget=0.3)
+    options.workloads = options.workloads or list(DEVELOPMENT if options.half == "development" else TEST)
+    wanted = list(tasks(options))
+    alone = argparse.Namespace(json=None if options.quick else fixed_rates.RESULTS, jobs=options.jobs)
+    fixed = command.complete(fixed_rates.run, [{k: task[k] for k in task if k != "budget"} for task in wanted], fixed_rates.key, alone)
+    records = command.complete(run, wanted, key, options)
+    chosen = {(task["workload"], task["steps"], task["seed"]) for task in wanted}
+    fixed = [line for line in read(alone.json) if (line["workload"], line["steps"], line["seed"]) in chosen] or fixed
+    print(table(records, fixed), end="")
+
+
+if __name__ == "__main__":
+    main()
