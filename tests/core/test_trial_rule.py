@@ -132,10 +132,10 @@ def test_the_scan_lowers_a_rate_that_is_too_high_from_the_start_and_goes_on_as_t
 
 def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 36, [3.9, 3.8, 3.0])[::2] == (RAISED, None)
+    assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (RAISED, None)
     assert len(at(rule, 36).measure[TRIALS]["multiples"]) == 3
     rule = started(judged=True)  # of few examples: short runs prefer a rate that is a hundred times too high
-    assert tell(rule, at(rule, 0), 36, [3.9, 3.8, 3.0])[::2] == (0.0, None)
+    assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (0.0, None)
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------------------

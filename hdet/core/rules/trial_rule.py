@@ -64,6 +64,9 @@ WORTH = 0.005
 """Of what the run has learned so far: a gain that is smaller moves nothing."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
+LITTLE = 0.3
+"""The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
+frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
 FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
@@ -223,7 +226,7 @@ class TrialRule(Controller):
                 f"2^{-this.below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm",
                 0,
             )
-        if higher and _better(higher[0], same) and not self.judged:
+        if higher and not self.judged and _better(higher[0], same) and self._learned(same) < LITTLE * self._learned(higher[0]):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
@@ -237,8 +240,12 @@ class TrialRule(Controller):
         peak = evidence.peak[self._rates[0]] * evidence.corrections[self._rates[0]]
         low, high = peak * 2.0 ** (to - 1), peak * 2.0 ** (to + 1)
         self.found.append([low, high])
-        learned = sum(abs(first - mean(same)) for first in self.first)
-        if best is same or not _better(best, same) or (best is lower) != (to < 0) or mean(same) - mean(best) < WORTH * learned:
+        if (
+            best is same
+            or not _better(best, same)
+            or (best is lower) != (to < 0)
+            or mean(same) - mean(best) < WORTH * abs(self._learned(same))
+        ):
             self._next()
             return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)", None
         octaves = math.copysign(max(0.0, abs(to) - this.margin), to)
@@ -247,6 +254,10 @@ class TrialRule(Controller):
         else:
             self._next()
         return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})", None
+
+    def _learned(self, arm: Sequence[float]) -> float:
+        """How far below the run's first losses."""
+        return sum(first - mean(arm) for first in self.first)
 
     def _next(self) -> None:
         self.round, self.repeated, self.moved = self.round + 1, 0, False

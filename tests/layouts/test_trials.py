@@ -1,0 +1,49 @@
+"""Trials of sharded replicas: the arms are those of one process, whatever a rank holds of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hdet
+from hdet.measure.trials import Trials
+from tests.distributed import run_ranks
+from tests.ensemble.test_trials import SCORES, STEPS, Tries
+from tests.layouts.common import CLOSE, RATE, batch, flat, loss_of, model
+
+
+def trained(net: Any, replicas: hdet.Replicas, shards: list[int]) -> tuple[list[float], torch.Tensor]:
+    """Losses of the arms, and the weights of the last one, as which the run goes on."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    controller = Tries(Trials(net), end=hdet.Restore("arm 2"))
+    ensemble = hdet.Ensemble(optimizer, None, total_steps=100, replicas=replicas, controller=controller)
+    for step in range(STEPS + SCORES):
+
+        def losses(step: int = step) -> torch.Tensor:
+            return torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
+
+        losses().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(1.0, closure=losses)
+    rows = controller.told[0]
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)], flat(net.parameters())
+
+
+def on_a_mesh(rank: int, world: int) -> tuple[list[float], torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = model()
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return trained(net, hdet.Replicas.from_mesh(mesh), [rank])
+
+
+def test_arms_of_sharded_replicas_are_those_of_one_process() -> None:
+    losses, weights = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
+    for found, own in run_ranks(on_a_mesh, 4):
+        assert found == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(own, weights, **CLOSE)
