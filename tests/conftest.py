@@ -15,6 +15,15 @@ with suppress(ImportError):  # make gpu runs where it may be missing
     settings.load_profile("a busy machine")
 
 
+LONGEST = ("kernels/test_shim.py", "cli/test_runs.py", "triton/test_interpreter.py", "cli/test_replay.py", "layouts/test_parallel.py")
+"""Half a minute and more each. One of them that begins last keeps a single process busy while the other waits."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; all else in the order in which it stands."""
+    items.sort(key=lambda item: not item.nodeid.split("::")[0].endswith(LONGEST))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Small tensors: threads would only wait for each other. Tests of threads set their own number."""
