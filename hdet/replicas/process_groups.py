@@ -6,10 +6,12 @@ of a line of text a rank. A rank whose arguments are refused takes part in it to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .agreement import ReplicaDisagreement, digest, who_has
@@ -101,7 +103,13 @@ def own_group(table: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]])
 
 
 def _new_group(ranks: Sequence[int], apart: bool = False) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=list(ranks) == sorted(ranks))
+    if list(ranks) == sorted(ranks):
+        return dist.new_group(list(ranks), use_local_synchronization=apart)
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"this torch ({torch.__version__}) sorts a group's ranks, and {brief(ranks)} are in another order: name them in theirs"
+        )
+    return dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=False)
 
 
 def more_than_one(table: Table, name: str, remedy: str) -> Table:
