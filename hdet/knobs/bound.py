@@ -48,7 +48,7 @@ class Bound:
         spread: alpha in [0, 1).
         cells: at least one.
         key: of a parameter group, "" otherwise.
-        valid_on_train_loss: may training losses judge it? If not, only a held-out, unregularised probe may.
+        valid_on_train_loss: may training losses judge it? If not, which is the safe answer, only a held-out, unregularised probe may.
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
         affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe scores each replica at its own value.
         on_gradients: it acts on gradients that are all-reduced already, so that replicas differ although these are shared.
@@ -66,7 +66,7 @@ class Bound:
         scale: Scale | None = None,
         *,
         key: str = "",
-        valid_on_train_loss: bool = True,
+        valid_on_train_loss: bool = False,
         acts: str = "step",
         affects_eval_loss: bool = False,
         on_gradients: bool = False,

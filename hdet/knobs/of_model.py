@@ -133,7 +133,7 @@ class Dropout:
         if not chosen:
             raise ValueError(f"{type(self.model).__name__} has no dropout above 0: set one, name other modules, or use scale='linear'")
         cells = [attribute_cell(module, _rate_of(module) or "") for module in chosen]
-        return [_forward_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds, valid_on_train_loss=False)]
+        return [_forward_knob(self.name, self.spread, cells, self.scale, self.unit, self.bounds)]
 
 
 _RATES: dict[type[nn.Module], str] = {_DropoutNd: "p", nn.MultiheadAttention: "dropout", nn.RNNBase: "dropout"}
@@ -175,7 +175,7 @@ class LabelSmoothing:
         if not hasattr(target, "label_smoothing"):
             raise ValueError(f"target must be an nn.CrossEntropyLoss or a number, got {type(target).__name__}")
         cells = [attribute_cell(target, "label_smoothing")]
-        return [_forward_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds, valid_on_train_loss=False)]
+        return [_forward_knob("label_smoothing", self.spread, cells, self.scale, self.unit, self.bounds)]
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,7 @@ class LossWeights:
         for task in tasks:
             if task not in self.weights:
                 raise ValueError(f"tasks names {task!r}, which is none of {list(self.weights)}")
-        return [
-            _forward_knob(
-                f"loss_weight/{task}", self.spread, [item_cell(self.weights, task)], bounds=self.bounds, valid_on_train_loss=False
-            )
-            for task in tasks
-        ]
+        return [_forward_knob(f"loss_weight/{task}", self.spread, [item_cell(self.weights, task)], bounds=self.bounds) for task in tasks]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class LearningRate(_OfGroups):
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a group that does not exist, or a rate outside of the bounds."""
-        return self._knobs(optimizer, "lr")
+        return self._knobs(optimizer, "lr", valid_on_train_loss=True)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class WeightDecay(_OfGroups):
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a group that does not exist or has no decay, or one outside of the bounds."""
-        made = self._knobs(optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob, valid_on_train_loss=False)
+        made = self._knobs(optimizer, "weight_decay", kind=ProductKnob if self.product else GroupKnob)
         for knob in made:
             assert isinstance(knob, GroupKnob)
             knob.moments_diverge = any(_is_coupled(optimizer, i) for i in knob.indices)
@@ -174,7 +174,8 @@ class Betas(_OfGroups):
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta outside of the bounds."""
-        knobs = (self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, moments_diverge=True) for i in self.which)
+        flags: dict[str, Any] = {"valid_on_train_loss": True, "moments_diverge": True}
+        knobs = (self._knobs(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags) for i in self.which)
         return [knob for both in knobs for knob in both]
 
 
@@ -188,7 +189,7 @@ class Eps(_OfGroups):
 
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for an optimizer without eps, a group that does not exist, or an eps that is 0 or outside of the bounds."""
-        return self._knobs(optimizer, "eps")
+        return self._knobs(optimizer, "eps", valid_on_train_loss=True)
 
 
 _NAMED = {"lr": "LearningRate", "weight_decay": "WeightDecay", "betas": "Betas", "eps": "Eps", "max_grad_norm": "ClipNorm"}
@@ -271,4 +272,5 @@ class ClipNorm:
                 'and clip by ensemble.value("clip_norm")'
             )
         cells = [attribute_cell(optimizer, "max_grad_norm")]
-        return [Bound("clip_norm", self.spread, cells, scale_of(self.bounds), key="max_grad_norm", moments_diverge=True)]
+        scale, key = scale_of(self.bounds), "max_grad_norm"
+        return [Bound("clip_norm", self.spread, cells, scale, key=key, valid_on_train_loss=True, moments_diverge=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.knobs import Bound, of_model, of_optimizer
+from hdet.knobs.cells import held_cell
 
 from .helpers import LOCAL, Net, Pretend, adamw, ensemble, groups_of
 
@@ -23,6 +26,7 @@ NEED_HELD_OUT_LOSSES = {
     "label_smoothing": lambda net: hdet.LabelSmoothing(0.1),
     "loss_weight/a": lambda net: hdet.LossWeights({"a": 1.0}),
     "augmentation": lambda net: hdet.Scalar("augmentation", value=0.5),
+    "silent": lambda net: Silent(),
 }
 VALID_ON_TRAIN_LOSS = {
     "lr": lambda net: hdet.LearningRate(),
@@ -32,6 +36,52 @@ VALID_ON_TRAIN_LOSS = {
     "temperature": lambda net: hdet.Temperature(net),
     "mine": lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True),
 }
+
+
+BOTH = {"valid_on_train_loss", "moments_diverge"}
+FLAGS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
+    "a knob that says nothing": (lambda net: Silent(), set()),
+    "LearningRate": (lambda net: hdet.LearningRate(), {"valid_on_train_loss"}),
+    "WeightDecay": (lambda net: hdet.WeightDecay(), set()),
+    "WeightDecay, product": (lambda net: hdet.WeightDecay(product=True), set()),
+    "Betas": (lambda net: hdet.Betas(), BOTH),
+    "Eps": (lambda net: hdet.Eps(), {"valid_on_train_loss"}),
+    "GroupValue": (lambda net: hdet.GroupValue("eps2"), {"moments_diverge"}),
+    "GroupValue, valid": (lambda net: hdet.GroupValue("eps2", valid_on_train_loss=True), BOTH),
+    "ClipNorm": (lambda net: hdet.ClipNorm(), BOTH),
+    "ClipNorm, of the loop": (lambda net: hdet.ClipNorm(1.0), BOTH | {"on_gradients"}),
+    "Scalar": (lambda net: hdet.Scalar("x", value=1.0), set()),
+    "Scalar, valid": (lambda net: hdet.Scalar("x", value=1.0, valid_on_train_loss=True), {"valid_on_train_loss"}),
+    "Dropout": (lambda net: hdet.Dropout(net), set()),
+    "LabelSmoothing, a number": (lambda net: hdet.LabelSmoothing(0.1), set()),
+    "LabelSmoothing, of a loss": (lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)), set()),
+    "LossWeights": (lambda net: hdet.LossWeights({"a": 1.0, "b": 2.0}), set()),
+    "Temperature": (lambda net: hdet.Temperature(net), {"valid_on_train_loss", "affects_eval_loss"}),
+}
+
+
+class Silent:
+    """A third party's, which forgets to say what it is: nothing that could mislead is taken for granted."""
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> list[Bound]:
+        return [Bound("silent", 0.3, [held_cell(1.0)], acts="forward")]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_what_each_knob_says_of_itself(name: str) -> None:
+    net = Net()
+    make, flags = FLAGS[name]
+    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
+    for group in optimizer.param_groups:
+        group["eps2"] = 0.5
+    for bound in make(net).bind(optimizer):
+        known = ("valid_on_train_loss", "affects_eval_loss", "on_gradients", "moments_diverge")
+        assert {flag for flag in known if getattr(bound, flag)} == flags
+
+
+def test_every_knob_is_in_the_table() -> None:
+    listed = {name.split(",")[0] for name in FLAGS}
+    assert {name for name in of_model.__all__ + of_optimizer.__all__ if name != "ModuleValue"} <= listed  # ModuleValue is Scalar
 
 
 @pytest.mark.parametrize("name", NEED_HELD_OUT_LOSSES)
