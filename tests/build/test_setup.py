@@ -123,6 +123,14 @@ def test_broken_source_fails_the_build_with_the_compilers_message(checkout: Path
     assert not list(checkout.glob("hdet/_C*.so"))
 
 
+def test_a_rule_that_a_switch_leaves_out_does_not_build(checkout: Path) -> None:
+    header = checkout / "csrc" / "core" / "hyper.h"
+    header.write_text(header.read_text().replace("lion = 3 }", "lion = 3, forgotten = 4 }"))
+    result = build(checkout, HDET_CUDA="0", HDET_WERROR="0")
+    assert result.returncode != 0
+    assert "forgotten" in result.stdout + result.stderr and "-Werror=switch" in result.stdout + result.stderr
+
+
 def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> None:
     (checkout / "tests").mkdir()
     (checkout / "tests" / "test_nothing.py").write_text("")
