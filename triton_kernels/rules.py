@@ -86,6 +86,7 @@ def direction(row, gradient, param, exp_avg, exp_avg_sq, RULE: tl.constexpr):
     elif RULE == "lion":
         u, exp_avg = lion(row, gradient, exp_avg)
     else:
+        tl.static_assert(RULE == "adamw" or RULE == "adam", "unknown rule")
         u, exp_avg, exp_avg_sq = adamw(row, gradient, exp_avg, exp_avg_sq)
     return u, exp_avg, exp_avg_sq
 

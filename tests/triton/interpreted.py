@@ -137,6 +137,14 @@ def test_elements_beyond_two_to_the_31() -> None:
     assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
 
 
+def test_an_unknown_rule_is_not_adamw() -> None:
+    p, m, v, g = (torch.ones(3) for _ in range(4))
+    plan = triton_step.TritonStepPlan(StepTensors("other", [[p]], [0], [torch.zeros(())], [m], [v]))
+    with pytest.raises(Exception, match="unknown rule"):
+        plan.step([g], [StepSettings(0.1)])
+    assert p.tolist() == m.tolist() == v.tolist() == [1.0] * 3
+
+
 # the other operations, by the tests of the other backends
 
 

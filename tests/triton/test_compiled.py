@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +151,13 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
         derived.append(launches[0][1])
         check_code(launches[0][1], tmp_path, float64=True, shared=True)
     check_accesses(check_code(launches[1][1], tmp_path), *stored.streams())
+
+
+def test_an_unknown_rule_does_not_compile() -> None:
+    plan = plan_of(Stored("other"), [5])
+    with pytest.raises(triton.CompilationError) as error:
+        plan.step([torch.zeros(5)], settings(1))
+    assert "unknown rule" in "".join(traceback.format_exception(error.value))  # a function's error is the cause of its caller's
 
 
 def test_addresses_that_are_not_aligned_are_read_by_elements(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
