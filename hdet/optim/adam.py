@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from hdet.kernels.spec.interface import DECOUPLED
+
 from . import group_checks as groups
 from .fused import FusedOptimizer
 from .step_plans import Hyper
@@ -42,7 +44,7 @@ class AdamFamily(FusedOptimizer):
         groups.check_not_negative(group, ("lr", "eps", "weight_decay"), name)
         groups.check_betas(group, name)
         groups.check_off(group, ("amsgrad", "differentiable"), name, type(self).__name__)
-        decoupled = self.rule == "adamw"
+        decoupled = self.rule in DECOUPLED
         if bool(group["decoupled_weight_decay"]) != decoupled:
             other = "Adam" if decoupled else "AdamW"
             raise ValueError(f"decoupled_weight_decay={not decoupled} of {name} is {other}: use Fused{other}")

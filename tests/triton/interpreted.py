@@ -22,7 +22,7 @@ from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
-from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one
+from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one, test_step
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.lines import RULES, line_left
 from tests.kernels.problem import check
@@ -66,7 +66,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair):
+    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair, test_step):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -135,6 +135,11 @@ def test_elements_beyond_two_to_the_31() -> None:
         chunks[:, 0] += far
     plan.step([g], settings)
     assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_decay_alone(rule: str) -> None:
+    test_step.test_decay_alone_does_what_the_table_of_rules_says("triton", rule)
 
 
 def test_an_unknown_rule_is_not_adamw() -> None:

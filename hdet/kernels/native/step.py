@@ -51,7 +51,7 @@ class NativeStepPlan:
         plan, t = self.plan, self.tensors
         plan.chunks, plan.num_chunks = self.placed_chunks.data_ptr(), native.num_chunks(self.chunks)
         plan.num_tensors, plan.num_replicas, plan.num_rows = self.count, t.num_replicas, 1 + max(t.rows)
-        plan.rule = RULES.index(t.rule)
+        plan.rule = list(RULES).index(t.rule)
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
         self._note_all_float()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import rounding
+from ..spec.interface import COUPLED
 
 _EMPTY_SUM = -0.0  # the neutral element of addition: -0 + 0 = 0, but -0 + -0 = -0
 _COUNTER_BITS = 25  # float32 counts to 2^24
@@ -97,7 +98,7 @@ def _lion(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
 
 def direction(rule: str, row: Row, g: Many, p: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
     """u, which all replicas share, and the new moments. `p` is read where decay is part of the gradient."""
-    if rule in ("adam", "sgd"):
+    if rule in COUPLED:
         g = add_weighted(g, row.coupled_decay, p)
     return {"adamw": _adamw, "adam": _adamw, "sgd": _sgd, "lion": _lion}[rule](row, g, m, v)
 

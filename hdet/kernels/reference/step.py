@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..spec import rounding
 from ..spec.arguments import check_gradients
-from ..spec.interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
+from ..spec.interface import DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.rank_one import OnLine
 from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS, check_options, check_settings, count_settings, settings_numbers
 from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
@@ -88,7 +88,7 @@ class TorchStepPlan:
     def _derive(self, settings: Sequence[StepSettings], scale: Tensor, rho: Tensor) -> Row:
         """derive_row and derive_replica, for all rows at once: in double, rounded once. `rho`: [row, replica]."""
         rule = self.tensors.rule
-        adam, decoupled = rule in ("adamw", "adam"), rule in ("adamw", "lion")
+        adam, decoupled = rule in ("adamw", "adam"), rule in DECOUPLED
         rates, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base = self.of_rows.unbind(1)
         lr = torch.stack([rates[r] if not isinstance(s.lr, Tensor) else s.lr.reshape(()).to(self.wide) for r, s in enumerate(settings)])
         step = torch.stack([self.tensors.steps[i] for i in self.leaders]) + 1

@@ -113,13 +113,13 @@ def _check_lengths(t: StepTensors, count: int) -> None:
             raise ValueError(f"{name} has {len(column)} entries, but there are {count} parameters")
     if sorted(set(t.rows)) != list(range(len(set(t.rows)))):
         raise ValueError(f"rows must number the settings from 0 without a gap, got {sorted(set(t.rows))}")
-    needed = {"adamw": ("exp_avgs", "exp_avg_sqs"), "adam": ("exp_avgs", "exp_avg_sqs"), "lion": ("exp_avgs",), "sgd": ()}[t.rule]
+    kept = RULES[t.rule].moments
     for name in ("exp_avgs", "exp_avg_sqs"):
         column = getattr(t, name)
         absent = [i for i in range(count) if column is None or column[i] is None]
-        if name in needed and absent:
+        if name in kept and absent and t.rule != "sgd":  # of SGD they are needed where there is momentum: see check_settings
             raise ValueError(f"{name} of parameter {absent[0]} is missing; {t.rule} needs it")
-        if name == "exp_avg_sqs" and name not in needed and len(absent) < count:
+        if name == "exp_avg_sqs" and name not in kept and len(absent) < count:
             raise ValueError(f"{name} given, but {t.rule} keeps no second moment: leave it out")
 
 

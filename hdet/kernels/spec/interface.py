@@ -8,10 +8,26 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-RULES = ("adamw", "adam", "sgd", "lion")
+
+class Rule(NamedTuple):
+    """What is known of an update rule outside of its kernels: what its struct in csrc/core/rules.h says."""
+
+    moments: tuple[str, ...]
+    """the columns of StepTensors that it keeps; SGD without momentum keeps none"""
+    decoupled: bool
+    """Decay acts on the parameter itself. Coupled decay is part of the gradient, so that replicas with different parameters could not
+    share moments."""
+
+
+RULES = {
+    "adamw": Rule(("exp_avgs", "exp_avg_sqs"), decoupled=True),
+    "adam": Rule(("exp_avgs", "exp_avg_sqs"), decoupled=False),
+    "sgd": Rule(("exp_avgs",), decoupled=False),
+    "lion": Rule(("exp_avgs",), decoupled=True),
+}
 """in the order of csrc/core/hyper.h: Rule"""
-COUPLED = ("adam", "sgd")
-"""their decay is part of the gradient, so replicas with different parameters could not share moments"""
+COUPLED = tuple(name for name, rule in RULES.items() if not rule.decoupled)
+DECOUPLED = tuple(name for name, rule in RULES.items() if rule.decoupled)
 
 Column = Sequence[Tensor | None]
 """one entry for each tensor of a plan, None where it has none"""

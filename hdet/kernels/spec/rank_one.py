@@ -10,7 +10,7 @@ import torch
 
 from ...profiling import ranged
 from . import arguments as checks
-from .interface import COUPLED, PLAIN, RankOneTensors, StepOptions, StepSettings
+from .interface import COUPLED, DECOUPLED, PLAIN, RankOneTensors, StepOptions, StepSettings
 from .settings import check_shares
 
 
@@ -67,7 +67,7 @@ class OnLine:
         rule = self.line_tensors.rule
         for row, s in enumerate(settings):
             if s.weight_decay != 0 and (rule in COUPLED or not s.decay_at_base):
-                remedy = "use adamw or lion, or set it to 0" if rule in COUPLED else "set decay_at_base, or weight_decay to 0"
+                remedy = f"use {' or '.join(DECOUPLED)}, or set it to 0" if rule in COUPLED else "set decay_at_base, or weight_decay to 0"
                 raise ValueError(f"weight_decay={s.weight_decay} of row {row} takes replicas off their line (rank one): {remedy}")
         multipliers = [tuple(s.multipliers) for s in settings]
         if self._apart and multipliers != self._multipliers:

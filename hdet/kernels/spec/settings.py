@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_tensor
-from .interface import COUPLED, StepOptions, StepSettings, StepTensors
+from .interface import COUPLED, DECOUPLED, StepOptions, StepSettings, StepTensors
 
 CALL_SETTINGS = 1
 ROW_SETTINGS = len(StepSettings._fields) - 1
@@ -103,7 +103,7 @@ def check_row(s: StepSettings, rule: str, num_replicas: int, device: torch.devic
     if num_replicas > 1 and rule in COUPLED and s.weight_decay != 0:
         raise ValueError(
             f"weight_decay={s.weight_decay} of {name} is part of the gradient for {rule}, so {num_replicas} replicas cannot share moments: "
-            "set it to 0 or use adamw or lion"
+            f"set it to 0 or use {' or '.join(DECOUPLED)}"
         )
 
 
