@@ -9,6 +9,7 @@ import torch
 
 import hdet
 from hdet.converge import Compressed, ExactLocal, Overlapped, Plain, Streaming
+from hdet.kernels.spec.interface import DECOUPLED
 from hdet.replicas import Replicas
 
 from ..distributed import run_ranks
@@ -19,7 +20,7 @@ SPREAD = {2: [0.7, 1.3], 4: [0.7, 0.9, 1.1, 1.3]}
 
 def make(name: str, start: torch.Tensor, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[torch.nn.Parameter, Any]:
     parameter = torch.nn.Parameter(start.to(dtype, copy=True))
-    decay = {"weight_decay": 0.1, "decay_at": "base"} if name in ("FusedAdamW", "FusedLion") else {"weight_decay": 0.0}
+    decay = {"weight_decay": 0.1, "decay_at": "base"} if getattr(hdet, name).rule in DECOUPLED else {"weight_decay": 0.0}
     if name == "FusedSGD":
         decay["momentum"] = 0.9
     return parameter, getattr(hdet, name)([parameter], lr=1e-2, **{**decay, **settings})

@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from hdet import kernels
+from hdet.kernels.spec.interface import RULES
 
 from ..kernels.cases import why_not
 from ..kernels.problem import check
@@ -37,7 +38,7 @@ def test_the_table(case: Case) -> None:
     check(case, on_triton, "cuda")
 
 
-@pytest.mark.parametrize("name", ["all float adamw", "all float lion 4 replicas", "stochastic"])
+@pytest.mark.parametrize("name", [*(f"all float {rule}" for rule in RULES), "all float lion 4 replicas", "stochastic"])
 def test_bits_are_those_of_the_cpu(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     ours = final_tensors(case, on_triton, "cuda")

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import RankOneTensors, StepOptions, StepSettings
+from hdet.kernels.spec import interface
 
 from . import cases
 from .cases import Guarded
 from .table import F32
 
+SETTINGS = StepSettings(3e-2, beta1=0.9, beta2=0.99, eps=1e-8)
 RULES = {
-    "adamw": StepSettings(3e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decay_at_base=True),
-    "adam": StepSettings(3e-2, beta1=0.9, beta2=0.99, eps=1e-8),
-    "sgd": StepSettings(3e-2, beta1=0.9, dampening=0.1),
-    "lion": StepSettings(1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, decay_at_base=True),
+    name: SETTINGS._replace(weight_decay=0.1, decay_at_base=True) if rule.decoupled else SETTINGS for name, rule in interface.RULES.items()
 }
+RULES["sgd"] = SETTINGS._replace(dampening=0.1)
 
 
 class Line:
@@ -56,7 +56,7 @@ class Line:
             self.rows,
             self.steps,
             self.first.tensors,
-            self.second.tensors if rule in ("adamw", "adam") else None,
+            self.second.tensors if "exp_avg_sqs" in interface.RULES[rule].moments else None,
             stochastic=stochastic,
         )
         self.plan = kernels.rank_one_plan(self.tensors, backend)

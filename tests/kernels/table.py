@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hdet.kernels import StepSettings
+from hdet.kernels.spec import interface
 
 from .cases import CHUNK, SIZES
 
@@ -65,18 +66,22 @@ class Case:
     def format(self, i: int) -> Format:
         """Of tensor i; rules without a second moment have none."""
         chosen = self.formats[i % len(self.formats)]
-        return chosen if self.rule in ("adamw", "adam") else replace(chosen, exp_avg_sq=None)
+        return chosen if "exp_avg_sqs" in interface.RULES[self.rule].moments else replace(chosen, exp_avg_sq=None)
 
 
 NO_DECAY = SETTINGS._replace(weight_decay=0.0)
+_VARIANTS: dict[str, dict[str, StepSettings]] = {
+    "adamw": {"adamw at base": SETTINGS._replace(decay_at_base=True, maximize=True)},
+    "sgd": {
+        "sgd": SETTINGS._replace(beta1=0.0),
+        "momentum": SETTINGS._replace(dampening=0.3, maximize=True),
+        "nesterov": SETTINGS._replace(nesterov=True),
+    },
+}
 RULES: dict[str, dict[str, Any]] = {
-    "adamw": {"rule": "adamw"},
-    "adamw at base": {"rule": "adamw", "settings": SETTINGS._replace(decay_at_base=True, maximize=True)},
-    "adam": {"rule": "adam"},
-    "sgd": {"rule": "sgd", "settings": SETTINGS._replace(beta1=0.0)},
-    "momentum": {"rule": "sgd", "settings": SETTINGS._replace(dampening=0.3, maximize=True)},
-    "nesterov": {"rule": "sgd", "settings": SETTINGS._replace(nesterov=True)},
-    "lion": {"rule": "lion"},
+    name: {"rule": rule, "settings": settings}
+    for rule in interface.RULES
+    for name, settings in {rule: SETTINGS, **_VARIANTS.get(rule, {})}.items()
 }
 STORAGE: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
     "f32": ((F32, None),),
@@ -183,7 +188,7 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         steps=3,
     )
     case = replace(case, **RULES[choice["rule"]])
-    coupled = case.rule in ("adam", "sgd") and replicas > 1
+    coupled = case.rule in interface.COUPLED and replicas > 1
     return replace(case, settings=case.settings._replace(weight_decay=0.0)) if coupled else case
 
 
@@ -207,12 +212,12 @@ SPECIAL = [
     ),
     *(
         Case(f"all float {rule} 4 replicas", sizes=_sized("chunk edges"), replicas=4, steps=3, rule=rule, settings=NO_DECAY)
-        for rule in ("adamw", "adam", "lion")
+        for rule in interface.RULES
     ),
     *(Case(f"all float, {k} replicas", sizes=_sized("block edges"), replicas=k, steps=1) for k in (5, 9)),
     *(
         Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))
-        for rule in ("adamw", "lion")
+        for rule in interface.DECOUPLED
         for name, change in _UNUSUAL.items()
     ),
     Case("only empty", sizes=(0, 0), max_norm=1.0, zero_gradients=True, found_inf=(0.0,)),
@@ -231,7 +236,7 @@ SPECIAL = [
     *(
         replace(Case(f"special {name}{also}", sizes=(COMBINATIONS, 5), special=("param", "gradient"), steps=3, **choice), **more)
         for name, choice in RULES.items()
-        for also, more in (("", {}), (" no decay", {"settings": choice.get("settings", SETTINGS)._replace(weight_decay=0.0)}))
+        for also, more in (("", {}), (" no decay", {"settings": choice["settings"]._replace(weight_decay=0.0)}))
     ),
     *(
         Case(
@@ -242,14 +247,14 @@ SPECIAL = [
             replicas=k,
             stochastic=3,
             steps=3,
-            **{**choice, "settings": choice.get("settings", SETTINGS)._replace(weight_decay=0.0)},
+            **{**choice, "settings": choice["settings"]._replace(weight_decay=0.0)},
         )
         for name, choice in RULES.items()
         for k in (1, 3)
     ),
     *(
         Case(f"special parameters {name}, clipped", sizes=(50, 60), special=("param",), max_norm=1.0, rule=name, settings=NO_DECAY)
-        for name in ("adamw", "adam", "sgd", "lion")
+        for name in interface.RULES
     ),
 ]
 CASES = [*(_case(i, choice) for i, choice in enumerate(covering())), *SPECIAL]

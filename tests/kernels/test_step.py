@@ -79,10 +79,10 @@ def test_decay_alone_does_what_the_table_of_rules_says(backend: str, rule: str) 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 16])
 @pytest.mark.parametrize("storage", [name for name in STORAGE if name != "mixed"])
-@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "lion"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_replicas_are_separate_runs_bit_for_bit(backend: str, rule: str, storage: str, count: int) -> None:
-    decay = 0.1 if rule in ("adamw", "lion") else 0.0
+    decay = 0.1 if RULES[rule].decoupled else 0.0
     ((param, master),) = STORAGE[storage]
     low = F32 if param == F32 else BF16
     together = Case(

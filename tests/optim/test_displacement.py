@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from hdet.kernels.spec.interface import DECOUPLED
+from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
 from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, run, set_gradients
 from .test_replicas import RHOS, WEIGHTS, values, without_coupled_decay
-
-DECOUPLED = (FusedAdamW, FusedLion)
 
 
 def on_line(
     rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, storage: str = "displacement", count: int = 3, **options: Any
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """As `replicated`, with decay at the base rate; stored ones with float32 masters."""
-    if rule.fused in DECOUPLED:
+    if rule.fused.rule in DECOUPLED:
         options["decay_at"] = "base"
     if storage == "parameters" and dtype != torch.float32:
         options["master_weights"] = "fp32"

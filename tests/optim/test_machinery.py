@@ -13,12 +13,13 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import native
+from hdet.kernels.spec import interface
 from hdet.optim import step_plans as plans
 
 from .common import RULES, Pair, Rule, names, plans_made, set_gradients
 
 
-@pytest.mark.parametrize("name", ["FusedAdamW", "FusedAdam", "FusedSGD", "FusedLion"])
+@pytest.mark.parametrize("name", sorted({rule.fused.__name__ for rule in RULES}))
 def test_the_examples_of_the_docstrings(name: str) -> None:
     torch.manual_seed(0)
     module = importlib.import_module(getattr(hdet, name).__module__)
@@ -27,6 +28,12 @@ def test_the_examples_of_the_docstrings(name: str) -> None:
     for test in tests:
         test.globs = {"torch": torch, "hdet": hdet}
         assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_every_rule_of_the_kernels_has_an_optimizer_here() -> None:
+    """With as many moments as the kernels keep."""
+    ours = {rule.fused.rule: len(rule.fused._moments) for rule in RULES}
+    assert ours == {name: len(rule.moments) for name, rule in interface.RULES.items()}
 
 
 @pytest.fixture

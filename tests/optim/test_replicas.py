@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hdet import kernels
+from hdet.kernels.spec.interface import COUPLED
 from hdet.kernels.spec.rounding import join
-from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
+from hdet.optim import FusedAdamW, FusedOptimizer, FusedSGD
 
 from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
 
@@ -24,7 +25,7 @@ WEIGHTS = [0.2, 0.5, 0.3]
 def without_coupled_decay(rule: Rule, params: list[Parameter]) -> list[dict[str, Any]]:
     made = groups(params, rule)
     for group in made:
-        if rule.fused in (FusedAdam, FusedSGD):
+        if rule.fused.rule in COUPLED:
             group["weight_decay"] = 0.0
     return made
 

@@ -19,7 +19,7 @@ if triton.knobs.runtime.interpret:
 
 from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
-from hdet.kernels.spec.interface import PLAIN
+from hdet.kernels.spec.interface import PLAIN, RULES
 from hdet.kernels.triton import launch
 from hdet.kernels.triton import step as triton_step
 
@@ -100,13 +100,11 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
 MIXED = {"param": BF16, "gradient": BF16}
 SMALL = {**MIXED, "first": BF16, "second": BF16, "stochastic": 7}
 STEPS = {
-    "adamw": Stored(),
+    **{name: Stored(name, second=F32 if "exp_avg_sqs" in rule.moments else None) for name, rule in RULES.items()},
     "adamw, 5 replicas": Stored(replicas=5),
     "adamw, 16 replicas": Stored(replicas=16),
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
     "adam, bfloat16 moments": Stored("adam", first=BF16, second=BF16),
-    "sgd": Stored("sgd", second=None),
-    "lion": Stored("lion", second=None),
     "master": Stored(**MIXED, master=F32),
     "master, 8 replicas": Stored(**MIXED, master=F32, replicas=8),
     "split": Stored(**MIXED, master=I16),
