@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 18.0
-HELD = ("Start", "How-to", "Help")
+HELD = ("Start", "How-to", "Help", "Reference")
 """sections of mkdocs.yml"""
 
 
