@@ -31,6 +31,7 @@ class Controller:
     """
 
     name = ""
+    """In records and messages; a state is loaded by a controller of the same name only. To be given by each class."""
     measurements: Mapping[str, Any] = {}
     """What `Plan.measure` may name: `hdet.measure.Measurement` objects, made by whoever constructs the controller."""
     measures: Sequence[str] = ()

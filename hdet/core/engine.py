@@ -88,6 +88,11 @@ class Engine:
         if replicas < 1:
             raise ValueError(f"replicas must be at least 1, got {replicas!r}")
         if controller is not None:
+            if not isinstance(controller.name, str) or not controller.name:
+                kind = type(controller).__name__
+                raise ValueError(
+                    f'the name of {kind} is {controller.name!r}, by which states know their controller: write name = "..." in class {kind}'
+                )
             clock.check_controller_can_act()
         self.knobs, self.replicas, self.clock, self.controller, self.seed = list(knobs), replicas, clock, controller, seed
         self.design = design

@@ -9,9 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hdet
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec
@@ -160,7 +162,9 @@ def test_a_state_is_a_copy(name: str) -> None:
 
 
 class Bare(Controller):
-    """One hook and nothing else."""
+    """One hook and nothing else but a name."""
+
+    name = "bare"
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         return [Decision(factor=2.0)] * len(evidence.knobs)
@@ -177,6 +181,22 @@ def test_a_controller_of_one_hook_plans_cycles_as_published() -> None:
     assert json.loads(json.dumps(bare.state_dict())) == {"frozen": False}
     with pytest.raises(NotImplementedError, match="decide"):
         decide(Controller(), evidence())
+
+
+@pytest.mark.parametrize("name", ["", None])
+def test_a_controller_without_a_name_is_refused(name: Any) -> None:
+    """A checkpoint of it would be loaded by any other without one."""
+
+    class Nameless(Bare):
+        pass
+
+    Nameless.name = name
+    with pytest.raises(ValueError, match=f"the name of Nameless is {name!r}.*write name = "):
+        next(bowl(Nameless(), [30.0], cycles=1))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="the name of Nameless"):
+        hdet.Ensemble(optimizer, controller=Nameless())
+    assert "step" not in optimizer.__dict__
 
 
 @pytest.mark.parametrize("said", [Decision(), [Decision()], None])
