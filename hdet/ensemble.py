@@ -502,7 +502,8 @@ class Ensemble:
             return self.engine.roll_back(self.divergence.lower, self.schedule.step)
         self.engine.accept(verdict.level, len(stats) - len(verdict.healthy))
         voting: dict[str, Any] = {
-            name: [row if stat.votes else None for row, stat in zip(rows, stats, strict=True)] for name, rows in measured.items()
+            name: [row if stat.votes or not self.engine.plan.judged else None for row, stat in zip(rows, stats, strict=True)]
+            for name, rows in measured.items()
         }
         peaks, floors = self.schedule.peaks_and_floors()
         with self._panel.answering(closure) as answer:

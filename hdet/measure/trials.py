@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.plan import SnapshotOf
+from ..core.rules.trial_rule import BROKEN
 from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
 from .measurement import Closure, Measurement, Watched, settings_of
 
-__all__ = ["BROKEN", "RUN", "Judge", "Trials", "arm"]
+__all__ = ["RUN", "Judge", "Trials", "arm"]
 
-BROKEN = 1e30
-"""The loss of an arm that has none that is finite."""
 RUN = "run"
 """The snapshot in which the run itself waits."""
 RISE = 0.2

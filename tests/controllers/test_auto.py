@@ -77,6 +77,14 @@ def test_the_lines_of_the_readme_are_enough() -> None:
             ensemble.step(1.0)
 
 
+@pytest.mark.parametrize("lr", [100.0, 1e3])
+def test_a_rate_that_breaks_in_the_first_steps_is_found_without_a_warm_up(lr: float) -> None:
+    ran = auto(lr, optimizer=torch.optim.SGD, scheduler=None).steps(200)
+    assert ran.ensemble.corrections["lr"] <= 2**-6 and ran.validation() < Run(net=model()).validation()
+    with pytest.raises(hdet.ReplicasDiverged):
+        run(lambda model: None, together=1, lr=lr, spread=0.0, optimizer=torch.optim.SGD, scheduler=None, total=TOTAL).steps(200)
+
+
 @pytest.mark.parametrize("groups", [None, "each"])
 def test_all_groups_move_together(groups: str | None) -> None:
     def two(parameters: Any, lr: float, **settings: Any) -> torch.optim.Optimizer:

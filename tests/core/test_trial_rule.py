@@ -13,7 +13,7 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
-from hdet.core.rules.trial_rule import ALONE, CHECKS, FEWEST, RAISED, SCAN, TRIALS, TrialRule
+from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECKS, FEWEST, RAISED, SCAN, TRIALS, TrialRule
 from hdet.measure.trials import arm
 
 TOTAL = 10_000
@@ -134,8 +134,18 @@ def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
     rule = started()
     assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (RAISED, None)
     assert len(at(rule, 36).measure[TRIALS]["multiples"]) == 3
+    rule = started()
+    assert tell(rule, at(rule, 0), 36, [3.5, 3.3, 3.0])[::2] == (0.0, None)  # it learns by itself
     rule = started(judged=True)  # of few examples: short runs prefer a rate that is a hundred times too high
     assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (0.0, None)
+
+
+def test_the_scan_takes_back_what_breaks() -> None:
+    rule = started()
+    plan = at(rule, 0)
+    assert not plan.judged
+    assert tell(rule, plan, 36, [BROKEN] * 3, losses=[None])[::2] == (-2 * SCAN.below, Restore("origin"))
+    assert tell(rule, at(rule, 36), 70, [2.5, 2.5], losses=[None])[::2] == (-SCAN.below, Restore("arm 0"))  # the run alone has broken
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------------------

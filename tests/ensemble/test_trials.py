@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.core.plan import SnapshotOf
-from hdet.measure.trials import BROKEN, RISE, Trials
+from hdet.core.rules.trial_rule import BROKEN
+from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
 
 from ..distributed import run_ranks

@@ -29,6 +29,10 @@ __all__ = ["TRIALS", "Round", "TrialRule"]
 
 TRIALS = "trials"
 """The measurement's name."""
+ORIGIN = "origin"
+"""The snapshot with which the arms of a scan begin."""
+BROKEN = 1e30
+"""The loss of an arm that has none that is finite."""
 FEWEST = 16
 """Steps of a trial, or it says nothing."""
 LONGEST = 0.1
@@ -164,8 +168,8 @@ class TrialRule(Controller):
         self._spend()  # it should have ended
         while not self.idle:
             due = math.ceil(self.rounds[self.round].at * self._total)
-            if now.step < due:
-                return Plan(steps=None if self._fixed else min(self._interval, due - now.step), spread=False)
+            if now.schedule_step < due:
+                return Plan(steps=None if self._fixed else min(self._interval, due - now.schedule_step), spread=False)
             steps = self._affordable(now)
             if steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
@@ -177,7 +181,8 @@ class TrialRule(Controller):
         """Steps of a trial: what is left of the budget is shared evenly by the rounds to come, unless that is too little for this one."""
         left, arms = self.budget * self._total - self.spent, len(self._multiples())
         steps = _steps(max(left / (len(self.rounds) - self.round), min(left, arms * (ENOUGH + _scores(ENOUGH) / 3))) / arms)
-        return min(steps, int(LONGEST * (self._total - now.step)), self._total - now.step - _scores(steps) - 1)
+        left_of_run = self._total - now.schedule_step
+        return min(steps, int(LONGEST * left_of_run), left_of_run - _scores(steps) - 1)
 
     def _multiples(self) -> list[float]:
         """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
@@ -189,9 +194,12 @@ class TrialRule(Controller):
         """The cycle ends with it, unless its length is not ours to choose."""
         multiples, scores = self._multiples(), _scores(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
-        of, origin = ("peak", "origin") if self.rounds[self.round].scan else ("base", "")
+        scan = self.rounds[self.round].scan
+        of, origin = ("peak", ORIGIN) if scan else ("base", "")
         settings = {"trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores}
-        return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=self._keep(len(multiples), origin))
+        # What breaks in a scan is taken back by it.
+        keep = self._keep(len(multiples), origin)
+        return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=keep, judged=not scan or self._fixed)
 
     # -- learn ---------------------------------------------------------------------------------------------------------------
 
@@ -210,29 +218,29 @@ class TrialRule(Controller):
         decisions = [Decision() for _ in evidence.knobs]
         for k in self._rates:
             decisions[k] = decision
-        return Learned(decisions, Restore(f"arm {adopted}") if adopted is not None and not self._fixed else None)
+        return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
 
     def hold(self, evidence: Evidence) -> Learned:
         return self._nothing(evidence)
 
-    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, int | None]:
-        """(octaves, note, the arm as which the run goes on)"""
+    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, str | None]:
+        """(octaves, note, the snapshot as which the run goes on)"""
         this, above = self.rounds[self.round], math.log2(self._multiples()[-1])
         lower, same, *higher = arms
-        if _better(lower, same):
+        if max(lower) >= BROKEN:
             self._repeat(lowered=True)
-            return (
-                -this.below,
-                f"2^{-this.below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm",
-                0,
-            )
+            return -2 * this.below, f"even 2^{-this.below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
+        if _better(lower, same) or all(loss is None for loss in evidence.losses):
+            self._repeat(lowered=True)
+            why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
+            return -this.below, f"{why}: the run goes on as that arm", "arm 0"
         if higher and not self.judged and _better(higher[0], same) and self._learned(same) < LITTLE * self._learned(higher[0]):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
         return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{above:g} times the rate is better: kept", None
 
-    def _checked(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, int | None]:
+    def _checked(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, str | None]:
         this = self.rounds[self.round]
         lower, same, higher = arms
         best = min((lower, same, higher), key=mean)
