@@ -40,11 +40,9 @@ def complete(
     tasks: Iterable[Task],
     key: Callable[[Record], Hashable],
     options: argparse.Namespace,
-    *,
-    forks: bool = False,
 ) -> list[Record]:
     """The lines of ``tasks``: those that are in the file, and those that are run now."""
     records, wanted = read(options.json), list(tasks)
-    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs, forks=forks)
+    run_missing(run, wanted, records, key, path=options.json, jobs=options.jobs)
     chosen = set(map(key, wanted))
     return [record for record in records if key(record) in chosen]

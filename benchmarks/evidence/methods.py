@@ -1,12 +1,12 @@
 """What is compared. What a method's rate means, and where the search for its best one begins, is in `METHODS`.
 
-A method is a function of its own in `peers`, `line` or `replicated`: it puts `Parts` around a fresh model, and `train` is the loop, the same for all.
+A method is a function of its own in `peers` or `replicated`: it puts `Parts` around a fresh model, and `train` is the loop, the same for all.
 Betas are (0.9, 0.95) everywhere.
 """
 
 from __future__ import annotations
 
-from . import line, peers, replicated
+from . import peers, replicated
 from .training import Method
 
 _ADAM, _FREE = (-4, 4), (-8, 6)
@@ -25,8 +25,5 @@ METHODS: dict[str, Method] = {
         Method("dog", peers.dog, 1.0, _FREE, package="dog-optimizer"),
         Method("dog-movement", peers.dog_movement, 1e-4, (-6, 8), package="dog-optimizer"),
         Method("hdet-softmax", replicated.hdet_softmax, 1e-2, None, borrows="onecycle"),
-        Method("hdet-line", line.hdet_line, 1e-2, None, copies=2, borrows="wsd"),
-        Method("hdet-line-onecycle", line.hdet_line_onecycle, 1e-2, None, copies=2, borrows="onecycle"),
-        Method("hdet-probe", replicated.hdet_probe, 1e-2, None, copies=2, borrows="wsd"),
     )
 }

@@ -11,10 +11,10 @@ from torch import nn
 import hdet
 
 from .problems import Batch, Problem
-from .training import BETAS, WARMUP, Parts, Schedule, fine_interval, one_cycle_schedule, wsd_schedule
+from .training import BETAS, WARMUP, Parts, Schedule, one_cycle_schedule, wsd_schedule
 
-REPLICAS, SPREAD, INTERVALS = 4, 0.3, 20
-"""the same for all starts and problems: N, alpha, cycles in a run (hdet-probe's are the line's)"""
+REPLICAS, SPREAD, INTERVALS, CHUNKS = 4, 0.3, 20, 8
+"""the same for all starts and problems: N, alpha, cycles in a run, mini-batches of a probe"""
 
 
 def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
@@ -23,24 +23,8 @@ def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> 
     )
 
 
-def hdet_probe(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    """The line's sweep, until which replicas train alike, then a probe over intervals of a tenth of the run, frozen at 0.4. (WSD stays at its
-    peak, so it could be probed to the end, at about four times the probe's compute.)"""
-
-    def controller(probed: list[int]) -> hdet.Controller:
-        later = probe(
-            problem, model, seed, probed, fine_interval(problem), chunks=4,
-            interval=round(0.1 * problem.steps / fine_interval(problem)), freeze_after=0.4,
-        )  # fmt: skip
-        return hdet.SequentialController(hdet.LineController(model, late=False), later)
-
-    return replicated(problem, model, rate, seed, controller, interval=fine_interval(problem))
-
-
-def probe(
-    problem: Problem, model: nn.Module, seed: int, probed: list[int], length: int, *, chunks: int = 8, **settings: Any
-) -> hdet.ProbeController:
-    """On ``chunks`` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``settings``:
+def probe(problem: Problem, model: nn.Module, seed: int, probed: list[int], length: int, **settings: Any) -> hdet.ProbeController:
+    """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on. ``length``: steps of a cycle; ``settings``:
     further ones of the controller."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -50,9 +34,9 @@ def probe(
 
     def batches(cycle: int) -> list[Batch]:
         step = (cycle + 1) * length
-        return [part for i in range(-(-chunks // REPLICAS)) for part in parts(problem.spare(seed, step, 2 * cycle + i))]
+        return [part for i in range(CHUNKS // REPLICAS) for part in parts(problem.spare(seed, step, 2 * cycle + i))]
 
-    return hdet.ProbeController(loss_fn, batches, chunks=chunks, model=model, **settings)
+    return hdet.ProbeController(loss_fn, batches, chunks=CHUNKS, model=model, **settings)
 
 
 def replicated(
@@ -86,18 +70,10 @@ def replicated(
             total += loss.item() / REPLICAS
         return total
 
-    def after(batch: Batch) -> None:
-        def closure() -> torch.Tensor:
-            """Of all replicas' batches, for a sweep, in which replicas are equal."""
-            probed.append(len(batch[0]))
-            return problem.losses(model, batch)
-
-        ensemble.step(closure=closure)
-
     return Parts(
         optimizer,
         backward,
-        after=after,
+        after=lambda batch: ensemble.step(),
         rate=lambda: optimizer.param_groups[0]["lr"],
         probed=probed,
         heals=True,

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,9 @@ def read(path: str | None) -> list[Record]:
 
 def run_missing(
     function: Callable[..., Record], tasks: Iterable[Task], records: list[Record], key: Callable[[Record], Hashable],
-    *, path: str | None, jobs: int, forks: bool = False,
+    *, path: str | None, jobs: int,
 ) -> None:  # fmt: skip
     """Call ``function(**task)`` for each task that no record stands for, in ``jobs`` processes of one thread each.
-
-    ``forks``: it starts processes itself, and is called in threads, which only wait for them.
 
     ``function`` is a module's own; its result, which must carry the task's key, is printed, appended to ``path`` and to ``records``.
     The first error, Ctrl-C and SIGTERM end the benchmark and its processes; what was under way is run again next time.
@@ -55,7 +53,7 @@ def run_missing(
     # Kernels read this when they are loaded, in the children.
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _pool(jobs, forks) as pool:
+    with _pool(jobs) as pool:
         futures = [pool.submit(function, **task) for task in missing.values()]
         try:
             for future in as_completed(futures):
@@ -68,9 +66,7 @@ def run_missing(
             raise
 
 
-def _pool(jobs: int, forks: bool) -> Executor:
-    if forks:
-        return ThreadPoolExecutor(jobs)
+def _pool(jobs: int) -> Executor:
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_one_thread)
 
 

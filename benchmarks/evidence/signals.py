@@ -23,17 +23,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from hdet.core.engine import ask_and_tell
-from hdet.core.plan import Compare
-from hdet.core.rules.line_rule import LINE
-from hdet.core.rules.line_search import Asking, search_line
 from hdet.core.rules.softmax import signal, softmax_weights
-from hdet.measure.line_losses import LineLosses
 
 from . import command
 from .hero import RESULTS as HERO
 from .hero import best_fixed, untrained
-from .problems import PROBLEMS, Batch, Problem
+from .problems import PROBLEMS, Problem
 from .replicated import INTERVALS, probe, replicated
 from .report.signal import FACTORS, MOMENTS, SEEDS, STARTS, signal_tables
 from .runs import Record, Task, finite, identity
@@ -89,40 +84,10 @@ class Ears(hdet.Controller):
 
     def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
         for rule in self.rules:
-            decision = ask_and_tell(rule, evidence, None)[0].decisions[0]
+            decision = rule.learn(evidence).decisions[0]
             if evidence.step in self.moments:
                 slope = published(evidence, rule.temperature) if isinstance(rule, hdet.SoftmaxController) else decision.slope
                 self.said.append(_said(rule.name + self.suffix, self.moments[evidence.step], slope, decision.error, decision.t))
-        return _nothing(evidence)
-
-
-class LineEars(hdet.Controller):
-    """The line over the intervals between the moments: each is as long as half of the run so far, or nearly. Nothing is felt for or swept."""
-
-    name, needs_replicas = "line's ears", False
-
-    def __init__(self, model: nn.Module, moments: Mapping[int, float], said: list[Said]) -> None:
-        super().__init__()
-        self.measurements = {LINE: LineLosses(model)}
-        self.rule, self.moments, self.said, self.heard = hdet.LineRule(), moments, said, 0
-
-    @property
-    def idle(self) -> bool:
-        return self.heard >= max(self.moments)
-
-    def plan(self, now: hdet.Moment) -> hdet.Plan:
-        if self.idle:
-            return hdet.Plan(spread=False)
-        origin, until = f"step {self.heard}", min(step for step in self.moments if step > self.heard)
-        line = {"origin": origin, "since": self.heard, "until": until}
-        return hdet.Plan(spread=False, measure={LINE: line}, snapshots={origin: hdet.SnapshotOf(state=False)})
-
-    def learn(self, evidence: hdet.Evidence) -> Asking[hdet.Learned]:
-        if evidence.step in self.moments:
-            measured = yield from search_line(partial(Compare, LINE), self.rule.significant, self.rule.farthest)
-            error = abs(measured.slope / measured.t) if measured.t else None
-            self.heard = evidence.step
-            self.said.append(_said("line", self.moments[evidence.step], measured.slope, error, measured.t))
         return _nothing(evidence)
 
 
@@ -142,27 +107,16 @@ def _said(name: str, moment: float, slope: float | None, error: float | None, t:
     return {"signal": name, "moment": moment, "slope": slope, "error": error, "t": t}
 
 
-def hear_line(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
-    return alone(problem, model, rate, seed, LineEars(model, moments, said), cycle=max(1, problem.steps // 100))
-
-
 def hear_hypergradient(
     problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]
 ) -> Parts:  # fmt: skip
-    controller = hdet.HypergradientController(rule=Ears([hdet.HypergradientRule()], moments, said))
-    return alone(problem, model, rate, seed, controller, cycle=_cycle(problem.steps))
-
-
-def alone(problem: Problem, model: nn.Module, rate: float, seed: int, controller: Any, *, cycle: int) -> Parts:
     """One replica with the whole batch."""
+    controller = hdet.HypergradientController(rule=Ears([hdet.HypergradientRule()], moments, said))
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     schedule = wsd_schedule(optimizer, problem.steps)
-    ensemble = hdet.Ensemble(optimizer, schedule, total_steps=problem.steps, sync=hdet.Sync(cycle), controller=controller, seed=seed)
-
-    def after(batch: Batch) -> None:
-        ensemble.step(closure=lambda: problem.losses(model, batch))
-
-    return Parts(optimizer, plain(problem, model), after)
+    sync = hdet.Sync(_cycle(problem.steps))
+    ensemble = hdet.Ensemble(optimizer, schedule, total_steps=problem.steps, sync=sync, controller=controller, seed=seed)
+    return Parts(optimizer, plain(problem, model), lambda batch: ensemble.step())
 
 
 def hear_replicas(problem: Problem, model: nn.Module, rate: float, seed: int, moments: Mapping[int, float], said: list[Said]) -> Parts:
@@ -183,7 +137,6 @@ def hear_last(problem: Problem, model: nn.Module, rate: float, seed: int, moment
 
 
 LISTENERS: dict[str, Callable[..., Parts]] = {
-    "hear-line": hear_line,
     "hear-hypergradient": hear_hypergradient,
     "hear-replicas": hear_replicas,
     "hear-last": hear_last,

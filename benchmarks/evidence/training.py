@@ -25,9 +25,7 @@ WARMUP = 0.1
 DECAY = 0.2
 """part of a run in which WSD falls"""
 FIXED = "wsd"
-"""the schedule, and the method under it alone, that search, signal and horizon are about"""
-FINE = 400
-"""cycles in a run of the line, whose doublings are of several; the same for all starts and problems"""
+"""the schedule, and the method under it alone, that signal and horizon are about"""
 POINTS = 20
 """of the rate's trajectory"""
 
@@ -167,11 +165,6 @@ def wsd_shape(steps: int) -> tuple[float, ...]:
         optimizer.step()
         schedule.step()
     return tuple(rates)
-
-
-def fine_interval(problem: Problem) -> int:
-    """Steps of a cycle of the line."""
-    return max(1, problem.steps // FINE)
 
 
 def scheduled(problem: Problem, model: nn.Module, optimizer: Optimizer, schedule: Any, found: str | None = None) -> Parts:

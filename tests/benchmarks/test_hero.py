@@ -58,7 +58,7 @@ def test_every_method_trains_on_the_same_examples(name: str) -> None:
     assert counted.trained == STEPS * DIGITS.batch_size
     assert [step for step in counted.batches if step < STEPS] == list(range(STEPS))  # the probe's are others
     assert outcome.probe_percent == pytest.approx(100 * counted.scored / (3 * STEPS * DIGITS.batch_size))
-    assert (outcome.probe_percent > 0) is name.startswith(("hdet-probe", "hdet-line"))
+    assert outcome.probe_percent == 0  # no method of the figure probes
     moved = [not torch.equal(p, q) for p, q in zip(counted.final.parameters(), DIGITS.build(0).parameters(), strict=True)]
     assert all(moved) and math.isfinite(outcome.validation) and not outcome.crashed
     assert len(outcome.rates) == STEPS and all(map(math.isfinite, outcome.rates))
@@ -110,9 +110,9 @@ def found(name: str, best: int, untrained: float = 2.0) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("best", [-11, -4, -1, 0, 3, 6])
 def test_the_best_rate_is_found_wherever_it_is(best: int) -> None:
-    records = found("wsd", best)
-    assert hero.best_rate(records, "digits", "wsd", 600) == 1e-2 * 2.0**best
-    assert hero.best_rate(records, "digits", "hdet-probe", 600) == 1e-2 * 2.0**best  # borrowed
+    records = found("onecycle", best)
+    assert hero.best_rate(records, "digits", "onecycle", 600) == 1e-2 * 2.0**best
+    assert hero.best_rate(records, "digits", "hdet-softmax", 600) == 1e-2 * 2.0**best  # borrowed
     exponents = {record["exponent"] for record in records}
     assert {best - 1, best, best + 1} <= exponents and len(exponents) <= 14
 
@@ -123,17 +123,17 @@ def test_the_best_rate_is_found_wherever_it_is(best: int) -> None:
 def test_quick_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     monkeypatch.setattr(hero, "steps_of", lambda problem, options: STEPS)
     path = tmp_path / "hero.jsonl"
-    command = ["--quick", "--methods", "onecycle", "hdet-probe", "--jobs", "1", "--json", str(path)]
+    command = ["--quick", "--methods", "onecycle", "hdet-softmax", "--jobs", "1", "--json", str(path)]
     hero.main(command)
     whole = path.read_text().splitlines()
     lines = [json.loads(text, parse_constant=pytest.fail) for text in whole]  # no NaN
     runs_made = sorted((line["method"], line["exponent"]) for line in lines)
-    assert runs_made == [(method, exponent) for method in ("hdet-probe", "onecycle") for exponent in (-4, 0, 4)]
+    assert runs_made == [(method, exponent) for method in ("hdet-softmax", "onecycle") for exponent in (-4, 0, 4)]
     for line in lines:
         assert line["rate"] == 1e-2 * 2.0 ** line["exponent"] and (line["steps"], line["seed"]) == (STEPS, 0)
         assert line["untrained"] == pytest.approx(math.log(10), abs=0.05) and line["seconds"] > 0 and line["on"]["torch"]
     text = page(read([path]))
-    assert "| onecycle | 0.01 |" in text and "| goal | target | hdet-probe |" in text
+    assert "| onecycle | 0.01 |" in text and "| hdet-softmax | 0.01 |" in text
 
     with monkeypatch.context() as here:
         here.setattr(runs, "ProcessPoolExecutor", lambda *given, **named: pytest.fail("something runs again"))

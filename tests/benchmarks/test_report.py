@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.report.curves import Curve, Record, curves
-from benchmarks.evidence.report.goals import recovered
 from benchmarks.evidence.report.page import main
 from benchmarks.evidence.report.tables import standard_error
 
@@ -51,16 +50,6 @@ def test_a_crash_counts_as_an_untrained_model_of_its_seed() -> None:
     assert standard_error(found.scores(0)) == pytest.approx(1.0408 / 3**0.5, rel=1e-3)  # standard deviation of three over the root of three
 
 
-def test_gap_recovered() -> None:
-    fixed = curve({-3: [1.0], 0: [0.5], 1: [0.4], 2: [0.41], 6: [None]})
-    ours = curve({-3: [0.55], 0: [0.5], 2: [0.4], 6: [0.4]})
-    assert recovered(ours, fixed, -3) == pytest.approx(0.45 / 0.6)  # the best start is 1, not 0
-    assert recovered(ours, fixed, 6) == pytest.approx(1.0)
-    assert recovered(fixed, fixed, -3) == 0
-    assert recovered(ours, fixed, 2) is None  # 0.01 nats: nothing to recover
-    assert recovered(ours, fixed, 1) is None and recovered(ours, fixed, -8) is None
-
-
 # -- what belongs together ------------------------------------------------------------------------------------------------------
 
 
@@ -84,11 +73,15 @@ def write(path: Path, records: list[Record], tail: str = "") -> str:
 def test_report_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = lines("wsd", {0: [0.5]}) + [{"benchmark": "hero-find", "problem": "digits"}, {"benchmark": "weather"}]
     first = write(tmp_path / "a.jsonl", records, tail='{"benchmark": "her')  # a benchmark is just writing
-    second = write(tmp_path / "b.jsonl", lines("hdet-probe", {0: [0.4]}))
+    second = write(tmp_path / "b.jsonl", lines("hdet-softmax", {0: [0.4]}))
     main([first, second])
     page = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
-    assert "-0.1000 ± 0.0000 met" in page and "No table is made of the 1 lines of 'weather'" in page and "hero-find" not in page
+    assert (
+        "| hdet-softmax | 0.01 | 0.400 ± 0.000 (2^0) |" in page
+        and "No table is made of the 1 lines of 'weather'" in page
+        and "hero-find" not in page
+    )
     out = tmp_path / "out"
     main([first, second, "--out", str(out)])
     assert capsys.readouterr().out.startswith(page)

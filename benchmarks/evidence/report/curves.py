@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .tables import standard_error
-
 Record = dict[str, Any]
 """a line of the results"""
 
@@ -75,12 +73,6 @@ class Curve:
         area = sum((b - a) * (self.mean(a) + self.mean(b)) / 2 for a, b in itertools.pairwise(self.starts))
         return area / (self.starts[-1] - self.starts[0]) - lowest
 
-    def over(self, other: Curve, exponent: int) -> tuple[float, float] | None:
-        """Mean and standard error of this loss minus the other's, seed by seed; None: no seed is there twice."""
-        own, others = self.runs.get(exponent, {}), other.runs.get(exponent, {})
-        pairs = [score(own[seed]) - score(others[seed]) for seed in own if seed in others]
-        return (statistics.mean(pairs), standard_error(pairs)) if pairs else None
-
     @cached_property
     def _means(self) -> dict[int, float]:
         return {exponent: statistics.mean(self.scores(exponent)) for exponent in self.runs}
@@ -128,5 +120,5 @@ def by(lines: Iterable[Record], *names: str) -> dict[Any, list[Record]]:
 
 
 def best_rate(record: Record) -> float:
-    """The rate that the exponents of a method count from; of a search the prior's middle."""
-    return float(record["best"] if "best" in record else record["rate"] / 2.0 ** record["exponent"])
+    """The rate that the exponents of a method count from."""
+    return float(record["rate"] / 2.0 ** record["exponent"])

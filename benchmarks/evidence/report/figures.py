@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 
 from hdet.cli.report import COLOURS, GREY
 
-from . import horizon, scalars, search, signal
-from .curves import Curve, Record, best_rate, by, curves, of_one_kind, score
-from .goals import HDET, ONE_CYCLE, Methods, lowest_of_all
-from .hero import rank, untrained
-from .tables import percent, standard_error, start
+from . import horizon, signal
+from .curves import Record, by, curves, of_one_kind, score
+from .hero import HDET, ONE_CYCLE, Methods, rank, untrained
+from .tables import percent, start
 
 
 def _panels(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Figure, Any]:
@@ -43,14 +42,12 @@ def _legend(figure: Figure, panels: Iterable[Axes], columns: int) -> None:
 
 
 def hero_figure(records: Sequence[Record]) -> Figure:
-    """A column for each problem: loss against start, mean and range over seeds; below, the base rate from every start under HDET."""
+    """A column for each problem: loss against start, mean and range over seeds."""
     found = curves(records, rank)
-    figure, panels = _panels(2, len(found), max(4.8 * len(found), 7.2) + 0.6, 7.4, gridspec_kw={"height_ratios": [3, 2]})
+    figure, panels = _panels(1, len(found), max(4.8 * len(found), 7.2) + 0.6, 4.8)
     for column, (problem, methods) in enumerate(found.items()):
         _draw_losses(panels[0][column], problem, methods)
-        _draw_rates(panels[1][column], _steadiest(methods))
     panels[0][0].set_ylabel("validation loss, nats")
-    panels[1][0].set_ylabel("base rate / best peak rate")
     _legend(figure, panels[0], 6)
     return figure
 
@@ -65,65 +62,17 @@ def _draw_losses(axes: Axes, problem: str, methods: Methods) -> None:
     _dress(axes, problem, "log2 (starting rate / best rate of the method)")
 
 
-def _steadiest(methods: Methods) -> Curve:
-    """The method of ours that the start matters least to; without one, the first of all."""
-    ours = [curve for curve in methods.values() if curve.method.startswith(HDET)]
-    lowest = lowest_of_all(methods)
-    return min(ours or [next(iter(methods.values()))], key=lambda curve: (-len(curve.starts), curve.sensitivity(lowest)))
-
-
-def _draw_rates(axes: Axes, curve: Curve) -> None:
-    points = max(map(len, curve.of("rates")))  # a run that crashed has fewer
-    for exponent, runs in curve.runs.items():
-        first = next(iter(runs.values()))
-        rates = [rate / best_rate(first) for rate in first["rates"]]
-        axes.plot([i / points for i in range(len(rates))], rates, color=GREY if exponent else "black", linewidth=1)
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(2.0**-10, 2.0**7)
-    _dress(axes, f"{curve.method}: the base rate from every start, first seed", "part of the run", size=9)
-
-
 def _style(method: str, methods: Methods) -> dict[str, Any]:
-    """HDET in strong colours; fixed schedules grey; peers thin; a variant has the same colour, dotted."""
+    """HDET thick; fixed schedules grey; peers thin; a variant has the same colour, dotted."""
     schedules = (ONE_CYCLE, "wsd")
     if method.startswith(HDET):
-        families = list(dict.fromkeys(name.split("-")[1] for name in methods if name.startswith(HDET)))
-        _, family, *variant = method.split("-")
-        colour = COLOURS[families.index(family) % 3]
-        return {"color": colour, "linewidth": 2.4, "linestyle": ":" if variant else "-", "marker": "o", "markersize": 4, "zorder": 4}
+        return {"color": COLOURS[0], "linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4}
     if method in schedules:
         return {"color": GREY, "linewidth": 1.6, "linestyle": "-" if method == ONE_CYCLE else "--", "zorder": 3}
     peers = list(dict.fromkeys(name.split("-")[0] for name in methods if not name.startswith(HDET) and name not in schedules))
     colours = (*COLOURS[3:], "#8C6D31")
     colour = colours[peers.index(method.split("-")[0]) % len(colours)]
     return {"color": colour, "linewidth": 1.3, "linestyle": ":" if "-" in method else "-"}
-
-
-# -- search ----------------------------------------------------------------------------------------------------------------
-
-
-def search_figure(records: Sequence[Record]) -> Figure:
-    """A panel for each problem: the best loss so far against examples seen; means, and for HDET a band from its best to its worst run."""
-    problems = of_one_kind(records, search.RUN)
-    figure, panels = _panels(1, len(problems), 4.8 * len(problems) + 1.2, 4.6)
-    for axes, (problem, lines) in zip(panels[0], problems.items(), strict=True):
-        colours, styles = iter(COLOURS), iter(("-", "--", "-.", ":", (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3))))
-        for name, results in search.searches(lines).items():
-            end = max(points[-1][0] for points, _ in results)
-            at = [end * i / 400 for i in range(401)]
-            values = list(zip(*(search.best_so_far(points, at) for points, _ in results), strict=True))
-            runs = [samples / search.run_length(lines) for samples in at]
-            ours = name.startswith(HDET)
-            colour, style = (next(colours), "-") if ours else (GREY, next(styles, "-"))
-            axes.plot(runs, list(map(statistics.mean, values)), color=colour, linestyle=style, linewidth=2.4 if ours else 1.4, label=name)
-            if ours:
-                axes.fill_between(runs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(left=1 / max(len(line["curve"]) for line in lines))
-        axes.legend(frameon=False, fontsize=8)
-        _dress(axes, problem, "examples seen, in runs")
-    panels[0][0].set_ylabel("best held-out loss so far, nats")
-    return figure
 
 
 # -- signal ----------------------------------------------------------------------------------------------------------------
@@ -196,37 +145,8 @@ def _draw_cycles(axes: Axes, lines: Sequence[Record], value: Callable[[Sequence[
     axes.set_xscale("log")
 
 
-# -- scalars ---------------------------------------------------------------------------------------------------------------
-
-
-def scalars_figure(records: Sequence[Record]) -> Figure:
-    """A panel for each corner: the loss against the examples seen, of tuning after each trial."""
-    found = scalars.corners(records)
-    count = max(len(found), 1)
-    figure, panels = _panels(1, count, 5.0 * count + 1.6, 4.4, sharey=True)
-    for axes, (corner, methods) in zip(panels[0], found.items(), strict=True):
-        colours = iter(COLOURS)
-        for method, own in methods.items():
-            if method == "one-at-a-time":
-                curve = scalars.tuned_curve(own)
-                seen = [k * scalars.of_a_trial(methods) / 1000 for k in range(1, len(curve) + 1)]
-                axes.plot(seen, curve, color=GREY, drawstyle="steps-post", label="one at a time")
-                continue
-            losses, at = scalars.losses(own), scalars.examples(method, methods) / 1000
-            axes.errorbar(
-                [at], [statistics.mean(losses)], yerr=[standard_error(losses)],
-                marker="o", linestyle="none", color=next(colours), label=scalars.METHODS[method],
-            )  # fmt: skip
-        _dress(axes, f"from the corner {corner!r}", "examples seen, thousands")
-    panels[0][0].set_ylabel("held-out loss, nats")
-    panels[0][0].legend(frameon=False, fontsize=8)
-    return figure
-
-
 FIGURES: dict[str, Callable[[Sequence[Record]], Figure]] = {
     "hero": hero_figure,
-    "search": search_figure,
     "signal": signal_figure,
     "horizon": horizon_figure,
-    "scalars": scalars_figure,
 }

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .curves import Curve, Record, best_rate, curves
-from .goals import HDET, ONE_CYCLE, Methods, goals_table, grid, lowest_of_all
 from .tables import crossed, mean, start, table
 
+ONE_CYCLE = "onecycle"
+HDET = "hdet-"
+"""how our methods begin; all others are peers"""
 STARTS = (-8, -5, -3, -1, 0, 1, 2, 4, 6)
 """exponents of the whole figure"""
 SEEDS = {"transformer": 3}
 """how many the whole figure has; five on the other problems"""
-METHODS = (ONE_CYCLE, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax", "hdet-line-onecycle", "hdet-probe", "hdet-line")
+METHODS = (ONE_CYCLE, "wsd", "schedulefree", "prodigy", "dadapt", "dog", "hdet-softmax")
 """those that the figure has to have, in the order of tables and legends; others stand between the peers and HDET"""
 
 CAPTION = """
-The rate that a run starts from is 2^start times the best one of the method (HDET's: of the schedule that it steers: WSD's under hdet-line and
-hdet-probe, OneCycle's under the others), which was found on other seeds.
+The rate that a run starts from is 2^start times the best one of the method (hdet-softmax: of OneCycle, which it steers),
+which was found on other seeds.
 Losses are held-out, in nats, means over seeds ± one standard error. A run that crashed, or ended above it, counts as an untrained model.
 LR sensitivity is E[min(l, l0)] - l* over starts even in ln(rate), l0 the untrained model's loss, l* the lowest mean of any method; beside
 it, with the method's own lowest as l*.
 """
+
+
+Methods = Mapping[str, Curve]
+"""of one problem"""
+
+
+def grid(methods: Methods) -> list[int]:
+    """The starts that any method has: only who has all of them has an LR sensitivity."""
+    return sorted({exponent for curve in methods.values() for exponent in curve.runs})
+
+
+def lowest_of_all(methods: Methods) -> float:
+    """l* of every method's LR sensitivity: to be evenly bad is no virtue."""
+    return min(curve.lowest for curve in methods.values())
 
 
 def seeds_of(problem: str) -> range:
@@ -41,12 +57,12 @@ def untrained(methods: Methods) -> float:
 
 
 def hero_tables(records: Sequence[Record]) -> str:
-    """Markdown: for each problem what every method loses, loss by start, HDET's goals, and what is missing."""
+    """Markdown: for each problem what every method loses, loss by start, and what is missing."""
     parts = ["# Final validation loss against the starting rate\n", "![](hero.png)", CAPTION]
     for problem, methods in curves(records, rank).items():
         losses = crossed("method", methods, {start(e): e for e in grid(methods)}, _loss)
         parts += [f"## {problem} (untrained: {untrained(methods):.3f})\n", _overview(methods), losses]
-        parts += filter(None, (goals_table(methods), _missing(problem, methods)))
+        parts += filter(None, [_missing(problem, methods)])
     return "\n".join(parts)
 
 
@@ -59,7 +75,7 @@ def _overview(methods: Methods) -> str:
     rows = []
     for curve in methods.values():
         whole = curve.starts == starts
-        probe, copies = statistics.mean(curve.of("probe_percent")), max(curve.of("copies"))
+        copies = max(curve.of("copies"))
         rows.append([
             curve.method,
             f"{best_rate(curve.records[-1]):.3g}",
@@ -67,11 +83,18 @@ def _overview(methods: Methods) -> str:
             f"{curve.sensitivity(lowest):.3f}" if whole else f"- ({len(curve.starts)} of {len(starts)} starts)",
             f"{curve.sensitivity(curve.lowest):.3f}" if whole else "-",
             f"{curve.failed} of {len(curve.records)}",
-            f"{probe:.2f} %" if probe else "-",
             f"{copies:g}" if copies else "-",
         ])  # fmt: skip
-    heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity", "with its own l*", "crashed or learned nothing",
-             "probe", "extra copies"]  # fmt: skip
+    heads = [
+        "method",
+        "best rate",
+        "at its best start",
+        "worst",
+        "LR sensitivity",
+        "with its own l*",
+        "crashed or learned nothing",
+        "extra copies",
+    ]
     return table(heads, rows)
 
 

@@ -13,19 +13,13 @@ from .curves import Record
 from .hero import hero_tables
 from .horizon import horizon_tables
 from .paper import paper_tables
-from .scalars import scalars_tables
-from .search import search_tables
 from .signal import signal_tables
-from .small_batches import small_batches_tables
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "hero": hero_tables,
-    "search": search_tables,
     "paper": paper_tables,
     "signal": signal_tables,
     "horizon": horizon_tables,
-    "scalars": scalars_tables,
-    "small-batches": small_batches_tables,
 }
 """benchmark -> its part of the page, in this order; it begins with a heading and shows the figure as ``<benchmark>.png``"""
 SEARCH_FOR_BEST = "-find"

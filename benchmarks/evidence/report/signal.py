@@ -18,9 +18,9 @@ STARTS = (-4, -2, 0, 2, 4)
 RUN = ("method", "moment", "exponent", "seed")
 """what makes two lines of a problem the same run"""
 SEEDS = 5
-SIGNALS = ("line", "probe", "probe (last weights)", "slope", "rank", "softmax", "hypergradient")
+SIGNALS = ("probe", "probe (last weights)", "slope", "rank", "softmax", "hypergradient")
 """in the order of the table"""
-IN_NATS = ("line", "probe", "probe (last weights)", "slope")
+IN_NATS = ("probe", "probe (last weights)", "slope")
 """signals whose slope is that of a loss"""
 CERTAIN = 2.0
 """standard errors; the truth's over seeds, a controller's own"""
