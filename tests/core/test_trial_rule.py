@@ -185,6 +185,13 @@ def test_a_check_keeps_the_rate_unless_another_is_clearly_better(arms: list[floa
     assert rule.rounds[rule.round] == CHECKS[1]
 
 
+def test_a_judge_lowers_a_rate_and_raises_it_only_where_it_has_hardly_learned_anything() -> None:
+    for arms, moved in (([2.9, 2.5, 2.2], 0), ([2.2, 2.5, 3.3], -1), ([3.99, 3.9, 3.0], 1)):
+        rule = past_scan(judged=True)
+        octaves, _, _ = tell(rule, at(rule, 600), 636, arms)
+        assert octaves * moved > 0 or octaves == moved == 0
+
+
 # -- state ---------------------------------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,8 @@ class TrialRule(Controller):
         budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
             2 700 steps at 3 %, everything.
         keep: the snapshots that a plan with so many arms, and an origin, needs.
-        judged: are the scores those of held-out mini-batches, the same on all replicas?
+        judged: are the scores those of held-out mini-batches, the same on all replicas? Then there are few examples, of which a high rate
+            learns all there is sooner, and overfits sooner, which shows later: a rate is raised only where it has hardly learned anything.
     """
 
     name = "auto"
@@ -234,7 +235,7 @@ class TrialRule(Controller):
             self._repeat(lowered=True)
             why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
             return -this.below, f"{why}: the run goes on as that arm", "arm 0"
-        if higher and not self.judged and _better(higher[0], same) and self._learned(same) < LITTLE * self._learned(higher[0]):
+        if higher and not self.judged and _better(higher[0], same) and self._far_behind(same, higher[0]):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
@@ -253,6 +254,7 @@ class TrialRule(Controller):
             or not _better(best, same)
             or (best is lower) != (to < 0)
             or mean(same) - mean(best) < WORTH * abs(self._learned(same))
+            or (self.judged and best is higher and not self._far_behind(same, higher))
         ):
             self._next()
             return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)", None
@@ -262,6 +264,9 @@ class TrialRule(Controller):
         else:
             self._next()
         return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})", None
+
+    def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
+        return self._learned(same) < LITTLE * self._learned(higher)
 
     def _learned(self, arm: Sequence[float]) -> float:
         """How far below the run's first losses."""
