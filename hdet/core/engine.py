@@ -322,9 +322,7 @@ class Engine:
         # What passes a knob's bound changes no value, but would take as long to come back.
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
-        if decision.ramp_from is not None:
-            self.ramps[knob] = (self.corrections[knob] * decision.ramp_from, self.step, ramp)
-        elif decision.factor != 1:
+        if decision.factor != 1:
             self.ramps[knob] = (before, self.step, ramp if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []

@@ -115,13 +115,10 @@ class Decision:
     t: float | None = None
     note: str = ""
     ramp: int = 0
-    """Steps of the schedule over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once,
-    unless ``ramp_from`` is given."""
-    ramp_from: float | None = None
-    """The part of the new value from which the ramp begins; None: from the value in force."""
+    """Steps of the schedule over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once."""
 
     def __post_init__(self) -> None:
-        for name in ("factor", "value", "ramp_from"):
+        for name in ("factor", "value"):
             number = getattr(self, name)
             if number is not None and not (math.isfinite(number) and number > 0):
                 raise ValueError(f"a decision's {name} must be finite and positive, got {number!r}: a controller may not produce it")

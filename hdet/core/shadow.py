@@ -46,4 +46,4 @@ class Shadow(RuledController):
 def _as_note(decision: Decision) -> Decision:
     moves = [f"times {decision.factor:.4g}"] * (decision.factor != 1) + [f"{x:.4g}" for x in [decision.value] if x is not None]
     note = "; ".join(filter(None, [f"would move the value: {moves[0]}" if moves else "", decision.note]))
-    return replace(decision, factor=1.0, value=None, ramp=0, ramp_from=None, note=note)
+    return replace(decision, factor=1.0, value=None, ramp=0, note=note)
