@@ -17,14 +17,13 @@ _HOMES = {
     for home, names in {
         "controllers.auto": "AutoLR",
         "controllers.hypergradient": "HypergradientController",
-        "controllers.line": "LineController",
         "controllers.probe": "ProbeController",
         "core.controller": "Controller",
         "core.divergence": "Divergence",
         "core.evidence": "Evidence Run",
         "core.plan": "Adopt Average Decision Keep Learned Moment Plan Question Restore SnapshotOf",
         "core.replay": "replay",
-        "core.rules": "HypergradientRule LineRule ProbeRule RankController SlopeController SoftmaxController",
+        "core.rules": "HypergradientRule ProbeRule RankController SlopeController SoftmaxController",
         "core.sequential": "SequentialController",
         "core.shadow": "Shadow",
         "ensemble": "Ensemble ReplicasDiverged",
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from . import kernels as kernels
     from .controllers.auto import AutoLR as AutoLR
     from .controllers.hypergradient import HypergradientController as HypergradientController
-    from .controllers.line import LineController as LineController
     from .controllers.probe import ProbeController as ProbeController
     from .core.controller import Controller as Controller
     from .core.divergence import Divergence as Divergence
@@ -68,7 +66,6 @@ if TYPE_CHECKING:
     from .core.plan import SnapshotOf as SnapshotOf
     from .core.replay import replay as replay
     from .core.rules import HypergradientRule as HypergradientRule
-    from .core.rules import LineRule as LineRule
     from .core.rules import ProbeRule as ProbeRule
     from .core.rules import RankController as RankController
     from .core.rules import SlopeController as SlopeController

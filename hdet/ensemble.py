@@ -63,7 +63,7 @@ class Ensemble:
             two levels for all knobs together, which tells their effects apart best. Default: orthogonal for 2 to N - 1 knobs.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
-        controller: None, `LineController`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
+        controller: None, `AutoLR`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
         sync: when and how replicas are averaged: `Sync`.
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
@@ -132,14 +132,13 @@ class Ensemble:
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
         models = [*self._panel.modules, *([sync.buffers] if isinstance(sync.buffers, nn.Module) else [])]
-        self._snapshots = Snapshots(trained, masters[0], optimizer, models, sync.refresh is not None)
+        self._snapshots = Snapshots(trained, masters[0], optimizer, models[0] if models else None)
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, lambda: self._fan_out.multipliers,
-                sync.refresh is not None, self._snapshots.parameters, self._snapshots, lambda: self._fan_out.aside(), sync.gradients == "local", self._peaks_in_force,
+                sync.refresh is not None, self._snapshots, lambda: self._fan_out.aside(), sync.gradients == "local", self._peaks_in_force,
             )
         )  # fmt: skip
-        self._means = self.schedule.means() if controller is not None and controller.needs_schedule_mean else []
         # Last, because some ways of averaging give the optimizer a second set of parameters.
         self.weights = ReplicaWeights(self.parameters, optimizer, self.replicas, sync, divergence, models)
 
@@ -161,8 +160,6 @@ class Ensemble:
         self._take_writes = partial(self.schedule.take_writes, self.engine)
         self._fan_out = FanOut(optimizer, self.knobs, first, self._on_cycle_start, skippable=local, take_writes=self._take_writes)
         self.replicas.attach(optimizer)
-        if self.engine.corrections != [1.0] * len(self.knobs):  # the controller's opening counts from the first step on
-            self.schedule.write(self.engine)
         self._begin_cycle()
 
     # -- the loop --------------------------------------------------------------------------------------------------------
@@ -180,7 +177,7 @@ class Ensemble:
     def step(self, loss: torch.Tensor | float | None = None, closure: Closure | None = None) -> None:
         """After optimizer.step(): step the scheduler and count; at the end of a cycle average the replicas and let the controller act.
 
-        ``closure``: computes the current batch's losses anew, for a `LineController`, which needs ``loss`` too.
+        ``closure``: computes the current batch's losses anew, with a graph, for an `AutoLR`.
 
         Several calls for one optimizer step (accelerate steps a prepared scheduler once per process) advance the schedule, as in torch, but
         count one step of the cycle; a call without an optimizer step counts none. The end of the schedule always ends the last cycle.
@@ -324,12 +321,6 @@ class Ensemble:
         own = self._fan_out.multipliers[self.replicas.local.index(self.replicas.index)]
         return {knob.name: rho for knob, rho in zip(self.knobs, own, strict=True)}
 
-    @property
-    def sweeping(self) -> bool:
-        """Are the weights those of a trial (a `LineController`'s sweep), which will be restored? Then do not save or evaluate them."""
-        plan = self.engine.plan
-        return not plan.judged and any(snapshot.state for snapshot in plan.snapshots.values())
-
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
         self._take_writes()
@@ -414,10 +405,6 @@ class Ensemble:
         self._check_explored()
         started = self._now()
         moment, plan = self.engine.moment, self.engine.plan
-        # Raises, after everything was restored, if another optimizer moves parameters of a model in a trial.
-        if self.sweeping and (message := self._snapshots.check_alone(self.replicas, self.weights.device)) is not None:
-            self.weights.took_back()
-            raise ValueError(message)
         compare = self.replicas.count > 1 and not self._replicas_part
         rows = self._panel.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
@@ -508,7 +495,7 @@ class Ensemble:
         peaks, floors = self.schedule.peaks_and_floors()
         with self._panel.answering(closure) as answer:
             return self.engine.close(
-                losses, voting, scheduled=self.schedule.values(), peak=peaks, mean=self._means, floor=floors,
+                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=floors,
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
 
@@ -529,8 +516,8 @@ class Ensemble:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; no communication; the same on every rank; loads with another N.
 
-        Save when `in_sync` and not `sweeping`; else it warns. In the middle of a cycle each replica has its own parameters. The losses of
-        the running cycle, and the snapshot that a sweep restores, are not part of the state.
+        Save when `in_sync`; else it warns. In the middle of a cycle each replica has its own parameters. The losses of the running cycle, and
+        the snapshots that its plan keeps, are not part of the state.
         """
         self.during.check_whole()
         self._check_not_exploring("state_dict")
@@ -540,17 +527,11 @@ class Ensemble:
                 "saving in the middle of a cycle: this replica's parameters are not the average; call converge() on all ranks first",
                 stacklevel=2,
             )
-        if self.sweeping and self.engine.step > 0:
-            warnings.warn(
-                "saving in the middle of a sweep, whose weights are going to be taken back: a run that goes on from them is worse for it; save "
-                "when ensemble.sweeping is False, after 5 to 9 % of the run or 160 steps",
-                stacklevel=2,
-            )
         return {**self.engine.state_dict(), **self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's.
-        A sweep that was under way begins anew.
+        A trial that was under way is lost.
 
         Raises:
             ValueError: another version, missing or damaged values, other knobs, another controller or scheduler; nothing is changed then.
@@ -561,14 +542,6 @@ class Ensemble:
             self.engine.load_state_dict(state)
         self.engine.schedule_step = self._schedule_step()
         self.engine.restart()  # the plan in force is that of the state, from here on
-        if self.sweeping:
-            self.engine.reopen()
-            if self.engine.step > 0:
-                warnings.warn(
-                    "this state was saved in the middle of a sweep, which begins anew: unless the weights are those of the run's beginning, go "
-                    "back to a checkpoint from after the sweep, or begin the run again",
-                    stacklevel=2,
-                )
         self.schedule.write(self.engine)
         self.schedule.note()
         self._agreement.reset()

@@ -44,7 +44,7 @@ class OneCycleAutoLR(OneCycleLR):
         replicas: who takes part; default the world if torch.distributed is initialised; or a `CoresidentReplicas`, whose losses
             are given by ``observe`` inside of ``use``, before ``step()``.
         controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under one that reads more
-            than the published signal (line, probe, slope ...) all parameter groups are one knob.
+            than the published signal (auto, probe, slope ...) all parameter groups are one knob.
         freeze_after: of the controller of ``enable_auto_lr``: a part of the run or a number of steps after which nothing moves any
             more. One that you give has its own.
         seed: key of the assignments of multipliers, equal on all ranks.
@@ -123,7 +123,7 @@ class OneCycleAutoLR(OneCycleLR):
         self.ensemble.observe(loss, weight, replica)
 
     def step(self, loss: torch.Tensor | float | None = None, closure: Callable[[], Any] | None = None) -> None:
-        """After optimizer.step(). ``closure`` is for a `LineController`. Without a loss the controller learns nothing.
+        """After optimizer.step(). ``closure`` is for an `AutoLR`. Without a loss the controller learns nothing.
 
         Raises:
             ValueError: past total_steps, torch's own error.

@@ -211,7 +211,6 @@ class RunState:
             settings = {key: _on_the_device_of(value, present.get(key)) for key, value in saved.items()}
             groups.append({**settings, "params": [next(numbers) for _ in present["params"]]})
         self.optimizer.load_state_dict({**about["rest"], "state": numbered, "param_groups": groups})
-        self.ensemble._panel.restart()  # a sweep goes back to these buffers
 
 
 # -- an optimizer's state, without a step of the optimizer ---------------------------------------------------------------

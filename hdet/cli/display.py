@@ -65,10 +65,10 @@ class Display:
             self._progress(event)
 
     def _worth_a_line(self, event: Event) -> bool:
-        """Controller line has hundreds of cycles, and most of them change nothing."""
+        """Most cycles of controller auto change nothing."""
         before, self._corrections = self._corrections, event["corrections"]
         changed = event.get("notes") or event["corrections"] != before or any(slope is not None for slope in event["slopes"].values())
-        return bool(changed) or not self.config.reads_line
+        return bool(changed) or not self.config.trains_alike
 
     def _line(self, text: str) -> None:
         if self._bar is None:
@@ -108,8 +108,8 @@ def banner(config: TrainConfig, event: Event) -> Iterator[str]:
     since = f", from step {event['step']}" if event["step"] else ""
     yield f"{event['folder']}: {what}, max_lr {config.max_lr:g}, {config.steps} steps{since}"
     yield f"  {config.replicas} replica{'s' * (config.replicas > 1)} x {config.batch_size} windows of {config.context} bytes, {where}"
-    if config.reads_line:
-        yield "  all train alike: other rates are scored on the windows that were just trained on"
+    if config.trains_alike:
+        yield f"  all train alike: trials of other rates beside them take up to {config.budget:g} of the run's compute"
     elif config.mode == "hdet":
         yield f"  replicas' rates differ by design: {1 - config.spread:.2f} to {1 + config.spread:.2f} times the base rate"
 

@@ -81,8 +81,7 @@ def _run(specs: Sequence[RunSpec], device: str, place: Place | None, locks: Sequ
 
 
 def _fresh(options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
-    defaults = {"replicas": default_replicas(typed), "sync_interval": default_interval(typed)}
-    config = TrainConfig(**{**defaults, **typed}, mode="fixed" if options.schedule_only else "hdet")
+    config = TrainConfig(**{"replicas": default_replicas(typed), **typed}, mode="fixed" if options.schedule_only else "hdet")
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.compare:
         return [RunSpec(replace(config, mode=mode), out / mode) for mode in ("fixed", "hdet")]
@@ -99,16 +98,9 @@ def default_replicas(typed: dict[str, Any]) -> int:
     return gpus if gpus >= _least(typed.get("controller")) else TrainConfig().replicas
 
 
-def default_interval(typed: dict[str, Any]) -> int:
-    """Controller line measures often, early in the run; averaging replicas that train alike changes nothing, however often it is done."""
-    if typed.get("controller") != "line":
-        return TrainConfig().sync_interval
-    return max(1, typed.get("steps", TrainConfig().steps) // 400)
-
-
 def _least(controller: str | None) -> int:
-    """The fewest replicas to suggest: most controllers compare replicas, controller line needs one."""
-    return 1 if controller == "line" else 2
+    """The fewest replicas to suggest: most controllers compare replicas, controller auto needs one."""
+    return 1 if controller == "auto" else 2
 
 
 def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -> list[RunSpec]:
@@ -125,11 +117,9 @@ def _resumed(folder: Path, options: argparse.Namespace, typed: dict[str, Any]) -
 
 
 def _check(spec: RunSpec) -> None:
-    """Is there enough text, and does controller line accept the run? For a resumed run: is the text the same, and does the checkpoint fit?"""
+    """Is there enough text? For a resumed run: is it the same, and does the checkpoint fit?"""
     corpus = load_corpus(spec.config.data)
     if not spec.resume:
-        if spec.config.reads_line:
-            run_alone(spec, corpus)
         return
     if load_checkpoint(spec.folder)["text"] != corpus.digest:
         raise ValueError(

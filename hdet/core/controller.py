@@ -46,10 +46,6 @@ class Controller:
     """Does it replace the schedule by values of its own, from its first decision on? Then it can follow no other controller."""
     knob_per_group = False
     """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
-    needs_schedule_mean = False
-    """Does it read `Evidence.mean`?"""
-    opening = 1.0
-    """The correction of learning rates with which a run begins."""
     state_keys: Mapping[str, Kind] | Sequence[str] = ()
     """Attributes that are the state, and their kinds (hdet/core/schema.py), against which a state is checked before it is loaded. Names
     alone: numbers, booleans, and lists of them. Hyperparameters are not state."""
@@ -194,8 +190,8 @@ class RuledController(Controller):
 
     def __init__(self, rule: Controller, measurements: Mapping[str, Any]) -> None:
         self.rule, self.measurements = rule, dict(measurements)
-        self.name, self.opening, self.leaves_schedule = rule.name, rule.opening, rule.leaves_schedule
-        self.needs_replicas, self.regresses, self.needs_schedule_mean = rule.needs_replicas, rule.regresses, rule.needs_schedule_mean
+        self.name, self.leaves_schedule = rule.name, rule.leaves_schedule
+        self.needs_replicas, self.regresses = rule.needs_replicas, rule.regresses
 
     @property
     def idle(self) -> bool:

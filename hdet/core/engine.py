@@ -38,7 +38,7 @@ class KnobSpec:
     spread: float
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
-    """Is it a learning rate? A controller's opening is of those, and they are lowered where a cycle is taken back."""
+    """Is it a learning rate? Those are lowered where a cycle is taken back."""
     product: bool = False
     """Is it a decay that is explored as rate * decay, so that it falls where the rate rises?"""
 
@@ -99,7 +99,7 @@ class Engine:
         self.cycle = 0
         self.step = 0
         self.position = 0
-        self.corrections = [controller.opening if controller is not None and knob.rate else 1.0 for knob in knobs]
+        self.corrections = [1.0] * len(knobs)
         self.held: list[float | None] = [None] * len(knobs)
         """By knob: a base value that a controller has put in the place of schedule and correction."""
         self.ramps: list[tuple[float, int, int]] = [(1.0, 0, 0)] * len(knobs)
@@ -230,7 +230,6 @@ class Engine:
         *,
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
-        mean: Sequence[float] = (),
         floor: Sequence[float] | None = None,
         schedule_step: int | None = None,
         local: bool = False,
@@ -239,7 +238,7 @@ class Engine:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
         ``losses``: [replica] mean training loss; one that is NaN, infinite or None never reaches the controller. ``measured``: by name,
-        [replica][number]; rows with a number that is not finite are left out. ``mean``, ``local``: see `Evidence`. ``schedule_step``: see
+        [replica][number]; rows with a number that is not finite are left out. ``local``: see `Evidence`. ``schedule_step``: see
         the attribute; controllers count in them. ``answer``: to the controller's questions.
         """
         self.schedule_step = schedule_step
@@ -257,7 +256,7 @@ class Engine:
                 cycle=self.cycle, step=self.step if schedule_step is None else schedule_step, total_steps=self.clock.total_steps,
                 warmup_steps=self.clock.warmup_steps, sync_interval=self.clock.sync_interval,
                 knobs=[knob.name for knob in self.knobs], multipliers=table, losses=clean, measured=rows,
-                scheduled=list(scheduled), peak=list(peak or scheduled), mean=list(mean or peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
+                scheduled=list(scheduled), peak=list(peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step), local=local,
             )  # fmt: skip
@@ -310,13 +309,6 @@ class Engine:
                 f"controller {name!r} asks for the snapshot {end.snapshot!r}, but its plan keeps {sorted(plan.snapshots)}: name it in Plan.snapshots"
             )
 
-    def reopen(self) -> None:
-        """Rates begin once more as a run begins, because the snapshot of a sweep is lost."""
-        if self.controller is None or self.controller.opening == 1.0:  # it has raised nothing from where it began
-            return
-        for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
-            self.corrections[k], self.ramps[k] = self.controller.opening, (1.0, 0, 0)
-
     def accept(self, level: float | None, left_out: int) -> None:
         """The cycle that ends is not taken back: remember what the next one is compared with."""
         self.level = self.level if level is None else level
@@ -330,9 +322,7 @@ class Engine:
         # What passes a knob's bound changes no value, but would take as long to come back.
         lowest, highest = self.knobs[knob].scale.corrections(peak)
         self.corrections[knob] = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
-        if decision.ramp_from is not None:
-            self.ramps[knob] = (self.corrections[knob] * decision.ramp_from, self.step, ramp)
-        elif decision.factor != 1:
+        if decision.factor != 1:
             self.ramps[knob] = (before, self.step, ramp if self.corrections[knob] > before else 0)
         name = self.knobs[knob].name
         notes = [f"{name}: {decision.note}"] if decision.note else []

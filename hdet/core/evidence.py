@@ -73,9 +73,6 @@ class Evidence:
     """[knob]: the base value in force in the step to come, as far as a ramp has come."""
     corrections: Sequence[float]
     """[knob]: the correction decided last, > 0, which a decision's factor multiplies. During a ramp `values` are behind it."""
-    mean: Sequence[float] = ()
-    """[knob]: the mean of the untouched schedule from the Ensemble's construction to the run's end, for a controller that
-    `needs_schedule_mean`; else, or where it is not known, ``peak``."""
     decisions_left: int | None = None
     """K of Eq. 7: decisions left in the run, this one included."""
     local: bool = False
@@ -86,7 +83,7 @@ class Evidence:
 
     def only(self, knobs: Sequence[int]) -> Evidence:
         """Of these knobs, without what was measured, which is of all."""
-        of_knobs = ("knobs", "multipliers", "scheduled", "peak", "mean", "floor", "values", "corrections")
+        of_knobs = ("knobs", "multipliers", "scheduled", "peak", "floor", "values", "corrections")
         chosen: dict[str, Any] = {name: [x[k] for k in knobs] if (x := getattr(self, name)) else x for name in of_knobs}
         return replace(self, measured={}, **chosen)
 

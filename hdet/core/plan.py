@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "Adopt", "Average", "Compare", "Decision", "Ending", "Keep", "Learned", "Level", "Moment", "Plan", "Question",
-    "Restore", "SnapshotOf",
+    "Adopt", "Average", "Decision", "Ending", "Keep", "Learned", "Moment", "Plan", "Question", "Restore", "SnapshotOf",
 ]  # fmt: skip
 
 
@@ -49,15 +48,15 @@ Ending = Average | Keep | Restore | Adopt
 class SnapshotOf:
     """What a snapshot holds, and where.
 
-    ``state``: buffers and the optimizer's state too, to begin again from it; else parameters alone. ``place``: "device" or "host".
-    ``dtype``: name of a floating-point dtype such as "bfloat16" for parameters; None: float32, or their own if that is wider.
+    ``state``: all that is trained, each in its own dtype, to begin again from it: parameters, masters, the optimizer's state, and the buffers
+    of the model that a measurement runs (or that `Sync.buffers` is). Buffers are those after the cycle's first forward pass, which comes
+    before its first step. Else the parameters' values alone. ``place``: "device" or "host". ``dtype``: of values alone, the name of a
+    floating-point dtype such as "bfloat16"; None: float32, or their own if that is wider.
     """
 
     state: bool = True
     place: str = "device"
     dtype: str | None = None
-    trained: bool = False
-    """Does a measurement train it beside the run (`hdet.measure.Trials`)? Then it holds everything, each in its own dtype."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,10 @@ class Decision:
     t: float | None = None
     note: str = ""
     ramp: int = 0
-    """Steps of the schedule over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once,
-    unless ``ramp_from`` is given."""
-    ramp_from: float | None = None
-    """The part of the new value from which the ramp begins; None: from the value in force."""
+    """Steps of the schedule over which a higher value comes into force, evenly by the logarithm; 0: at once. A lower one always does at once."""
 
     def __post_init__(self) -> None:
-        for name in ("factor", "value", "ramp_from"):
+        for name in ("factor", "value"):
             number = getattr(self, name)
             if number is not None and not (math.isfinite(number) and number > 0):
                 raise ValueError(f"a decision's {name} must be finite and positive, got {number!r}: a controller may not produce it")
@@ -135,20 +131,3 @@ class Learned:
     decisions: Sequence[Decision]
     end: Ending | None = None
     """After the plan's own: `Adopt` needs ``Plan(end=Keep())``, or there is nothing left to choose from."""
-
-
-@dataclass(frozen=True)
-class Level(Question):
-    """Of a weight line: mean loss of the current batch at ``rho``, its standard error, and how many losses there are over all ranks."""
-
-    rho: float
-
-
-@dataclass(frozen=True)
-class Compare(Question):
-    """Of a weight line: mean over the examples of L(theta(a)) - L(theta(b)), and its t. ``knob``: moved alone, the others at rho = 1; None:
-    all together."""
-
-    a: float
-    b: float
-    knob: int | None = None

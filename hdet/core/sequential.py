@@ -41,14 +41,9 @@ class SequentialController(Controller):
         self.regresses = first.regresses or then.regresses
         self.judges_held_out = first.judges_held_out and then.judges_held_out
         self.knob_per_group = first.knob_per_group and then.knob_per_group
-        self.needs_schedule_mean = first.needs_schedule_mean or then.needs_schedule_mean
         self.leaves_schedule = first.leaves_schedule  # the second does not
         self.handed_over = False
         """Does ``then`` decide from now on?"""
-
-    @property
-    def opening(self) -> float:  # type: ignore[override]
-        return self.active.opening
 
     @property
     def active(self) -> Controller:

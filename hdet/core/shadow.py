@@ -24,7 +24,7 @@ class Shadow(RuledController):
             raise TypeError(f"controller must be a controller, such as hdet.ProbeController(...), got {controller!r}")
         super().__init__(controller, controller.measurements)
         self.name, self.knob_per_group = f"shadow of {controller.name}", controller.knob_per_group
-        self.opening, self.leaves_schedule = 1.0, False
+        self.leaves_schedule = False
         self.judges_held_out = True  # it moves nothing, so nothing has to be judged
         self.decisions: Sequence[Decision] = ()
         """By knob, what was decided last; not carried out."""
@@ -35,8 +35,7 @@ class Shadow(RuledController):
 
     def plan(self, now: Moment) -> Plan:
         wanted = super().plan(now)
-        # Snapshots are there to be measured from, not to go back to.
-        return Plan(measure=wanted.measure, snapshots={name: replace(one, state=False) for name, one in wanted.snapshots.items()})
+        return Plan(measure=wanted.measure, snapshots=wanted.snapshots)  # to measure with, not to go back to
 
     def learn(self, evidence: Evidence) -> Learning:
         learned = yield from learning_of(self.rule, evidence)
@@ -47,4 +46,4 @@ class Shadow(RuledController):
 def _as_note(decision: Decision) -> Decision:
     moves = [f"times {decision.factor:.4g}"] * (decision.factor != 1) + [f"{x:.4g}" for x in [decision.value] if x is not None]
     note = "; ".join(filter(None, [f"would move the value: {moves[0]}" if moves else "", decision.note]))
-    return replace(decision, factor=1.0, value=None, ramp=0, ramp_from=None, note=note)
+    return replace(decision, factor=1.0, value=None, ramp=0, note=note)

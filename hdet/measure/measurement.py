@@ -39,10 +39,8 @@ class Watched:
     """[local replica][knob]: rho of the running cycle."""
     copied: bool
     """Does the optimizer have copies of the model's parameters, which follow them (`Ensemble`'s ``refresh``)?"""
-    snapshot: Callable[[str], Sequence[torch.Tensor]]
-    """The parameters of a snapshot that the plan keeps, by its name: one for each tensor of the first set, local shards."""
     snapshots: Any = None
-    """All of them: ``take(name)`` into one that is trained, ``restore(name)`` from it."""
+    """Those that the plan keeps, by name: ``take(name)``, ``restore(name)``."""
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Inside it ``optimizer.step()`` is the optimizer's own, which no cycle counts."""
     local: bool = False
@@ -86,9 +84,6 @@ class Measurement:
 
     def sample(self, position: int, length: int, schedule_step: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""
-
-    def try_closure(self, closure: Closure) -> None:
-        """In the first step of a cycle that needs one: refuse what would not do later (ValueError)."""
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
         """At a cycle's end: the row of local replica number ``place``, float64, to be added up over the replica's ranks; the model has its

@@ -120,6 +120,5 @@ class LinePoints:
             self._line.share(self._run.replicas)
             self._shared = True
         rho = self._run.multipliers()[place]
-        with self._line.scored(self._run.sets[place]) as put:
-            put([1.0 if k is None else rho[k] for k in self._owners])
+        with self._line.at([1.0 if k is None else rho[k] for k in self._owners], self._run.sets[place]):
             yield

@@ -84,7 +84,7 @@ class Trials(Measurement):
 
     def snapshots(self, arms: int, origin: str = "") -> dict[str, SnapshotOf]:
         """What a plan with so many arms has to keep."""
-        return {name: SnapshotOf(place=self.place, trained=True) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
+        return {name: SnapshotOf(place=self.place) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
 
     def watch(self, watched: Watched) -> None:
         """Raises ValueError if none of the optimizer's parameters is the model's, or where one process holds several replicas."""

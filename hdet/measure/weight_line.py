@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,8 +85,8 @@ class AveragedWeights:
 class WeightLine:
     """The line from some weights (the origin) through the mean of where a run has been since, and any point on it.
 
-    Two copies of the tensors, one if an ``origin`` (local shards) is given; ``masters``, ``dtype`` and ``place`` as in `AveragedWeights`. In
-    16 bits the mean is that of the displacement from the origin, so that this is rounded and not the weights.
+    Two copies of the tensors; ``masters``, ``dtype`` and ``place`` as in `AveragedWeights`. In 16 bits the mean is that of the displacement from
+    the origin, so that this is rounded and not the weights.
     """
 
     def __init__(
@@ -95,10 +95,9 @@ class WeightLine:
         masters: Masters | None = None,
         dtype: torch.dtype | None = None,
         place: str = "device",
-        origin: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
-        self.origin = [room_for(t, dtype, place) for t in local_parts(self._tensors)] if origin is None else list(origin)
+        self.origin = [room_for(t, dtype, place) for t in local_parts(self._tensors)]
         self._from_origin = bool(self.origin) and self.origin[0].dtype.itemsize < 4
         self.mean = AveragedWeights(tensors, masters, dtype, place, self.origin if self._from_origin else None)
 
@@ -121,27 +120,20 @@ class WeightLine:
                 room.copy_(beside)
 
     @contextmanager
-    def scored(self, tensors: Sequence[torch.Tensor] | None = None) -> Iterator[Callable[[Sequence[float]], None]]:
-        """Gives ``put``: ``put(rho)`` makes the tensors origin + rho[i] * (mean - origin); afterwards they are what they were, to the bit.
+    def at(self, rho: Sequence[float], tensors: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """Inside, the tensors are origin + rho[i] * (mean - origin), for rho[i] > 0; afterwards they are what they were, to the bit.
 
         ``tensors``: the same ones of another replica in this process. A tensor whose mean has its dtype is kept in the mean's memory
-        meanwhile, so there is no third copy; not in 16 bits, where small steps between points would be lost in rounding.
+        meanwhile, so there is no third copy; not in 16 bits, where the mean would be lost in rounding.
         """
         spots: list[_Swapped | _Copied] = []
+        own = local_parts(self._tensors if tensors is None else tensors)
         with torch.no_grad():
-            for tensor, origin, mean in zip(
-                local_parts(self._tensors if tensors is None else tensors), self.origin, self.mean.means, strict=True
-            ):
+            for tensor, origin, mean, part in zip(own, self.origin, self.mean.means, rho, strict=True):
                 swaps = mean.dtype == tensor.dtype and tensor.itemsize >= 4
-                spots.append(_Swapped(tensor, origin, mean) if swaps else _Copied(tensor, origin, mean, self._from_origin))
-
-        @torch.no_grad()
-        def put(rho: Sequence[float]) -> None:
-            for spot, own in zip(spots, rho, strict=True):
-                spot.put(own)
-
+                spots.append(_Swapped(tensor, origin, mean, part) if swaps else _Copied(tensor, origin, mean, part, self._from_origin))
         try:
-            yield put
+            yield
         finally:
             with torch.no_grad():
                 for spot in spots:
@@ -205,39 +197,30 @@ class _ByHand:
 
 
 class _Swapped:
-    """A tensor while points are scored: `put` makes it origin + rho * (mean - origin), `leave` what it was. Its content waits in the mean's
-    memory."""
+    """A tensor at a point of the line until `leave`. Its content waits in the mean's memory."""
 
-    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor) -> None:
-        self._tensor, self.origin, self._mean = tensor, origin, mean
-        self._at, self._aside = 1.0, False
+    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, rho: float) -> None:
+        self._tensor, self._origin, self._mean, self._rho = tensor, origin, mean, rho
         _exchange(tensor, mean)
+        self._stretch(rho)
 
-    def put(self, rho: float) -> None:
-        # At 0 nothing would be left of the direction: the point before waits in the origin's memory.
-        if self._aside != (rho == 0):
-            _exchange(self._tensor, self.origin)
-            self._aside = not self._aside
-        if rho not in (0, self._at):
-            origin = self.origin.to(self._tensor.device)
-            self._tensor.sub_(origin).mul_(rho / self._at).add_(origin)
-            self._at = rho
+    def _stretch(self, factor: float) -> None:
+        if factor != 1:
+            origin = self._origin.to(self._tensor.device)
+            self._tensor.sub_(origin).mul_(factor).add_(origin)
 
     def leave(self) -> None:
-        self.put(1.0)
+        self._stretch(1 / self._rho)
         _exchange(self._tensor, self._mean)
 
 
 class _Copied:
     """As `_Swapped`, but the tensor's content waits in memory of its own."""
 
-    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, from_origin: bool) -> None:
-        self._tensor, self.origin, self._mean, self._from_origin = tensor, origin, mean, from_origin
-        self._own = tensor.detach().to(mean.device, copy=True)
-
-    def put(self, rho: float) -> None:
-        origin, mean = (t.to(self._tensor.device, torch.float32) for t in (self.origin, self._mean))
-        self._tensor.copy_(torch.add(origin, mean, alpha=rho) if self._from_origin else torch.lerp(origin, mean, rho))
+    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, rho: float, from_origin: bool) -> None:
+        self._tensor, self._own = tensor, tensor.detach().to(mean.device, copy=True)
+        origin, mean = (t.to(tensor.device, torch.float32) for t in (origin, mean))
+        tensor.copy_(torch.add(origin, mean, alpha=rho) if from_origin else torch.lerp(origin, mean, rho))
 
     def leave(self) -> None:
         self._tensor.copy_(self._own)

@@ -64,7 +64,7 @@ def check_arguments(
         replicas.check_optimizer(optimizer)
     if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
-            f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.LineController(model) or "
+            f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.AutoLR(model) or "
             "hdet.ProbeController(...)"
         )
     if not isinstance(sync, Sync):

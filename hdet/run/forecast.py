@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LambdaLR,
     LinearLR,
-    LRScheduler,
     MultiStepLR,
     OneCycleLR,
     PolynomialLR,
@@ -27,7 +25,7 @@ from torch.optim.lr_scheduler import (
 
 from ..core.schema import Number
 
-__all__ = ["RATE", "highest_factors", "means", "rehearse"]
+__all__ = ["RATE", "highest_factors", "rehearse"]
 
 POINTS = 1000
 """in which a function of the step alone is looked at"""
@@ -50,28 +48,6 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
     steps = sorted({*_places(0, total_steps), *range(min(total_steps, 100)), total_steps})
     highest = [max(float(factor(step)) for step in steps) for factor in scheduler.lr_lambdas]
     return [factor if factor > 0 else 1.0 for factor in highest]
-
-
-def means(scheduler: Any, total_steps: int | None) -> list[float] | None:
-    """[parameter group]: the mean of the rates that torch's ``scheduler`` sets, from now on to the end of the run (of a LambdaLR, from its
-    beginning).
-
-    None where that cannot be told: no scheduler, none of torch's (ReduceLROnPlateau is one of those), one whose ``step`` is somebody's own,
-    one that cannot be copied or run ahead, or no length.
-    """
-    scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
-    if not isinstance(scheduler, LRScheduler) or total_steps is None or type(scheduler).step.__module__ != LRScheduler.__module__:
-        return None
-    if type(scheduler) is LambdaLR:
-        places = _places(0, total_steps)
-        lambdas = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        return [float(base) * math.fsum(float(factor(step)) for step in places) / len(places) for base, factor in lambdas]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return _run_ahead(scheduler, _done(scheduler), total_steps)
-    # Of somebody's own class, which may hold what cannot be copied: if something is wrong with it, it will say so itself.
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError):
-        return None
 
 
 def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) -> None:
@@ -116,17 +92,6 @@ def _places(first: int, end: int) -> list[int]:
 def _done(scheduler: Any) -> int:
     """Steps; a ChainedScheduler has none of its own."""
     return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else max(map(_done, scheduler._schedulers))
-
-
-def _run_ahead(scheduler: Any, first: int, end: int) -> list[float]:
-    """A closed form is asked in a thousand places, all else step by step: 10 to 25 seconds for a million."""
-    ahead = _copy_of(scheduler)
-    ask = _closed_form(ahead)
-    places = range(first, end) if ask is None else _places(first, end)
-    sums = [0.0] * len(ahead.optimizer.param_groups)
-    for rates in _rates(ahead, places, ask):
-        sums = [total + rate for total, rate in zip(sums, rates, strict=True)]
-    return [total / len(places) for total in sums]
 
 
 def _closed_form(ahead: Any) -> Callable[[], Any] | None:

@@ -34,7 +34,6 @@ class Panel:
     ) -> None:
         self._engine, self._schedule_step, self._during = engine, schedule_step, during
         self._all: Mapping[str, Measurement] = {} if engine.controller is None else engine.controller.measurements
-        self._tried: set[str] = set()
         self._widths: list[tuple[str, int]] = []
 
     def watch(self, watched: Watched) -> None:
@@ -56,7 +55,6 @@ class Panel:
         for name, measurement in self._all.items():
             if name not in self._engine.plan.measure:
                 measurement.release()
-                self._tried.discard(name)
         self.reset()
 
     def reset(self) -> None:
@@ -70,17 +68,9 @@ class Panel:
             measurement.on_cycle_start(self._engine.plan.measure[name])
 
     def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for a step without a closure where one is needed, and in the first such step ValueError for one that returns no
-        losses, which is then called once."""
-        for name, measurement in self._named():
-            if not measurement.needs_closure:
-                continue
-            if closure is None:
-                raise TypeError(f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...)")
-            if name not in self._tried:
-                self._tried.add(name)
-                with self._during(name):
-                    measurement.try_closure(closure)
+        """Raises TypeError for a step without a closure where one is needed."""
+        if closure is None and any(measurement.needs_closure for _, measurement in self._named()):
+            raise TypeError(f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...)")
 
     def beside(self, closure: Closure | None) -> None:
         """A step is done, and not counted yet; its values are still in force."""

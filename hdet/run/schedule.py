@@ -16,7 +16,7 @@ from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
 from ..replicas.layout import brief
-from .forecast import RATE, highest_factors, means, rehearse
+from .forecast import RATE, highest_factors, rehearse
 from .torch_schedulers import REMEDY, TorchSchedulers
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -24,7 +24,7 @@ __all__ = ["Schedule", "Scheduler", "plain"]
 
 class Scheduler(Protocol):
     """What an Ensemble asks of a scheduler: any of torch's. One that wraps torch's may have ``torch_alone()``: a scheduler of torch's, of the
-    same run and optimizer, that can be copied and run ahead (`forecast.means`)."""
+    same run and optimizer, that can be copied and run ahead (`forecast.rehearse`)."""
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -203,14 +203,6 @@ class Schedule:
                 "schedules have drifted apart, or somebody has written a value on some ranks only. Write it on all ranks alike, and go on from "
                 "the last checkpoint"
             )
-
-    def means(self) -> list[float]:
-        """[knob]: the mean of the untouched schedule from now to the end of the run; its peak where that cannot be told."""
-        ahead = means(self.scheduler, self.total_steps)
-        return [
-            ahead[knob.indices[0]] if ahead and isinstance(knob, GroupKnob) and knob.key == "lr" else peak
-            for knob, peak in zip(self.knobs, self.peaks_and_floors()[0], strict=True)
-        ]
 
     def _highest_of(self, knob: Bound) -> float:
         return self._highest[knob.indices[0]] if self._highest and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0

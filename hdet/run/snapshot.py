@@ -1,4 +1,4 @@
-"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged, and after a sweep."""
+"""Copies of parameters and of an optimizer's state, to be restored: after a cycle that diverged, and where a plan says so."""
 
 from __future__ import annotations
 
@@ -126,13 +126,10 @@ class Snapshot:
     Args:
         tensors: the same ones from `take` to `restore`.
         model: whose buffers are kept too.
-        weights: are the masters, and the parameters of other replicas, that a fused optimizer has in its state kept too?
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None, *, weights: bool = True
-    ) -> None:
-        self._tensors, self._optimizer, self._on_host, self._weights = list(tensors), optimizer, place == "host", weights
+    def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None) -> None:
+        self._tensors, self._optimizer, self._on_host = list(tensors), optimizer, place == "host"
         self._buffers = None if model is None else BufferCopies(model, self._on_host)
         self._copies: list[Copy] = []
         self._state: dict[Any, dict[str, Any]] = {}
@@ -143,11 +140,6 @@ class Snapshot:
         """Its memory stays for the next time."""
         self.taken = False
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """What `take` has copied of the tensors: local shards; its memory, not a copy."""
-        return [copy.values for copy in self._copies]
-
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
@@ -155,10 +147,8 @@ class Snapshot:
         self._copies = [Copy(tensor, self._on_host, old) for tensor, old in zip(self._tensors, befores, strict=True)]
         if self._buffers is not None:
             self._buffers.take()
-        state, fused = self._optimizer.state, isinstance(_inner(self._optimizer), FusedOptimizer)
+        state = self._optimizer.state
         held = {key: state[owner] for key, owner, _ in _owners(self._optimizer) if owner in state and state[owner] != {}}
-        if fused and not self._weights:
-            held = {key: {name: value for name, value in values.items() if name not in WEIGHT_KEYS} for key, values in held.items()}
         self._state = keep(held, self._on_host, self._state)
         self._groups = GroupNumbers(self._optimizer)
         self.taken = True
@@ -170,12 +160,8 @@ class Snapshot:
             copy.put(tensor)
         if self._buffers is not None:
             self._buffers.put_back()
-        _put_back(self._optimizer, self._state, self._weights)
+        _put_back(self._optimizer, self._state, weights=True)
         self._groups.put_back()
-
-    def moved(self, place: int) -> bool:
-        """Is the tensor at ``place`` not what it was, on this rank?"""
-        return not self._copies[place].is_in(self._tensors[place])
 
 
 class CycleStarts:

@@ -98,14 +98,6 @@ class Copy:
         made = self.values.to(self.device, copy=True)
         return made if self._layout is None else like(made, self._layout)
 
-    def is_in(self, tensor: torch.Tensor) -> bool:
-        """Has the tensor these values, bit for bit?"""
-        own = local_parts([tensor])[0]
-        if own.shape != self.values.shape or own.dtype != self.values.dtype:
-            return False
-        one, two = (t.to(own.device).contiguous().view(-1).view(torch.uint8) for t in (own, self.values))
-        return torch.equal(one, two)
-
 
 def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
     """A copy of the tensors in a value, however nested in dicts, lists and tuples; what else there is, as it is. ``before``: as of `Copy`."""
@@ -146,13 +138,6 @@ class BufferCopies:
     def __init__(self, model: nn.Module, on_host: bool = False) -> None:
         self._model, self._on_host = model, on_host
         self._kept: dict[tuple[nn.Module, str], Any] | None = None
-
-    @property
-    def taken(self) -> bool:
-        return self._kept is not None
-
-    def forget(self) -> None:
-        self._kept = None
 
     @torch.no_grad()
     def take(self) -> None:

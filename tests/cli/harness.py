@@ -36,17 +36,15 @@ def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def lined(data: Path, replicas: int = 2) -> list[str]:
-    """For controller line; without an interval: that of 4 of 24 steps is too long for it."""
-    settings = tiny(data, replicas)
-    at = settings.index("--sync-interval")
-    return [*settings[:at], *settings[at + 2 :], "--controller", "line"]
+def auto(data: Path, replicas: int = 2) -> list[str]:
+    """For controller auto, with a budget for one trial: steps 20 to 50, at the end of which the rate is raised."""
+    return [*tiny(data, replicas, steps=200), "--controller", "auto", "--budget", "0.5"]
 
 
 KINDS: dict[str, Callable[[Path], list[str]]] = {
     "processes": lambda data: tiny(data, replicas=3),  # a sum of two has no order
     "coresident": lambda data: [*tiny(data), "--coresident"],
-    "line": lined,
+    "auto": auto,
     "softmax": lambda data: [*tiny(data), "--controller", "softmax"],
 }
 

@@ -17,7 +17,7 @@ from hdet.cli.display import banner
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.place import choose_device
 from hdet.cli.main import main
-from hdet.cli.train import default_interval, default_replicas, printable
+from hdet.cli.train import default_replicas, printable
 
 from ..limits import HANG_S
 from .harness import Finished, one_line, tiny
@@ -37,11 +37,10 @@ pytestmark = pytest.mark.usefixtures("no_processes")
         (["--unknown"], ["--unknown"]),
         (["--coresident", "--controller", "none", "--replicas", "1"], ["replicas is 1: it must be at least 2 to be co-resident"]),
         (
-            ["--coresident", "--controller", "line"],
-            ["coresident is True: it must be left out with controller line", "pass replicas 1 and batch_size 4\n"],
+            ["--coresident", "--controller", "auto"],
+            ["coresident is True: it must be left out with controller auto", "pass replicas 1 and batch_size 4\n"],
         ),
-        (["--controller", "line", "--replicas", "1", "--batch-size", "1"], ["batch_size is 1: it must be at least 2"]),
-        (["--controller", "line"], ["sync_interval", "is 4 of 24 steps", "pass at most 2"]),
+        (["--controller", "auto", "--budget", "1"], ["budget is 1.0: it must lie between 0 and 1"]),
     ],
 )
 def test_wrong_argument(
@@ -66,7 +65,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
         (0, [], "pass --device cpu"),
         (1, [], "pass --coresident or --device cpu"),
         (3, [], "pass --replicas 3 or --coresident or --device cpu"),
-        (1, ["--controller", "line", "--sync-interval", "1"], "pass --replicas 1 or --device cpu"),
+        (1, ["--controller", "auto"], "pass --replicas 1 or --device cpu"),
     ],
     indirect=["gpus"],
 )
@@ -82,11 +81,11 @@ def test_remedy_for_too_few_gpus(
 def test_one_gpu_is_enough_for_one_process(gpus: int) -> None:
     together = TrainConfig(coresident=True)
     assert choose_device("auto", together.processes) == "cuda" and choose_device("auto", TrainConfig().processes) == "cpu"
-    assert default_replicas({"controller": "line"}) == 1 and default_replicas({}) == 4
+    assert default_replicas({"controller": "auto"}) == 1 and default_replicas({}) == 4
     event = {"folder": "x", "step": 0, "device": "cuda:0"}
     assert "all in one process on the GPU" in list(banner(together, event))[1]
     assert "one process each on the GPUs" in list(banner(TrainConfig(), event))[1]
-    alone = list(banner(TrainConfig(controller="line", replicas=1), event))
+    alone = list(banner(TrainConfig(controller="auto", replicas=1), event))
     assert "1 replica x 8 windows of 64 bytes, one process on the GPU" in alone[1]
 
 
@@ -168,11 +167,6 @@ def test_help_answers_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "--max-lr" in done.stdout and "30 times" in done.stdout
-
-
-def test_cycles_of_controller_line_are_short_if_nothing_else_is_said() -> None:
-    assert default_interval({"controller": "line"}) == 5 and default_interval({"controller": "line", "steps": 10}) == 1
-    assert default_interval({"steps": 10}) == TrainConfig().sync_interval
 
 
 def test_generated_text_cannot_steer_the_terminal() -> None:

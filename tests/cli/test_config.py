@@ -23,11 +23,11 @@ from hdet.cli.job.config import TrainConfig
         ("replicas", 1, "controller none"),
         ("spread", 1.0, "[0, 1)"),
         ("spread", -0.1, "[0, 1)"),
-        ("spread", 0.0, "controller none or line"),
+        ("spread", 0.0, "controller none or auto"),
         ("sync_interval", 0, "at least 1"),
         ("sync_interval", 2001, "steps"),
         ("pct_start", 1.0, "between 0 and 1"),
-        ("controller", "greedy", "probe, line, softmax, none"),
+        ("controller", "greedy", "probe, auto, softmax, none"),
         ("device", "tpu", "auto, cpu, cuda"),
         ("mode", "both", "hdet, fixed"),
         ("width", 66, "multiple of heads"),
@@ -50,9 +50,9 @@ def test_refusals_name_setting_value_and_remedy(name: str, value: Any, remedy: s
 
 def test_what_a_controller_needs_is_not_asked_of_runs_without_one() -> None:
     assert TrainConfig(mode="fixed", replicas=1).replicas == 1
-    for controller in ("none", "line"):
+    for controller in ("none", "auto"):
         assert TrainConfig(controller=controller, replicas=1, spread=0.0).spread == 0.0
-    assert TrainConfig(mode="fixed", coresident=True, controller="line").processes == 1
+    assert TrainConfig(mode="fixed", coresident=True, controller="auto").processes == 1
 
 
 def test_settings_survive_a_file_and_unknown_ones_are_refused() -> None:

@@ -20,7 +20,7 @@ from hdet.cli.job.run_files import read_history
 from hdet.cli.job.training import RunSpec, train_all
 
 from ..limits import HANG_S
-from .harness import KINDS, ROOT, Finished, lined, run_cli, tiny, wait_until_gone
+from .harness import KINDS, ROOT, Finished, auto, run_cli, tiny, wait_until_gone
 
 Straight = Callable[[str], tuple[Path, Finished]]
 TIMES = {"converge_ms", "probe_ms", "seconds", "probe_percent", "converge_percent"}
@@ -143,51 +143,49 @@ def test_one_process_uses_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.get_num_threads() == 2
 
 
-# -- controller line -------------------------------------------------------------------------------------------------------
+# -- controller auto -------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_read_without_a_spread(straight: Straight) -> None:
-    folder, finished = straight("line")
-    assert "all train alike" in finished.out and "differ by design" not in finished.out
+def test_trials_raise_a_rate_that_is_far_too_low(straight: Straight) -> None:
+    folder, finished = straight("auto")
+    assert "all train alike: trials of other rates" in finished.out and "differ by design" not in finished.out
     cycles = events(folder, "cycle")
-    assert [record["step"] for record in cycles] == list(range(1, 25))
-    assert all(record["multipliers"]["lr"] == [1.0, 1.0] and record["probe"] is None for record in cycles)
-    read = [record for record in cycles if record["slopes"]["lr"] is not None]
-    assert read
+    assert all(record["multipliers"]["lr"] == [1.0, 1.0] for record in cycles)
+    (tried,) = [record for record in cycles if record["notes"]]
+    assert "best peak" in tried["notes"][0] and tried["corrections"]["lr"] > 1 and tried["step"] - cycles[tried["cycle"] - 1]["step"] >= 28
     # Cycles are many: those with nothing to say are not shown.
-    lines = finished.out.splitlines()
-    shown = [record for record in cycles if any(line.startswith(f"{record['cycle'] + 1:3d}/24 ") for line in lines)]
-    assert len(shown) < len(cycles) and all(record in shown for record in cycles if record["notes"] or record in read)
-    # What it costs is on the bill.
-    assert all(record["probe_ms"] > 0 for record in read) and events(folder, "end")[0]["probe_percent"] > 0
+    lines = [line for line in finished.out.splitlines() if " x " in line and "/50" in line]
+    assert any("best peak" in line for line in lines) and len(lines) < len(cycles)
 
 
 def test_the_correction_is_the_one_in_force(straight: Straight) -> None:
     """A rise comes by and by; the report divides by it to draw the schedule as it was."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule, rates = OneCycleLR(optimizer, TrainConfig().max_lr, total_steps=24, pct_start=0.3, cycle_momentum=False), [0.0]
-    for step in range(24):
+    schedule, rates = OneCycleLR(optimizer, TrainConfig().max_lr, total_steps=200, pct_start=0.3, cycle_momentum=False), [0.0]
+    for step in range(200):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
-        if step < 23:
+        if step < 199:
             schedule.step()
-    for record in events(straight("line")[0], "train"):
+    records = events(straight("auto")[0], "train")
+    assert len({record["correction"] for record in records}) > 3
+    for record in records:
         assert record["lr"] / record["correction"] == pytest.approx(rates[record["step"]]), record
 
 
 def test_one_process_is_enough(text_folder: Path, tmp_path: Path) -> None:
-    finished = run_cli("train", *lined(text_folder, 1), "--out", str(tmp_path))
+    finished = run_cli("train", *auto(text_folder, 1), "--out", str(tmp_path))
     assert finished.code == 0 and finished.err == "", finished.err
     assert "1 replica x 2 windows of 16 bytes, one process on the CPU" in finished.out
-    assert any(record["slopes"]["lr"] is not None for record in events(tmp_path, "cycle"))
+    assert any("best peak" in note for record in events(tmp_path, "cycle") for note in record["notes"])
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("processes", 3), ("coresident", 1), ("line", 2)])
+@pytest.mark.parametrize(("kind", "workers"), [("processes", 3), ("coresident", 1), ("auto", 2)])
 def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path, straight: Straight, kind: str, workers: int) -> None:
-    """kill -9 of the parent at step 12, four steps after the checkpoint of step 8. Controller line begins the interval under way anew."""
+    """kill -9 of the parent at step 12, four steps after the checkpoint of step 8."""
     whole, _ = straight(kind)
     folder, pids, scratch = tmp_path / "killed", tmp_path / "pids", tmp_path / "scratch"
     pids.mkdir()
@@ -201,10 +199,6 @@ def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path, strai
     resumed = run_cli("train", "--resume", str(folder))
     assert resumed.code == 0 and "from step 8" in resumed.out and resumed.err == "", resumed.err
     ours, theirs = (read_history(run / "history.jsonl") for run in (folder, whole))
-    if kind == "line":
-        assert same([record for record in ours if record["step"] <= 8], [record for record in theirs if record["step"] <= 8])
-        assert [record["step"] for record in events(folder, "cycle")] == list(range(1, 25)) and ours[-1]["event"] == "end"
-        return
     assert same(ours, theirs)
     assert same(*(torch.load(run / "checkpoint.pt", weights_only=True) for run in (folder, whole)))
     assert (folder / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()

@@ -12,6 +12,7 @@ from torch import nn
 import hdet
 from tests.harness import model, probe
 
+from .asking import Asking
 from .runs import run
 
 Make = Callable[[nn.Module], hdet.Controller]
@@ -28,10 +29,8 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
     "auto": (lambda m: hdet.AutoLR(m, budget=0.2), {"together": 1, "lr": 1e-4, "total": 1500}),
-    "line": (lambda m: hdet.LineController(m), {"together": 1, "lr": 1e-5, "total": 400}),
-    "line, then probe": (
-        lambda m: hdet.SequentialController(hdet.LineController(m, late=False), probe(m, 10**7)), {"every": 4, "lr": 1e-5, "total": 400}
-    ),
+    "asking": (Asking, {"together": 1}),
+    "asking, then probe": (lambda m: hdet.SequentialController(Asking(m, freeze_after=40), probe(m, 10**7)), {"every": 4, "lr": 1e-5}),
     "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7, interval=1)), {"lr": 1e-5}),
 }  # fmt: skip
 

@@ -26,7 +26,6 @@ def test_the_run_is_bitwise_the_one_without_it(name: str) -> None:
     assert ours.ensemble.values() == alone.ensemble.values() and ours.ensemble.corrections == {"lr": 1.0}
     assert [record["cycle"] for record in ours.records] == [record["cycle"] for record in alone.records]
     assert all(record["record"]["end"] is None for record in ours.records)
-    assert not ours.ensemble.sweeping
 
 
 def test_what_it_would_have_decided_is_in_the_record() -> None:

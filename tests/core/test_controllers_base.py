@@ -63,7 +63,7 @@ def evidence(**given: Any) -> Evidence:
     measured = {name: rows for key, name in (("probes", PROBE), ("inner", COSINES)) if (rows := given.pop(key, None)) is not None}
     return Evidence(**{
         "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": ["lr"], "multipliers": [[0.7, 0.9, 1.1, 1.3]],
-        "losses": [1.0] * 4, "measured": measured, "scheduled": [1.0], "peak": [1.0], "mean": [1.0], "floor": [0.1], "values": [1.0], "corrections": [1.0], **given,
+        "losses": [1.0] * 4, "measured": measured, "scheduled": [1.0], "peak": [1.0], "floor": [0.1], "values": [1.0], "corrections": [1.0], **given,
     })  # fmt: skip
 
 

@@ -126,9 +126,7 @@ def test_a_runaway_correction_is_held_and_noted() -> None:
     assert "held at" in notes[1][0] or "held at" in notes[2][0]
 
 
-@pytest.mark.parametrize(
-    "decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}, {"ramp_from": 0.0}]
-)
+@pytest.mark.parametrize("decision", [{"factor": 0.0}, {"factor": -1.0}, {"factor": math.nan}, {"value": math.inf}, {"value": 0.0}])
 def test_a_decision_that_would_kill_the_run_cannot_be_made(decision: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="finite and positive"):
         Decision(**decision)
@@ -211,8 +209,6 @@ def course(engine: Engine, steps: int, pace: int = 1) -> list[float]:
         # One that is under way goes on from what is in force: 8 would have been next.
         ([Decision(factor=16.0, ramp=4), Decision(factor=8.0, ramp=2)], 1, [1, 1, 2, 4, 32, 128, 128]),
         # A restart begins at a part of its value, even where that falls.
-        ([Decision(factor=0.5, ramp=4, ramp_from=1 / 16)], 1, [1, 1, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 2]),
-        ([Decision(factor=4.0, ramp_from=1.0)], 1, [1, 1, 4, 4]),
         # It is counted in steps of the schedule, as under accelerate.
         ([Decision(factor=16.0, ramp=16)], 4, [1, 1, 2, 4, 8, 16, 16]),
     ],

@@ -26,7 +26,7 @@ def evidence(
     rows = [[2 + level + (slope + wrong) * math.log(rho) for level, wrong in own] for rho in RHO]
     return Evidence(
         cycle=0, step=100, total_steps=1000, warmup_steps=0, sync_interval=10, knobs=["lr"], multipliers=[RHO], losses=[1.0] * 4,
-        measured={PROBE: rows}, scheduled=[phase * 3e-4], peak=[3e-4], mean=[3e-4], floor=[0.0], values=[phase * 3e-4 * correction],
+        measured={PROBE: rows}, scheduled=[phase * 3e-4], peak=[3e-4], floor=[0.0], values=[phase * 3e-4 * correction],
         corrections=[correction],
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ def two_layers(rank: int, *, by: str, swapped: bool = True) -> Made:
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
     if by == "buffers":
         return optimizer, None, {"buffers": net}
-    return optimizer, None, {"controller": hdet.LineController(net), "total_steps": 100, "every": 10}
+    return optimizer, None, {"controller": hdet.AutoLR(net), "total_steps": 100}
 
 
 class Warm:
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str | None, Callable[[int, bool], Made]]] = {
     "order": (ORDER, lambda r, odd: two_vectors((0.0, 10.0), swapped=odd)),
     "order, by param_names": (NAMES, lambda r, odd: two_layers(r, by="param_names")),
     "order, by the buffers' module": (NAMES, lambda r, odd: two_layers(r, by="buffers")),
-    "order, by the line's model": (NAMES, lambda r, odd: two_layers(r, by="line")),
+    "order, by the controller's model": (NAMES, lambda r, odd: two_layers(r, by="controller")),
     "total_steps": ("total_steps", lambda r, odd: plain(total_steps=40 + odd)),
     "warmup_steps": ("warmup_steps", lambda r, odd: plain(total_steps=40, warmup_steps=2 * odd)),
     "controller": ("controller", lambda r, odd: plain(total_steps=40, controller=hdet.SoftmaxController(1.0 + odd, decay=None))),

@@ -1,10 +1,9 @@
-"""What a sweep goes back to: all that the run had at its first step, and of a model that another optimizer trains too, nothing else."""
+"""What a plan that restores its beginning goes back to: all that the run had at its first step. And buffers, which forward passes change."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,25 +14,26 @@ from torch import nn
 
 import hdet
 from hdet.tensors.buffers import Averaged
-from tests.harness import Run, losses_of, model, probe, taught
+from tests.harness import Run, Scripted, losses_of, model, taught
 
 from ..distributed import run_ranks
 from .helpers import STOCK, flat, on_all_ranks, same, state_of, told, trained
-from .test_line import Fixed, batch_norm, line_run
+
+
+def batch_norm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def short(net: nn.Module, **settings: Any) -> Run:
-    """Goes back after four steps."""
-    return line_run(1e-2, net=net, line=hdet.LineController(net, rule=Fixed(back=True)), **{"total": 400, "every": 1} | settings)
+    """Goes back after four steps, once."""
+    trial = hdet.Plan(4, spread=False, judged=False, snapshots={"start": hdet.SnapshotOf()}, end=hdet.Restore("start"))
+    buffers = {"buffers": net} if any(True for _ in net.buffers()) else {}
+    defaults = {"lr": 1e-2, "total": 400, "ddp": False, "data": lambda key: taught(key // 100), **buffers}
+    return Run(net=net, controller=Scripted(plans=[trial, hdet.Plan(1, spread=False)]), **{**defaults, **settings})
 
 
-def swept(run: Run) -> Run:
-    while run.ensemble.sweeping:
-        run.steps(1)
-    return run
-
-
-# -- buffers -------------------------------------------------------------------------------------------------------------
+# -- weights and buffers -------------------------------------------------------------------------------------------------
 
 
 class Normaliser(nn.Module):
@@ -68,101 +68,74 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-def run_through(net: nn.Module, run: Run) -> None:
-    net(taught(0)[0])
-
-
-def load(net: nn.Module, run: Run) -> None:
+def load(net: nn.Module) -> None:
     other = batch_norm()
     trained(other, torch.optim.SGD(other.parameters(), lr=0.01), range(20))
     net.load_state_dict(other.state_dict())
 
 
-def load_a_part(net: nn.Module, run: Run) -> None:
-    net[1].load_state_dict({**net[1].state_dict(), "running_mean": torch.full((8,), 5.0)})
-
-
-def cast(net: nn.Module, run: Run) -> None:
-    net.double()
-
-
-def call_parts(net: nn.Module, run: Run) -> None:
-    run.losses = lambda data: ((functools.reduce(lambda x, part: part(x), net, data[0]) - data[1]) ** 2).mean(1)
-
-
-def look(net: nn.Module, run: Run) -> None:
-    net.eval()
-    run_through(net, run)
-    net.train()
-
-
-def copies(net: nn.Module, run: Run) -> None:
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
-        run_through(other, run)
-        other.load_state_dict(net.state_dict())
-
-
 @pytest.mark.parametrize(
     ("make", "before"),
-    [
-        (batch_norm, [load]), (batch_norm, [run_through, load]), (batch_norm, [run_through, load_a_part]), (batch_norm, [cast]),
-        (batch_norm, [call_parts]), (batch_norm, [copies]), (Counting, [look]), (Normaliser, []),
-    ],
-)  # fmt: skip
-def test_a_sweep_goes_back_to_what_its_first_forward_pass_found(make: Callable[[], nn.Module], before: list[Any]) -> None:
+    [(batch_norm, []), (batch_norm, [load]), (batch_norm, [nn.Module.double]), (Counting, []), (Normaliser, [])],
+)
+def test_a_restart_goes_back_to_what_its_first_step_found(make: Callable[[], nn.Module], before: list[Any]) -> None:
+    """Buffers are those after the first forward pass, which comes before that step."""
     net = make()
     run = short(net)
     for act in before:
-        act(net, run)
-    begin = state_of(net)
-    run.steps(4)
-    assert not run.ensemble.sweeping and same(state_of(net), begin)
-    run.ensemble.close()
-    hooks = ("_forward_pre_hooks", "_load_state_dict_post_hooks")
-    assert not any(getattr(module, name) for module in net.modules() for name in hooks)
+        act(net)
+    begun = copy.deepcopy(net)
+    losses_of(begun, taught(0))
+    run.steps(3)
+    assert not same(state_of(net), state_of(begun))
+    assert same(state_of(run.steps(1).net), state_of(begun))
 
 
-def test_a_model_that_is_cast_after_a_pass_goes_back_to_what_was_before_it() -> None:
-    net = batch_norm()
+@pytest.mark.parametrize("make", [model, batch_norm])
+def test_weights_that_are_nan_are_taken_back(make: Callable[[], nn.Module]) -> None:
+    """No error, no cycle taken back by `Divergence`, and the run goes on from the beginning."""
+    net = make()
     run = short(net)
-    run_through(net, run)
-    cast(net, run)
-    run.steps(4)
-    assert same(state_of(net), state_of(batch_norm().double()))
+    begin = run.weights()
+    run.steps(2)
+    with torch.no_grad():
+        next(net.parameters()).fill_(math.nan)
+    run.steps(2)
+    assert torch.equal(run.weights(), begin) and not any(record["rolled_back"] for record in run.records)
+    assert all(value.isfinite().all() for value in run.steps(100).net.state_dict().values())
 
 
-@pytest.mark.parametrize("way", ["torch.compile(model)", "model.compile()"])
-def test_a_compiled_model_is_taken_back_to_the_bit_and_not_compiled_again(way: str) -> None:
-    torch.compiler.reset()
-    graphs: list[Any] = []
+def test_of_co_resident_replicas_all_are_taken_back() -> None:
+    net = model()
+    run = short(net, together=3)
+    begin = run.weights()
+    run.steps(2)
+    with run.replica(2), torch.no_grad():
+        next(net.parameters()).fill_(math.nan)
+    run.steps(2)
+    assert run.equal() and torch.equal(run.weights(), begin) and run.ensemble.in_sync
 
-    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
 
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = batch_norm()
+def test_copies_of_the_parameters_in_an_optimizer_are_followed() -> None:
+    net = model()
+    copied = nn.ParameterList([p.detach().clone() for p in net.parameters()])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.parts(x)
+    def refresh() -> None:
+        with torch.no_grad():
+            for p, q in zip(net.parameters(), copied, strict=True):
+                p.copy_(q)
 
-    net = Whole()
-    run = short(net)
+    def gradients(*_: Any) -> None:
+        for p, q in zip(net.parameters(), copied, strict=True):
+            q.grad, p.grad = p.grad, None
+
+    run = short(net, optimizer=lambda *_, **settings: torch.optim.AdamW(copied.parameters(), **settings), refresh=refresh)
+    run.optimizer.register_step_pre_hook(gradients)
+    run.optimizer.register_step_post_hook(lambda *_: refresh())
     begin = state_of(net)
-    compiled = torch.compile(net, backend=counting, fullgraph=True) if way == "torch.compile(model)" else net
-    if compiled is net:
-        net.compile(backend=counting, fullgraph=True)
-    run.losses = functools.partial(losses_of, compiled)
-    run.steps(4)
-    assert same(state_of(net), begin)
-    run.steps(4)
-    assert len(graphs) == 2, "in training mode, and in eval mode without gradients"
-    torch.compiler.reset()
+    run.steps(3)
+    assert not same(state_of(net), begin)
+    assert same(state_of(run.steps(1).net), begin)
 
 
 # -- the optimizer's state -------------------------------------------------------------------------------------------------
@@ -217,179 +190,6 @@ def test_a_restart_begins_as_a_new_run_would(name: str, loaded: bool) -> None:
         assert torch.equal(run.weights(), flat(other))
 
 
-def test_a_whole_sweep_goes_back_to_what_was_loaded() -> None:
-    """Several times: to read the line, perhaps because training broke, and at its end."""
-    net = batch_norm()
-    before = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    trained(net, before, range(9))
-    run = line_run(0.3, net=net, total=400)
-    run.optimizer.load_state_dict({**before.state_dict(), "param_groups": run.optimizer.state_dict()["param_groups"]})
-    begin, held = state_of(net), moments(run.optimizer)
-    swept(run)
-    assert same(state_of(net), begin) and same(moments(run.optimizer), held)
-
-
-# -- a second optimizer over the same model --------------------------------------------------------------------------------
-
-
-def partly(net: nn.Module, own: nn.Module, other: Callable[[], Any] = lambda: None, **settings: Any) -> Run:
-    """Trains ``own``, a part of the model; ``other`` is called after each of its optimizer's steps."""
-    settings = {"line": hdet.LineController(net), "total": 400, "optimizer": torch.optim.AdamW, **settings}
-    make = settings.pop("optimizer")
-    run = line_run(1e-2, net=net, optimizer=lambda *_, **more: make(own.parameters(), **more), **settings)
-    run.optimizer.register_step_post_hook(lambda *_: other())
-    return run
-
-
-def write(net: nn.Module) -> Callable[[], Any]:
-    """No version counts it."""
-    return lambda: net[2].weight.data.add_(1e-3)
-
-
-@pytest.mark.parametrize(
-    ("make", "other", "message"),
-    [
-        (batch_norm, lambda net: torch.optim.AdamW(net[1:].parameters(), lr=1e-3).step, r"model has '1.weight', which is not this Ensemble's optimizer's.*into one optimizer.*ensemble.sweeping"),
-        (model, write, "'2.weight'"),
-    ],
-)  # fmt: skip
-def test_a_second_optimizer_is_refused_and_all_is_as_at_the_beginning(make: Any, other: Any, message: str) -> None:
-    net = make()
-    run = partly(net, net[0], other(net))
-    begin = state_of(net)
-    with pytest.raises(ValueError, match=message):
-        run.steps(20)
-    assert run.index < 8 and same(state_of(net), begin) and not run.optimizer.state
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_parameters_that_nobody_trains_before_the_sweep_s_end_are_not_refused(frozen: bool) -> None:
-    """Neither frozen ones nor others, whatever they hold; nor a second optimizer that waits."""
-    net = model()
-    net.register_parameter("unused", nn.Parameter(torch.full((3,), math.nan)))
-    net[2].requires_grad_(not frozen)
-    run = partly(net, net[0], lambda: run.ensemble.sweeping or write(net)(), data=lambda key: taught(key // 100))
-    run.losses = lambda data: losses_of(net[:3], data)
-    begin = state_of(net)
-    swept(run)
-    assert torch.equal(net[2].weight, begin["2.weight"]) and run.ensemble.corrections["lr"] != 1 / 16
-    run.steps(5)
-    assert not torch.equal(net[2].weight, begin["2.weight"])
-
-
-@pytest.mark.parametrize("thawed", [False, True])
-def test_a_large_frozen_part_that_moves_is_told_of_or_refused(thawed: bool) -> None:
-    """It is no copy that is kept, but what is written to it is counted: a teacher's average is told of, a second optimizer refused."""
-    net = nn.ModuleDict({"trained": model(), "frozen": nn.Linear(100, 100).requires_grad_(False)})
-    run = partly(net, net["trained"])
-    run.losses = functools.partial(losses_of, net["trained"])
-    run.steps(1)
-    with torch.no_grad():
-        net["frozen"].weight.mul_(0.9)
-    if thawed:
-        net["frozen"].requires_grad_(True)
-        with pytest.raises(ValueError, match=r"'frozen.weight'.*is not this Ensemble's optimizer's"):
-            run.steps(20)
-    else:
-        with pytest.warns(UserWarning, match=r"frozen parameter 'frozen.weight' was written in the search, and is not taken back"):
-            swept(run)
-
-
-def test_a_teacher_inside_of_the_model_goes_back_with_it() -> None:
-    """It asks for no gradients, and somebody moves it all the same."""
-    net = nn.ModuleDict({"student": model(), "teacher": model().requires_grad_(False)})
-
-    @torch.no_grad()
-    def follow() -> None:
-        for p, q in zip(net["teacher"].parameters(), net["student"].parameters(), strict=True):
-            p.lerp_(q, 0.5)
-
-    begin = state_of(net)
-    run = partly(net, net["student"], follow, line=hdet.LineController(net, rule=Fixed(back=True)), every=1)
-    run.losses = functools.partial(losses_of, net["student"])
-    run.steps(3)
-    assert not torch.equal(net["teacher"][0].weight, begin["teacher.0.weight"])
-    run.steps(1)
-    assert same(state_of(net), begin)
-
-
-def test_an_optimizer_with_copies_of_the_parameters_is_no_second_one() -> None:
-    net = model()
-    copied = nn.ParameterList([p.detach().clone() for p in net.parameters()])
-
-    def refresh() -> None:
-        with torch.no_grad():
-            for p, q in zip(net.parameters(), copied, strict=True):
-                p.copy_(q)
-
-    def gradients(*_: Any) -> None:
-        for p, q in zip(net.parameters(), copied, strict=True):
-            q.grad, p.grad = p.grad, None
-
-    run = partly(net, copied, refresh, refresh=refresh)
-    run.optimizer.register_step_pre_hook(gradients)
-    begin = state_of(net)
-    run.steps(8)
-    assert not same(state_of(net), begin)
-    assert same(state_of(swept(run).net), begin)
-
-
-def test_co_resident_replicas_are_taken_back_too_and_share_what_another_optimizer_has() -> None:
-    net = model()
-    other = torch.optim.AdamW(net[2].parameters(), lr=1e-2)
-    line = hdet.SequentialController(hdet.LineController(net, late=False), probe(net))
-    run = partly(net, net[0], other.step, line=line, optimizer=hdet.FusedAdamW, together=2, every=2)
-    begin = state_of(net)
-    with pytest.raises(ValueError, match="'2.weight'"):
-        for _ in range(20):
-            run.step()
-            with run.replica(1):
-                assert torch.equal(net[2].weight, run.replicas.sets([net[2].weight])[0][0])
-    for k in range(2):
-        with run.replica(k):
-            assert same(state_of(net), begin)
-
-
-def second_on_one_rank(rank: int, world: int) -> Any:
-    """A shard may have moved on one rank only; no rank may wait for ever."""
-    net = model()
-    run = partly(net, net[0], write(net) if rank == 1 else lambda: None, every=1)
-    begin = state_of(net)
-    return told(lambda: run.steps(20)), same(state_of(net), begin)
-
-
-def test_all_ranks_refuse_alike() -> None:
-    (one, begun), (two, begun_too) = run_ranks(second_on_one_rank, 2)
-    assert "on another rank" in one and "'2.weight'" in two and begun and begun_too
-
-
-def sharded(rank: int, world: int) -> Any:
-    """FSDP2: the second layer is another optimizer's. Its bias has one row, which lies on the first rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    found = []
-    for moves in (None, "2.bias", "2.weight"):
-        net = model()
-        for part in (net[0], net[2], net):
-            fully_shard(part, mesh=mesh)
-        moved = [p.to_local().detach() for name, p in net.named_parameters() if name == moves]
-        replicas = hdet.Replicas.from_mesh(mesh, replicate="dp_replicate")
-        run = partly(net, net[0], lambda moved=moved: [p.add_(1.0) for p in moved], replicas=replicas, total=200, every=1)
-        begin = [p.to_local().clone() for p in net.parameters()]
-        message = told(lambda run=run: swept(run))
-        found.append((message, all(torch.equal(p.to_local(), b) for p, b in zip(net.parameters(), begin, strict=True))))
-    return found
-
-
-def test_shards_are_compared_and_taken_back() -> None:
-    for none, bias, weight in run_ranks(sharded, 4):
-        assert none == ("no error", True)
-        assert ("'2.bias'" in bias[0] or "on another rank" in bias[0]) and bias[1]
-        assert ("'2.weight'" in weight[0] or "on another rank" in weight[0]) and weight[1]
-
-
 # -- buffers in the average ------------------------------------------------------------------------------------------------
 
 
@@ -441,7 +241,7 @@ def test_buffers_that_not_all_replicas_have_are_refused() -> None:
 
 def test_a_rollback_takes_back_the_model_s_buffers_counters_included() -> None:
     net = batch_norm()
-    run = line_run(1e-3, net=net, line=None, total=100, every=2, buffers=net, divergence=hdet.Divergence(rollback="device")).steps(4)
+    run = Run(net=net, lr=1e-3, total=100, every=2, buffers=net, data=taught, divergence=hdet.Divergence(rollback="device")).steps(4)
     x, _ = taught(run.index)
     net(x)  # the next step's forward pass comes before its anchor
     begin = state_of(net)

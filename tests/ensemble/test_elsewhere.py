@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hdet.run.snapshot import keeps_weights, reset_moments
 from tests.harness import Run, TwoReplicas, losses_of, model, policies, taught
 
 from ..distributed import run_ranks
-from .test_line import line_run
+from .test_beginning import short
 
 schedulefree = pytest.importorskip("schedulefree", reason="the peer is not installed")
 NET = model()
@@ -79,12 +78,11 @@ def test_replicas_evaluate_the_same_weights() -> None:
     assert not torch.equal(one[0], one[1]) and not torch.equal(one[2], two[2])
 
 
-def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
+def test_what_is_taken_back_begins_as_a_new_run_would() -> None:
     """Its z is the weights, and not zeros; its counters are where they were."""
-    run = line_run(1e-3, optimizer=free, total=200)
+    run = short(model(), optimizer=free)
     before = run.weights()
-    while run.ensemble.sweeping:
-        run.steps(1)
+    run.steps(4)
     assert torch.equal(run.weights(), before)
     group = run.optimizer.param_groups[0]
     assert not run.optimizer.state and (group["k"], group["weight_sum"], group["lr_max"]) == (0, 0.0, -1.0)
@@ -95,12 +93,3 @@ def test_what_a_sweep_takes_back_begins_as_a_new_run_would() -> None:
     optimizer.step()
     run.steps(1)
     assert torch.equal(run.weights(), torch.cat([p.detach().flatten() for p in net.parameters()]))
-
-
-@pytest.mark.parametrize(("kind", "warned"), [(torch.optim.SGD, 1), (torch.optim.AdamW, 0), (hdet.FusedAdamW, 0), (hdet.FusedLion, 1)])
-def test_optimizers_with_which_the_sweep_was_not_found_are_warned_of(kind: Any, warned: int) -> None:
-    run = line_run(1e-3, optimizer=kind, total=200)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        run.steps(30)
-    assert sum("Adam's two moments" in str(warning.message) for warning in said) == warned

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+import hdet
 from hdet.measure.batch_losses import BatchLosses
 from hdet.tensors.eval_mode import eval_mode
-from tests.harness import batch, loss_of, model
+from tests.harness import Run, batch, loss_of, model, taught
 
 from .helpers import watched
-from .test_line import line_run
 
 
 class Adapted(nn.Linear):
@@ -138,17 +138,17 @@ def test_an_error_of_the_look_passes() -> None:
     assert facts(net) == before
 
 
-def test_adapters_are_trained_under_a_line_and_scored_under_a_probe() -> None:
+def test_adapters_are_trained_under_trials_and_scored_under_a_probe() -> None:
     """After a look the adapter has a gradient again, and what it is added to stays what it was."""
     torch.manual_seed(0)
     net = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 1))
     weights = [net[0].weight.clone(), net[2].weight.clone()]
-    run = line_run(3e-3, net=net, total=200).steps(40)
+    run = Run(net=net, controller=hdet.AutoLR(net, budget=0.5), closure=True, lr=3e-3, total=200, data=taught, spread=0.0).steps(60)
     for layer, weight in zip((net[0], net[2]), weights, strict=True):
         assert isinstance(layer, Adapted)
         assert layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()
         assert torch.equal(layer.weight, weight)
-    assert not run.ensemble.sweeping
+    assert any("best peak" in note for note in run.notes())
 
     losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
     losses.watch(watched(net))

@@ -200,7 +200,6 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
                 measured=measured,
                 scheduled=[phase],
                 peak=[1.0],
-                mean=[0.5],
                 floor=[0.0],
                 values=[phase],
                 corrections=[1.0],

@@ -22,12 +22,12 @@ TOTAL, INTERVAL, STEPS = 60, 5, 7
 
 
 class Run:
-    """Three replicas in this process, or one with a line; or a OneCycleAutoLR."""
+    """Three replicas in this process, or one with trials; or a OneCycleAutoLR."""
 
-    def __init__(self, controller: Any, scheduler: Any, knobs: Any = None, *, auto: bool = False) -> None:
+    def __init__(self, controller: Any, scheduler: Any, knobs: Any = None, *, auto: bool = False, total: int = TOTAL) -> None:
         self.net, self.index = model(), 0
         self.controller = controller(self.net)
-        self.replicas = None if "line" in getattr(self.controller, "name", "") else hdet.CoresidentReplicas(self.net, 3)
+        self.replicas = None if "auto" in getattr(self.controller, "name", "") else hdet.CoresidentReplicas(self.net, 3)
         parameters = list(self.net.parameters())
         self.optimizer = hdet.FusedAdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=3e-3)
         settings = {"replicas": self.replicas, "controller": self.controller}
@@ -47,7 +47,7 @@ class Run:
             else:
                 self.scheduler = scheduler(self.optimizer)
                 self.whole = self.ensemble = hdet.Ensemble(
-                    self.optimizer, self.scheduler, knobs=knobs or [hdet.LearningRate(0.3)], total_steps=TOTAL,
+                    self.optimizer, self.scheduler, knobs=knobs or [hdet.LearningRate(0.3)], total_steps=total,
                     **policies(every=INTERVAL, **settings),
                 )  # fmt: skip
 
@@ -115,18 +115,21 @@ CONTROLLERS: dict[str, Callable[[Any], Any]] = {
     "slope": lambda net: hdet.SlopeController(),
     "rank": lambda net: hdet.RankController(),
     "hypergradient": lambda net: hdet.HypergradientController(2),
-    "line in its sweep": hdet.LineController,
-    "line": hdet.LineController,
-    "line, then softmax": lambda net: hdet.SequentialController(hdet.LineController(net, late=False), hdet.SoftmaxController(decay=None)),
+}
+AUTO: dict[str, Callable[[Any], Any]] = {
+    "auto in a trial": lambda net: hdet.AutoLR(net, budget=0.9),
+    "auto": lambda net: hdet.AutoLR(net, budget=0.9),
+    "auto, then softmax": lambda net: hdet.SequentialController(hdet.AutoLR(net, budget=0.9), hdet.SoftmaxController(decay=None)),
 }
 RUNS: dict[str, Callable[[], Run]] = {
     **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"]) for name, build in CONTROLLERS.items()},
+    **{name: functools.partial(Run, build, SCHEDULERS["CosineAnnealingLR"], total=200) for name, build in AUTO.items()},
     **{name: functools.partial(Run, CONTROLLERS["slope"], build) for name, build in SCHEDULERS.items() if name != "none"},
     "constant rates": functools.partial(Run, CONTROLLERS["rank"], SCHEDULERS["none"]),
     "two rates": functools.partial(Run, CONTROLLERS["slope"], SCHEDULERS["StepLR"], [hdet.LearningRate(0.3, groups="each")]),
     "OneCycleAutoLR": functools.partial(Run, CONTROLLERS["softmax"], None, auto=True),
 }
-SAVED_AFTER = {"line in its sweep": 3, "line": 26, "line, then softmax": 26}
+SAVED_AFTER = {"auto in a trial": 3, "auto": 70, "auto, then softmax": 70}
 WRONG = [
     None, True, False, 0, 1, 2, 3, -1, 7, 10**9, -(10**9), 10**400, 0.0, -0.0, 0.5, -0.5, 1e-320, 1e9, 1e30, -1e30, 1e200, 1e308, math.nan,
     math.inf, -math.inf, "", "x", b"", [], [0.0], [math.nan], [[]], [[[[1.0]]]], {}, {"a": 1}, (1, 2, 3), 1j, object(), torch.ones(2),

@@ -429,9 +429,8 @@ def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_line_and_a_cosine_of_the_users_once_an_epoch() -> None:
-    """The sweep's corrections change by the doubling, and the user's scheduler in between."""
-    run = Run(scheduler=None, controller=hdet.LineController, closure=True, every=10, total=240, lr=1e-3)
+def test_corrections_by_the_cycle_and_a_cosine_of_the_users_once_an_epoch() -> None:
+    run = Run(scheduler=None, controller=Scripted([2.0, 1.5, 0.5] * 8), every=10, total=240, lr=1e-3)
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     schedulers = [torchs.CosineAnnealingLR(opt, 12) for opt in (run.optimizer, plain)]
     for _ in range(12):
@@ -442,7 +441,7 @@ def test_a_line_and_a_cosine_of_the_users_once_an_epoch() -> None:
             assert rates(run.optimizer) == pytest.approx([rate * in_force for rate in rates(plain)], rel=1e-12)
         for scheduler in schedulers:
             scheduler.step()
-    assert not run.ensemble.sweeping
+    assert run.ensemble.corrections["lr"] == pytest.approx(1.5**8)
 
 
 def test_bounds_hold_what_is_written() -> None:

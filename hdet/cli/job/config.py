@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig"]
 
 MODES = ("hdet", "fixed")
-CONTROLLERS = ("probe", "line", "softmax", "none")
+CONTROLLERS = ("probe", "auto", "softmax", "none")
 DEVICES = ("auto", "cpu", "cuda")
 _COUNTS = (
     *("steps", "replicas", "batch_size", "sync_interval", "probe_batches", "average_every"),
@@ -42,16 +42,15 @@ class TrainConfig:
         False, "all replicas in one process on one device, which share gradient and moments, instead of one process each"
     )
     batch_size: int = _setting(8, "windows of text per replica and step")
-    sync_interval: int = _setting(
-        50, "optimizer steps in a cycle: replicas are averaged after each; controller line takes a 400th of the steps if it is not told"
-    )
+    sync_interval: int = _setting(50, "optimizer steps in a cycle: replicas are averaged after each")
     spread: float = _setting(
-        0.3, "alpha: replicas train with 1 - alpha to 1 + alpha times the base rate; with controller line they train alike"
+        0.3, "alpha: replicas train with 1 - alpha to 1 + alpha times the base rate; with controller auto they train alike"
     )
     controller: str = _setting(
         "probe",
-        "what moves the base rate: probe, line (scores the training batches themselves, also with one replica), softmax (as published), or none",
+        "what moves the base rate: probe, auto (trials beside the run, also with one replica), softmax (as published), or none",
     )
+    budget: float = _setting(0.03, "part of the run's compute that the trials of controller auto may take")
     probe_batches: int = _setting(8, "mini-batches that all replicas score at the end of a cycle, for the probe controller")
     average_every: int = _setting(5, "steps between two samples of the cycle average that the probe scores")
     seed: int = _setting(0, "fixes the initial weights, the batches and the assignment of multipliers")
@@ -84,6 +83,7 @@ class TrainConfig:
         one_step = f"must not be exactly one of {self.steps} steps, e.g. {1.5 / self.steps:.2g}"
         yield "pct_start", self.pct_start * self.steps != 1, one_step
         yield "spread", 0 <= self.spread < 1, "must lie in [0, 1), e.g. 0.3: multipliers are 1 - spread to 1 + spread"
+        yield "budget", 0 < self.budget < 1, "must lie between 0 and 1, e.g. 0.03"
         yield "weight_decay", self.weight_decay >= 0, "must not be negative, e.g. 0.1"
         yield "seed", 0 <= self.seed < 2**63, "must not be negative, and must be below 2^63"
         yield "data", self.data != "", "must name a folder"
@@ -97,25 +97,24 @@ class TrainConfig:
             value = getattr(self, name)
             whole_cycles = f"must be a multiple of sync_interval ({self.sync_interval}): replicas are equal only at the end of a cycle"
             yield name, value is None or (value >= 1 and value % self.sync_interval == 0), whole_cycles
-        if self.reads_line:
+        if self.trains_alike:
             # Replicas that train alike are, in one process, gradient accumulation with copies of the parameters that are never used.
             instead = f"for one process pass replicas 1 and batch_size {self.replicas * self.batch_size}"
-            yield "coresident", not self.coresident, f"must be left out with controller line, whose replicas train alike: {instead}"
-            yield "batch_size", self.replicas * self.batch_size >= 2, "must be at least 2 for the losses of one replica to scatter"
+            yield "coresident", not self.coresident, f"must be left out with controller auto, whose replicas train alike: {instead}"
         if self.coresident:
             yield "replicas", self.replicas >= 2, "must be at least 2 to be co-resident"
         if self.mode == "hdet" and self.controller == "probe":
             yield "probe_batches", self.probe_batches >= 2, "must be at least 2: the slope's error comes from their differences"
-        if self.mode == "hdet" and self.controller not in ("line", "none"):
-            yield "replicas", self.replicas >= 2, "must be at least 2 for a controller to compare; or pass controller none or line"
-            yield "spread", self.spread > 0, "must be positive for a controller to compare replicas; or pass controller none or line"
+        if self.mode == "hdet" and self.controller not in ("auto", "none"):
+            yield "replicas", self.replicas >= 2, "must be at least 2 for a controller to compare; or pass controller none or auto"
+            yield "spread", self.spread > 0, "must be positive for a controller to compare replicas; or pass controller none or auto"
 
     # -- what follows from the settings ----------------------------------------------------------------------------------
 
     @property
-    def reads_line(self) -> bool:
-        """Is the rate learned from the training batches alone, by replicas that train alike? Then one is enough."""
-        return self.mode == "hdet" and self.controller == "line"
+    def trains_alike(self) -> bool:
+        """Is the rate learned from trials beside the run, by replicas that train alike? Then one is enough."""
+        return self.mode == "hdet" and self.controller == "auto"
 
     @property
     def processes(self) -> int:

@@ -8,17 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "GPTConfig", "cross_entropy", "window_losses"]
+__all__ = ["GPT", "GPTConfig", "cross_entropy"]
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean over all positions, nats per byte; logits (batch, time, vocabulary), targets (batch, time) int64 -> 0-d fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def window_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """`cross_entropy` of each window by itself -> (batch,) fp32."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape).mean(1)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import hdet
 from hdet.cli.job.checkpoint import load_checkpoint, save_checkpoint
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.data import Batch, Corpus, load_corpus, sample_batch
-from hdet.cli.job.model import GPT, GPTConfig, cross_entropy, window_losses
+from hdet.cli.job.model import GPT, GPTConfig, cross_entropy
 from hdet.cli.job.place import Place
 from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFolderError, plain, truncate_history
 from hdet.core.controller import Controller
@@ -109,8 +109,8 @@ class Run:
             return hdet.ProbeController(
                 _batch_loss, self._probe_batches, chunks=config.probe_batches, model=self.model, average_every=config.average_every
             )
-        if config.controller == "line":
-            return hdet.LineController(self.model)
+        if config.controller == "auto":
+            return hdet.AutoLR(self.forward, budget=config.budget)
         if config.controller == "softmax":
             return hdet.SoftmaxController(decay=None)  # the correction multiplies the schedule, which already decays
         assert config.controller == "none", config.controller  # a name added to CONTROLLERS must not train without a controller
@@ -184,9 +184,9 @@ class Run:
         return loss.detach()
 
     def _losses_again(self) -> torch.Tensor:
-        """Losses of the step's own windows, at the weights that a LineController tries. Not through DDP, which would communicate."""
+        """Losses of the step's own windows, at the weights of an `AutoLR`'s trials."""
         tokens, targets = self._batch(self.corpus.train, f"train/{self.place.rank}", self.step)
-        return window_losses(self.model(tokens), targets)
+        return cross_entropy(self.forward(tokens), targets)
 
     def _fix_bucket_layout(self) -> None:
         """One backward pass whose gradients are thrown away: DDP rearranges its buckets after its first.
@@ -218,9 +218,7 @@ class Run:
             count = config.validation_batches if last else min(SHORT_VALIDATION, config.validation_batches)
             self.validation = self._validate(count)
             self._record({"event": "validation", "step": self.step, "loss": self.validation, "batches": count})
-        # The weights of a coarse scan are taken back by the controller: there is nothing to resume from.
-        sweeping = self.ensemble is not None and self.ensemble.sweeping
-        if config.saves_at(self.step) and not sweeping and self.history is not None:
+        if config.saves_at(self.step) and self.history is not None:
             # First the lines, then the checkpoint, which relies on them.
             self.history.sync()
             save_checkpoint(self.folder / CHECKPOINT, self._state())
@@ -262,7 +260,7 @@ class Run:
     # -- records and files -------------------------------------------------------------------------------------------------
 
     def _correction(self) -> float:
-        """The correction in the next step: controller line ramps it."""
+        """The correction in the next step: a controller may ramp it."""
         return 1.0 if self.ensemble is None else self.ensemble.engine.in_force(0)
 
     def _record_cycle(self, record: dict[str, Any], step: int) -> None:

@@ -1,7 +1,6 @@
 """The rules: what a controller makes of evidence, as pure functions with a state. One file a rule, and what they share."""
 
 from .hypergradient_rule import COSINES, HypergradientRule
-from .line_rule import LINE, LineRule
 from .peak import PeakController
 from .pooled import PooledController
 from .probe_rule import PROBE, ProbeRule
@@ -11,10 +10,8 @@ from .softmax import SoftmaxController
 
 __all__ = [
     "COSINES",
-    "LINE",
     "PROBE",
     "HypergradientRule",
-    "LineRule",
     "PeakController",
     "PooledController",
     "ProbeRule",

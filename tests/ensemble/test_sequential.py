@@ -1,0 +1,225 @@
+"""One controller, and then another: who decides when, replicas that part only then, co-resident ones, resume, refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.core.clock import Clock
+from hdet.core.engine import Engine, KnobSpec
+from tests.controllers.asking import Asking
+from tests.distributed import run_ranks
+from tests.harness import Run, batch, losses_of, model, probe, taught
+
+from .helpers import on_all_ranks
+
+TOTAL, EVERY, OVER = 200, 4, 20
+
+
+class First(hdet.Controller):
+    """Lets replicas train alike, doubles the rate in its second cycle, and is finished after its fifth, at step `OVER`."""
+
+    name = "first"
+    needs_replicas = False
+    state_keys = ("cycles",)
+    cycles = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.cycles >= OVER // EVERY
+
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        return hdet.Plan(spread=False)
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        self.cycles += 1
+        return [hdet.Decision(factor=2.0 if self.cycles == 2 else 1.0) for _ in evidence.knobs]
+
+
+class Listener(hdet.Controller):
+    """Writes down when it was asked, and doubles the rate once, at its third cycle."""
+
+    name = "listener"
+    needs_replicas = False
+    state_keys = ("steps",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        self.steps.append(float(evidence.step))
+        return [hdet.Decision(factor=2.0 if len(self.steps) == 3 else 1.0) for _ in evidence.knobs]
+
+
+def chained(then: Any, **settings: Any) -> Run:
+    defaults: dict[str, Any] = {"lr": 1e-3, "total": TOTAL, "every": EVERY, "data": taught, "ddp": False}
+    return Run(controller=hdet.SequentialController(First(), then), **{**defaults, **settings})
+
+
+def test_the_other_decides_from_the_next_cycle_on() -> None:
+    then = Listener()
+    run = chained(then).steps(OVER - 1)
+    assert not run.controller.handed_over and not then.steps
+    run.step()
+    assert run.controller.handed_over and run.ensemble.corrections == {"lr": 2.0}
+    run.steps()
+    assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)] and run.controller.first.cycles == OVER // EVERY
+    assert run.ensemble.corrections == {"lr": 4.0}
+
+
+def test_a_controller_that_asks_may_come_first() -> None:
+    """Nobody wants a closure when it has been followed."""
+    net = model()
+    both = hdet.SequentialController(Asking(net, freeze_after=OVER), Listener())
+    run = Run(net=net, controller=both, closure=True, total=TOTAL, every=EVERY, data=taught).steps(OVER)
+    assert run.controller.handed_over and len(run.history["record"]["answers"]) == 2
+    run.closure = None
+    run.steps()
+    assert len(both.then.state_dict()["steps"]) == (TOTAL - OVER) / EVERY
+
+
+def test_co_resident_replicas_train_alike_until_the_probe_acts() -> None:
+    """At a rate that is far too low it votes for more, and freezes at half of the run."""
+    net = model()
+    run = chained(probe(net, freeze_after=0.5), net=net, together=4, lr=1e-4, data=batch)
+    while not run.controller.handed_over:
+        assert run.equal() and not run.ensemble.engine.explores
+        run.step()
+    assert run.index == OVER
+    run.steps(3)
+    assert not run.equal() and run.ensemble.engine.explores
+    run.steps()
+    assert run.ensemble.corrections["lr"] > 2 and run.controller.then.rule.frozen and run.controller.idle and run.equal()
+
+
+@pytest.mark.parametrize("after", [8, 40])
+def test_resumed_it_goes_on_where_it_was(after: int) -> None:
+    first = chained(Listener()).steps(after)
+    second = chained(Listener()).loaded(first.saved())
+    assert second.controller.handed_over is first.controller.handed_over is (after > OVER)
+    assert second.controller.then.steps == first.controller.then.steps and second.ensemble.values() == first.ensemble.values()
+    assert torch.equal(first.steps().weights(), second.steps().weights()) and first.controller.then.steps == second.controller.then.steps
+    with pytest.raises(ValueError, match="controller"):
+        Run(controller=Listener(), total=TOTAL).ensemble.load_state_dict(first.ensemble.state_dict())
+
+
+def test_a_schedule_that_falls_from_the_beginning_has_had_its_peak() -> None:
+    """The second observes meanwhile: a probe that had not seen the peak would wait for it, and probe, to the end."""
+    net = model()
+    cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TOTAL)
+    with pytest.warns(UserWarning, match="one replica"):
+        run = chained(probe(net), net=net, scheduler=cosine, every=20)
+    run.steps(TOTAL * 3 // 4)
+    assert run.controller.handed_over and run.controller.then.rule.warm == [True] and run.controller.idle
+
+
+def test_a_damaged_state_changes_nothing() -> None:
+    run = chained(Listener())
+    state = run.ensemble.state_dict()
+    broken = {"first": {}, "then": {"steps": [1.0], "frozen": True}, "handed_over": True}
+    with pytest.raises(ValueError, match="First's state lacks"):
+        run.ensemble.load_state_dict({**state, "controller_state": broken})
+    with pytest.raises(ValueError, match="SequentialController's state lacks"):
+        run.ensemble.load_state_dict({**state, "controller_state": {"first": {}}})
+    early = {**copy.deepcopy(state["controller_state"]), "handed_over": True}
+    with pytest.raises(ValueError, match="has handed over before the first was finished"):
+        run.ensemble.load_state_dict({**state, "controller_state": early})
+    assert run.controller.then.steps == [] and not run.controller.then.frozen and not run.controller.handed_over
+
+
+def test_what_is_no_other_controller_is_refused() -> None:
+    first: Any = First()
+    for other in (Listener, 3, None):
+        with pytest.raises(TypeError, match="then must be a controller"):
+            hdet.SequentialController(first, other)
+        with pytest.raises(TypeError, match="first must be a controller"):
+            hdet.SequentialController(other, first)
+    with pytest.raises(ValueError, match="both controllers have a measurement 'scaled'"):
+        hdet.SequentialController(Asking(model()), Asking(model()))
+    with pytest.raises(ValueError, match="pass decay=None"):
+        hdet.SequentialController(first, hdet.SoftmaxController(decay="floor"))
+
+
+def test_what_follows_asks_for_what_it_needs() -> None:
+    """As if it were alone: a run that suits it; what it measures with; replicas, of which one explores nothing."""
+
+    class Fussy(Listener):
+        def start(self, run: hdet.Run) -> None:
+            raise ValueError(f"{run.total_steps} steps are too few")
+
+    with pytest.raises(ValueError, match=f"{TOTAL} steps are too few"):
+        chained(Fussy())
+    with pytest.warns(UserWarning, match="one replica explores nothing"):
+        chained(hdet.SoftmaxController(decay=None))
+    both = hdet.SequentialController(First(), hdet.SoftmaxController(decay=None))
+    assert both.name == "first, then softmax" and both.needs_replicas and not both.idle
+
+
+@pytest.mark.filterwarnings("ignore:one replica")
+def test_a_rule_without_what_it_measures_is_refused_before_anything_is_touched() -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    for controller in (hdet.ProbeRule(), hdet.HypergradientRule()):
+        with pytest.raises(ValueError, match=r"measures '(probe|cosines)', and has no measurement of that name.*ProbeController\(rule="):
+            hdet.Ensemble(optimizer, controller=controller, total_steps=100)
+    hdet.Ensemble(optimizer)  # nobody drives it
+
+
+def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_can() -> None:
+    net = nn.Sequential(nn.Dropout(0.1), model())
+
+    def build(judges: bool, held_out: bool) -> None:
+        first = First()
+        first.judges_held_out = judges
+        then = hdet.ProbeController(
+            lambda net, data: losses_of(net, data).mean(), [batch(i) for i in range(8)], model=net, held_out=held_out
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hdet.Ensemble(
+                torch.optim.AdamW(net.parameters(), lr=1e-3), knobs=[hdet.LearningRate(), hdet.Dropout(net)], total_steps=100,
+                controller=hdet.SequentialController(first, then), sync=hdet.Sync(1, gradients="local", moments="keep"),
+            )  # fmt: skip
+
+    build(True, True)
+    for judges, held_out in ((False, True), (True, False)):
+        with pytest.raises(ValueError, match="'dropout'.*held_out=True"):
+            build(judges, held_out)
+
+
+def test_a_cycle_taken_back_lowers_rates_alone() -> None:
+    engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
+    engine.roll_back(0.5)
+    assert engine.corrections == [0.5, 1.0]
+
+
+# -- replicas in processes of their own ------------------------------------------------------------------------------------
+
+
+def two_processes(rank: int, world: int) -> Any:
+    """[(handed over, weights are equal on all ranks) before the end of each step], and the corrections in the end."""
+    run = chained(hdet.SoftmaxController(1e-3, decay=None), rank=rank, ddp=True)
+    seen: list[tuple[bool, bool]] = []
+    step = run.ensemble.step
+
+    def looked_at(loss: torch.Tensor) -> None:
+        seen.append((run.controller.handed_over, on_all_ranks(run.weights())))
+        step(loss)
+
+    run.ensemble.step = looked_at  # type: ignore[method-assign]
+    run.steps(60)
+    return seen, run.ensemble.corrections
+
+
+def test_processes_part_when_the_other_acts_and_agree_on_everything() -> None:
+    (seen, corrections), (others, same) = run_ranks(two_processes, 2)
+    assert seen == others and corrections == same and corrections["lr"] not in (1.0, 2.0)
+    assert [handed for handed, _ in seen] == [False] * OVER + [True] * (60 - OVER)
+    assert all(equal is not handed for handed, equal in seen)
