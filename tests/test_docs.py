@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (not )?run: ([^\n]*?) -->\n+)?^([^\S\n]*)```python\n(.*?)^\3```", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"\bhdet(?:\.[A-Za-z_]\w*)+")
 RANGES = ("hdet.optimizer.step", "hdet.upload", "hdet.step", "hdet.average", "hdet.pair", "hdet.norm", "hdet.cycle", "hdet.probe",
-          "hdet.line", "hdet.hypergradient", "hdet.cycle_stats", "hdet.kernels.gpu")  # fmt: skip
+          "hdet.trials", "hdet.hypergradient", "hdet.cycle_stats", "hdet.kernels.gpu")  # fmt: skip
 """of profilers: they look like Python's names"""
 
 

@@ -53,10 +53,14 @@ def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
     assert "too short" in ran.controller.report() and ran.controller.idle
 
 
-def test_it_says_what_it_will_do_and_what_it_has_found() -> None:
+def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hdet")
     ran = auto(0.03)
     assert ran.controller.report() == "trials from steps 0, 90, of at most 12% of the run's compute"
-    assert ran.steps().controller.report().startswith("best peak ")
+    said = ran.steps().controller.report()
+    assert said.startswith("best peak ") and "; yours 0.03, kept, after trials" in said
+    assert [record.getMessage().split(": ", 1)[1][:12] for record in caplog.records] == ["trials from ", said[:12]]
+    assert "yours 0.0001, now 0.0064" in auto(1e-4).steps().controller.report()
 
 
 def test_the_lines_of_the_readme_are_enough() -> None:

@@ -82,7 +82,7 @@ class TrialRule(Controller):
 
     Args:
         budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
-            2 700 steps at 3 %, everything.
+            2 800 steps at 3 %, everything.
         keep: the snapshots that a plan with so many arms, and an origin, needs.
         judged: are the scores those of held-out mini-batches, the same on all replicas? Then there are few examples, of which a high rate
             learns all there is sooner, and overfits sooner, which shows later: a rate is raised only where it has hardly learned anything.
@@ -93,7 +93,7 @@ class TrialRule(Controller):
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
         "round": COUNT, "repeated": COUNT, "spent": Number(0), "used": COUNT, "began": COUNT, "trial": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
-        "first": ListOf(Number()),
+        "first": ListOf(Number()), "peaks": ListOf(Number()),
     }  # fmt: skip
 
     def __init__(
@@ -121,6 +121,8 @@ class TrialRule(Controller):
         """Steps of the trial that goes on (0: there is none), and the step of the run at which it began."""
         self.found: list[list[float]] = []
         """By check: where the best peak lies, in the schedule's unit."""
+        self.peaks: list[float] = []
+        """The schedule's peak, and the one in force, when there has been a trial."""
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
 
@@ -142,9 +144,11 @@ class TrialRule(Controller):
         """What it is going to do, in a sentence; or what it has found."""
         if not self.rounds:
             return "too short a run for trials: the rate stays"
-        if self.found:
-            low, high = self.found[-1]
-            return f"best peak {low:.2g} to {high:.2g}, after {self.spent:.0f} steps' worth of trials"
+        if self.peaks:
+            yours, now = self.peaks
+            between = "".join(f"best peak {low:.2g} to {high:.2g}; " for low, high in self.found[-1:])
+            what = "kept" if now == yours else f"now {now:.2g}"
+            return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
         at = [math.ceil(one.at * self._total) for one in self.rounds]
         return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute"
 
@@ -215,6 +219,8 @@ class TrialRule(Controller):
         self._spend()
         arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()))
         octaves, note, adopted = (self._scanned if self.rounds[self.round].scan else self._checked)(arms, steps, evidence)
+        peak, correction = evidence.peak[self._rates[0]], evidence.corrections[self._rates[0]]
+        self.peaks = [peak, peak * correction * 2.0**octaves]
         decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
         decisions = [Decision() for _ in evidence.knobs]
         for k in self._rates:
