@@ -48,10 +48,10 @@ Ending = Average | Keep | Restore | Adopt
 class SnapshotOf:
     """What a snapshot holds, and where.
 
-    ``state``: all that is trained, each in its own dtype, to begin again from it: parameters, masters, the optimizer's state, and the buffers
-    of the model that a measurement runs (or that `Sync.buffers` is). Buffers are those after the cycle's first forward pass, which comes
-    before its first step. Else the parameters' values alone. ``place``: "device" or "host". ``dtype``: of values alone, the name of a
-    floating-point dtype such as "bfloat16"; None: float32, or their own if that is wider.
+    ``state``: all that is trained, to begin again from it: parameters, masters, the optimizer's state, and buffers of the model that a
+    measurement runs (or that `Sync.buffers` is), as the cycle's first forward pass leaves them, which comes before its first step. If not,
+    what parameters stand for, and nothing else: ``dtype`` is then the name of a floating-point dtype such as "bfloat16" (None: float32, or
+    their own if that is wider). ``place``: "device" or "host".
     """
 
     state: bool = True
