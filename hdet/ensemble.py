@@ -132,7 +132,7 @@ class Ensemble:
         sets = self.replicas.sets(trained)
         masters = [masters_of(optimizer, trained, place) for place in range(len(sets))]
         models = [*self._panel.modules, *([sync.buffers] if isinstance(sync.buffers, nn.Module) else [])]
-        self._snapshots = Snapshots(trained, masters[0], optimizer, models[0] if models else None)
+        self._snapshots = Snapshots(trained, optimizer, models[0] if models else None)
         self._panel.watch(
             Watched(
                 optimizer, sets, masters, self.knobs, clock, self.replicas, lambda: self._fan_out.multipliers,

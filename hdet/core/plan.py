@@ -46,17 +46,11 @@ Ending = Average | Keep | Restore | Adopt
 
 @dataclass(frozen=True)
 class SnapshotOf:
-    """What a snapshot holds, and where.
+    """Where a snapshot lives, "device" or "host". It holds all that is trained, to begin again from it: parameters, masters, the optimizer's
+    state, and buffers of the model that a measurement runs (or that `Sync.buffers` is), as the cycle's first forward pass leaves them, which
+    comes before its first step."""
 
-    ``state``: all that is trained, to begin again from it: parameters, masters, the optimizer's state, and buffers of the model that a
-    measurement runs (or that `Sync.buffers` is), as the cycle's first forward pass leaves them, which comes before its first step. If not,
-    what parameters stand for, and nothing else: ``dtype`` is then the name of a floating-point dtype such as "bfloat16" (None: float32, or
-    their own if that is wider). ``place``: "device" or "host".
-    """
-
-    state: bool = True
     place: str = "device"
-    dtype: str | None = None
 
 
 @dataclass(frozen=True)

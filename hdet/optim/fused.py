@@ -249,17 +249,6 @@ class FusedOptimizer(Stepper):
                 remedy = "set it to 0" if self.rule in COUPLED else "construct the optimizer with decay_at='base'"
                 raise ValueError(f'weight_decay={decay:g} of group {g} takes replicas off the line of storage="displacement": {remedy}')
 
-    @torch.no_grad()
-    def put_values(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """All replicas of each of these parameters are at that value from now on, kept as base and displacement: in float32, also where the
-        parameter is not."""
-        for param, value in zip(params, values, strict=True):
-            if "base" in self.state.get(param, {}):
-                displacement.meet(param, self.state[param], value)
-            else:
-                for tensor in self._replicas_of(param):
-                    tensor.copy_(value)
-
     def replica_parameters(self, k: int) -> list[Tensor]:
         """The parameters of replica k, in the order of the parameter groups; replica 0 is the model's own."""
         if not 0 <= k < self.num_replicas:
