@@ -92,8 +92,8 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": COUNT, "repeated": COUNT, "spent": Number(0), "used": COUNT, "began": COUNT, "trial": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
-        "first": ListOf(Number()), "peaks": ListOf(Number()),
+        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "spent": Number(0), "used": COUNT, "began": COUNT, "trial": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
+        "first": ListOf(Number()), "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
 
     def __init__(
@@ -121,8 +121,8 @@ class TrialRule(Controller):
         """Steps of the trial that goes on (0: there is none), and the step of the run at which it began."""
         self.found: list[list[float]] = []
         """By check: where the best peak lies, in the schedule's unit."""
-        self.peaks: list[float] = []
-        """The schedule's peak, and the one in force, when there has been a trial."""
+        self.peaks: list[list[float]] = []
+        """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
 
@@ -145,7 +145,7 @@ class TrialRule(Controller):
         if not self.rounds:
             return "too short a run for trials: the rate stays"
         if self.peaks:
-            yours, now = self.peaks
+            yours, now = self.peaks[-1]
             between = "".join(f"best peak {low:.2g} to {high:.2g}; " for low, high in self.found[-1:])
             what = "kept" if now == yours else f"now {now:.2g}"
             return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
@@ -157,7 +157,7 @@ class TrialRule(Controller):
         self._spend()
 
     def _spend(self) -> None:
-        if self.used:
+        if self.used and self.round < len(self.rounds):
             self.spent += len(self._multiples()) * (self.used + _scores(self.used) / 3)
         self.used = 0
 
@@ -168,7 +168,7 @@ class TrialRule(Controller):
         return self.frozen or self.round >= len(self.rounds)
 
     def plan(self, now: Moment) -> Plan:
-        if self.used and now.step < self.began + self.used + _scores(self.used):
+        if self.used and not self.idle and now.step < self.began + self.used + _scores(self.used):
             return self._trial(now)
         self._spend()  # it should have ended
         while not self.idle:
@@ -220,7 +220,7 @@ class TrialRule(Controller):
         arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()))
         octaves, note, adopted = (self._scanned if self.rounds[self.round].scan else self._checked)(arms, steps, evidence)
         peak, correction = evidence.peak[self._rates[0]], evidence.corrections[self._rates[0]]
-        self.peaks = [peak, peak * correction * 2.0**octaves]
+        self.peaks.append([peak, peak * correction * 2.0**octaves])
         decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
         decisions = [Decision() for _ in evidence.knobs]
         for k in self._rates:
