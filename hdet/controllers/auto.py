@@ -48,7 +48,7 @@ class AutoLR(RuledController):
         freeze_after: float | None = None,
     ) -> None:
         trials = Trials(model, judge, before_step, place)
-        rule = TrialRule(budget, trials.snapshots, judged=judge is not None, freeze_after=freeze_after)
+        rule = TrialRule(budget, trials.snapshots, judged=0 if judge is None else len(judge[1]), freeze_after=freeze_after)
         super().__init__(rule, {TRIALS: trials})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge

@@ -207,9 +207,13 @@ class Bound:
                 if _mark(value) != mark and not (isinstance(value, torch.Tensor) and _close(value, own)):
                     raise ValueError(self._written_inside(float(own), float(value)))
 
-    def held_at(self, base: float) -> AbstractContextManager[None]:
-        """Inside, the cells hold this base value, further ones in the ratio of their peaks; afterwards exactly what they held before."""
-        return self._lent([self.scale.hold(base * ratio) for ratio in self._ratios])
+    def holding(self, values: Sequence[float]) -> AbstractContextManager[None]:
+        """Inside, the cells hold these, within the bounds; afterwards exactly what they held before."""
+        return self._lent([self.scale.hold(value) for value in values])
+
+    def ratio(self, i: int) -> float:
+        """Peak of cell ``i`` by that of the first."""
+        return self._ratios[i]
 
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:

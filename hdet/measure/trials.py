@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ def arm(number: int) -> str:
 
 
 class Trials(Measurement):
-    """[replica][arm * scores + score]: losses of each arm after its trial.
+    """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial.
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just trained
     on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
@@ -89,15 +91,29 @@ class Trials(Measurement):
     def watch(self, watched: Watched) -> None:
         """Raises ValueError if none of the optimizer's parameters is the model's, or where one process holds several replicas."""
         own = {id(p) for p in self._bare.parameters()}
-        if not watched.copied and not any(id(p) in own for p in watched.sets[0]):
-            raise ValueError("the AutoLR's model has no parameter of this optimizer: pass the module that it trains")
+        if not watched.copied and not all(id(p) in own for p in watched.sets[0]):
+            raise ValueError(
+                "the AutoLR's model has no parameter of this optimizer, or not all of them: pass the module that it trains, such as "
+                "nn.ModuleList([encoder, decoder]), so that arms have all of it"
+            )
+        if isinstance(watched.optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS evaluates the loss inside its step, which arms cannot follow: choose another controller")
+        trained = {id(p) for p in watched.sets[0]}
+        if not watched.copied and any(
+            id(p) not in trained and getattr(p, "_post_accumulate_grad_hooks", None) for p in self._bare.parameters()
+        ):
+            raise ValueError(
+                "a parameter of the AutoLR's model is not this optimizer's and has a hook that runs after its gradient (an optimizer inside the "
+                "backward pass?), which arms would set off: put all parameters into one optimizer"
+            )
         if len(watched.sets) > 1:
             raise ValueError(
                 "AutoLR trains copies of the run beside it, for which replicas in one process are of no use: leave replicas out, or choose another "
                 "controller for them (docs/choosing.md)"
             )
-        self._watched, self._rates = watched, [(k, knob) for k, knob in enumerate(watched.knobs) if knob.key == "lr"]
-        self._parameters = watched.sets[0]
+        self._watched, self._parameters = watched, watched.sets[0]
+        others = [] if watched.copied else [p for p in self._bare.parameters() if id(p) not in trained]
+        self._touched = [*watched.sets[0], *others]
         self._device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
@@ -117,10 +133,10 @@ class Trials(Measurement):
 
     def _begin(self) -> None:
         self._position = 0
-        self._losses: list[torch.Tensor | None] = []
+        self._losses: dict[tuple[int, int], torch.Tensor | None] = {}  # by score and arm
         self._broken: set[int] = set()
         self._averages: bool | None = None
-        self._references: list[tuple[Any, float, float]] = []
+        self._rates: list[tuple[Any, list[float], float]] = []
 
     def release(self) -> None:
         self._settings = {}
@@ -140,36 +156,62 @@ class Trials(Measurement):
         if not training and (not scoring or self.judge is not None):
             return
         if position == 1:
-            now = self._watched.peaks() if self._settings["of"] == "peak" else [knob.value() for knob in self._watched.knobs]
-            self._references = [(knob, knob.value(), now[k]) for k, knob in self._rates]
-        snapshots, gradients = self._watched.snapshots, [p.grad for p in self._parameters]
+            self._rates = [self._rate_of(k, knob) for k, knob in enumerate(self._watched.knobs) if knob.key == "lr"]
+        snapshots = self._watched.snapshots
+        # DDP's gradients may be views of its buckets, into which the arms' are written too.
+        shared = getattr(self.model, "gradient_as_bucket_view", False)
+        gradients = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in self._touched]
         snapshots.take(RUN)
         looks = position % max(1, steps // LOOKS) == 0 or position == steps
         lost = []
         try:
             for number in arms:
-                if training and number in self._broken:
+                if number in self._broken:
                     continue
                 snapshots.restore(arm(number))
                 if training:
-                    lost.append((number, self._train(closure, number, position)))
+                    lost.append((number, self._tried(number, partial(self._train, closure, number, position))))
                     snapshots.take(arm(number))
                 else:
-                    self._score(closure)
+                    self._losses[position - steps - 1, number] = self._tried(number, partial(self._score, closure))
         finally:
             snapshots.restore(RUN)
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            torch.clear_autocast_cache()
+            for parameter, gradient, values in gradients:
                 parameter.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
         if looks and training:
             self._look(lost)
+
+    def _rate_of(self, k: int, knob: Any) -> tuple[Any, list[float], float]:
+        """(a knob, what its cells hold now, the reference by the base value that is in force). A group whose rate is 0 now does not move."""
+        cells = [float(cell.get()) for cell in knob.cells]
+        if self._settings["of"] == "base":
+            return knob, cells, 1.0
+        first = next((i for i, value in enumerate(cells) if value > 0), 0)
+        peak = self._watched.peaks()[k] * knob.ratio(first)
+        return knob, cells, peak / cells[first] if cells[first] > 0 and peak > 0 else 1.0
+
+    def _tried(self, number: int, act: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """What an arm does, which may break in whatever way the model has: an error that neither its first step nor the run's own rate makes is
+        taken for that. Of several ranks each would have to know: there the error stands."""
+        try:
+            return act()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if self._position == 1 or self._settings["multiples"][number] == 1 or self._watched.replicas.world_group is not None:
+                raise
+            self._broken.add(number)
+            return torch.full((), math.nan)
 
     def _train(self, closure: Closure, number: int, position: int) -> torch.Tensor | None:
         with random_states_kept(self._bare):
             self._clear()
-            reshard(self._bare)
             with torch.enable_grad():
-                losses = closure()
-                if isinstance(losses, torch.Tensor) and losses.requires_grad:
+                losses = self._asked(closure)
+                if losses is not None and losses.requires_grad:
                     losses.mean().backward()
         if all(p.grad is None for p in self._parameters):
             raise ValueError(
@@ -181,17 +223,27 @@ class Trials(Measurement):
             self.before_step()
         part = self._part(position)
         with ExitStack() as stack:
-            for knob, at_first, reference in self._references:
+            for knob, cells, reference in self._rates:
                 top = self._settings["multiples"][number] * reference
-                stack.enter_context(knob.held_at(at_first + (top - at_first) * part if position <= self._rise else top * part))
+                factor = 1.0 + (top - 1.0) * part if position <= self._rise else top * part
+                stack.enter_context(knob.holding([value * factor for value in cells]))
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
         self._clear()
-        return losses.detach().double().mean() if isinstance(losses, torch.Tensor) else None
+        return None if losses is None else losses.detach().double().mean()
 
     def _clear(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._touched:
             parameter.grad = None
+
+    def _asked(self, closure: Closure) -> torch.Tensor | None:
+        """The losses of the weights that are there now, of which neither a gathered shard nor a cast copy may be left from before."""
+        reshard(self._bare)
+        torch.clear_autocast_cache()
+        losses = closure()
+        if isinstance(losses, (int, float)):
+            return torch.tensor(float(losses), device=self._device)
+        return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
 
     @property
     def _rise(self) -> int:
@@ -226,59 +278,54 @@ class Trials(Measurement):
             broken = self._watched.replicas.sum_rows(row.double().to(self._device)).sum(0).tolist()
             self._broken |= {number for (number, _), count in zip(losses, broken, strict=True) if count}
 
-    def _score(self, closure: Closure) -> None:
+    def _score(self, closure: Closure) -> torch.Tensor | None:
         with eval_mode(self._bare):
-            reshard(self._bare)
-            losses = closure()
-        self._losses.append(losses.detach().double().mean() if isinstance(losses, torch.Tensor) and losses.numel() else None)
+            losses = self._asked(closure)
+        return None if losses is None else losses.detach().double().mean()
 
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(1 + arms * scores,) float64: 1 and the losses; zeros where this rank sees none."""
+        """(2 + arms * scores,) float64: is the run broken? 1, and the losses; zeros where this rank sees none."""
         if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
             return None
-        arms = len(self._settings["multiples"])
-        table = self._judged(arms) if self.judge is not None else self._by_arm(arms)
-        seen = [loss for row in table for loss in row if loss is not None]
-        width = sum(map(len, table))
-        if len(seen) < width:
-            return torch.zeros(1 + width, dtype=torch.float64, device=self._device)
-        for number in self._broken:
-            table[number] = [torch.full((), BROKEN, dtype=torch.float64)] * len(table[number])
-        row = torch.stack([loss.to(self._device) for row in table for loss in row if loss is not None])
-        row = torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN)
-        return torch.cat([torch.ones_like(row[:1]), row])
+        finite = all(bool(torch.isfinite(p).all()) for p in local_parts(self._parameters))
+        if self.judge is not None:
+            self._judge(*self.judge)
+        scores = self._settings["scores"] if self.judge is None else len(self.judge[1])
+        arms = range(len(self._settings["multiples"]))
+        whole = [(score, number) for number in arms for score in range(scores)]
+        if any(place not in self._losses and place[1] not in self._broken for place in whole):
+            return None  # a score has raised, and the loop has gone on
+        mark = torch.tensor([float(not finite)], dtype=torch.float64, device=self._device)
+        if any(self._losses.get(place) is None and place[1] not in self._broken for place in whole):
+            return torch.cat([mark, mark.new_zeros(1 + len(whole))])
+        row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(place)) is None else loss.to(mark) for place in whole])
+        return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN)])
 
-    def _by_arm(self, arms: int) -> list[list[torch.Tensor | None]]:
-        """[arm][score], from what stands in the order of steps."""
-        scores = self._settings["scores"]
-        return [[self._losses[score * arms + number] for score in range(scores)] for number in range(arms)]
-
-    def _judged(self, arms: int) -> list[list[torch.Tensor | None]]:
-        assert self.judge is not None
-        loss_fn, batches = self.judge
+    def _judge(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> None:
         snapshots = self._watched.snapshots
         snapshots.take(RUN)
-        table: list[list[torch.Tensor | None]] = []
         try:
-            for number in range(arms):
-                snapshots.restore(arm(number))
-                with eval_mode(self._bare):
-                    reshard(self._bare)
-                    table.append([loss_fn(self._bare, batch) for batch in batches])
+            for number in range(len(self._settings["multiples"])):
+                if number not in self._broken:
+                    snapshots.restore(arm(number))
+                    with eval_mode(self._bare):
+                        for score, batch in enumerate(batches):
+                            loss = self._asked(partial(loss_fn, self._bare, batch))
+                            self._losses[score, number] = None if loss is None else loss.detach().double().mean()
         finally:
             snapshots.restore(RUN)
-        return [[None if loss is None else loss.detach().double().reshape(()) for loss in row] for row in table]
+            torch.clear_autocast_cache()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Means over the ranks of a replica that have seen losses.
+        """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any.
 
         Raises:
             ValueError: no rank of a replica has.
         """
-        if not all(row[0] for row in rows):
+        if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
             )
-        return [[min(x / row[0], BROKEN) for x in row[1:]] for row in rows]
+        return [[row[0], *(min(x / row[1], BROKEN) for x in row[2:])] for row in rows]

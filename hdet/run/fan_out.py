@@ -83,12 +83,15 @@ class FanOut:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the optimizer's step is its own: at the values in its groups, and not counted."""
+        """Inside, the optimizer's step is its own: at the values in its groups, and not counted. What follows a step in hooks (an average of
+        weights) is not told of it."""
         before, self._stepping = self._stepping, True
+        hooks = self.optimizer._optimizer_step_post_hooks
+        self.optimizer._optimizer_step_post_hooks = type(hooks)()
         try:
             yield
         finally:
-            self._stepping = before
+            self._stepping, self.optimizer._optimizer_step_post_hooks = before, hooks
 
     def _fanned_out(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._take_writes()

@@ -68,8 +68,11 @@ class Panel:
             measurement.on_cycle_start(self._engine.plan.measure[name])
 
     def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for a step without a closure where one is needed."""
-        if closure is None and any(measurement.needs_closure for _, measurement in self._named()):
+        """Raises TypeError for a step without a closure where one is needed; in the first step also where one will be."""
+        controller = self._engine.controller
+        first = self._engine.step == 0 and controller is not None and not controller.idle
+        asked = self._all.items() if first else self._named()
+        if closure is None and any(measurement.needs_closure for _, measurement in asked):
             raise TypeError(f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...)")
 
     def beside(self, closure: Closure | None) -> None:

@@ -31,10 +31,12 @@ def scored(arms: Sequence[float], scores: int) -> list[float]:
     return [loss + 0.1 * NOISE[i % 4] * (a + 1) + 10 * NOISE[(i // 2) % 4] for a, loss in enumerate(arms) for i in range(scores)]
 
 
-def tell(rule: TrialRule, plan: Plan, step: int, arms: Sequence[float] | None, correction: float = 1.0, **more: Any) -> Any:
+def tell(
+    rule: TrialRule, plan: Plan, step: int, arms: Sequence[float] | None, correction: float = 1.0, broke: bool = False, **more: Any
+) -> Any:
     """What it learns from a cycle whose arms have these losses: (octaves, note, ending)."""
     scores = plan.measure[TRIALS]["scores"] if plan.measure else 1
-    rows = {TRIALS: [scored(arms, scores)]} if arms is not None and plan.measure else {}
+    rows = {TRIALS: [[float(broke), *scored(arms, scores)]]} if arms is not None and plan.measure else {}
     learned = rule.learn(
         Evidence(
             **{
@@ -108,6 +110,16 @@ def test_a_trial_that_is_lost_is_paid_for() -> None:
     at(rule, 0)
     rule.restart(Moment(0, 10, 10))
     assert rule.spent > 90 and rule.used == 0
+    assert at(rule, 10) == Plan(steps=1, spread=False)  # the cycle that was under way ends at once
+    assert at(rule, 11).measure
+
+
+def test_the_budget_counts_the_judges_batches_and_the_optimizers_steps() -> None:
+    many, few = started(judged=300), started(judged=6)
+    assert not many.rounds and len(few.rounds) == 3
+    rule = past_scan()
+    half = rule.plan(Moment(0, 300, 600)).measure  # the schedule steps twice for one step
+    assert not half or half[TRIALS]["steps"] < at(past_scan(), 600).measure[TRIALS]["steps"]
 
 
 # -- the scan --------------------------------------------------------------------------------------------------------------------
@@ -136,7 +148,7 @@ def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
     assert len(at(rule, 36).measure[TRIALS]["multiples"]) == 3
     rule = started()
     assert tell(rule, at(rule, 0), 36, [3.5, 3.3, 3.0])[::2] == (0.0, None)  # it learns by itself
-    rule = started(judged=True)  # of few examples: short runs prefer a rate that is a hundred times too high
+    rule = started(judged=2)  # of few examples: short runs prefer a rate that is a hundred times too high
     assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (0.0, None)
 
 
@@ -144,8 +156,11 @@ def test_the_scan_takes_back_what_breaks() -> None:
     rule = started()
     plan = at(rule, 0)
     assert not plan.judged
-    assert tell(rule, plan, 36, [BROKEN] * 3, losses=[None])[::2] == (-2 * SCAN.below, Restore("origin"))
-    assert tell(rule, at(rule, 36), 70, [2.5, 2.5], losses=[None])[::2] == (-SCAN.below, Restore("arm 0"))  # the run alone has broken
+    assert tell(rule, plan, 36, [BROKEN] * 3, broke=True, losses=[None])[::2] == (-2 * SCAN.below, Restore("origin"))
+    assert tell(rule, at(rule, 36), 70, [2.5, 2.5], broke=True, losses=[None])[::2] == (
+        -SCAN.below,
+        Restore("arm 0"),
+    )  # the run alone has broken
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------------------
@@ -187,7 +202,7 @@ def test_a_check_keeps_the_rate_unless_another_is_clearly_better(arms: list[floa
 
 def test_a_judge_lowers_a_rate_and_raises_it_only_where_it_has_hardly_learned_anything() -> None:
     for arms, moved in (([2.9, 2.5, 2.2], 0), ([2.2, 2.5, 3.3], -1), ([3.99, 3.9, 3.0], 1)):
-        rule = past_scan(judged=True)
+        rule = past_scan(judged=2)
         octaves, _, _ = tell(rule, at(rule, 600), 636, arms)
         assert octaves * moved > 0 or octaves == moved == 0
 
@@ -236,6 +251,6 @@ def test_with_an_engine_corrections_follow() -> None:
         if engine.plan.measure:
             settings = engine.plan.measure[TRIALS]
             rates = [m * engine.corrections[0] for m in settings["multiples"]]
-            rows = {TRIALS: [scored([2.0 + 0.1 * math.log2(rate / best) ** 2 for rate in rates], settings["scores"])]}
+            rows = {TRIALS: [[0.0, *scored([2.0 + 0.1 * math.log2(rate / best) ** 2 for rate in rates], settings["scores"])]]}
         engine.close([4.0], rows, scheduled=[1.0], peak=[1.0])
     assert 0.7 < engine.corrections[0] / best < 1.4

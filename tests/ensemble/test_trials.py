@@ -87,7 +87,7 @@ def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "b
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
 def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, length: int | None) -> None:
     run = tries(net=model(), optimizer=optimizer, of=of, length=length).steps(STEPS + SCORES)
-    (row,) = run.controller.told[-1]
+    ((_, *row),) = run.controller.told[-1]
     assert not any(run.controller.told[:-1])
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
         assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
@@ -109,7 +109,7 @@ def test_arms_are_clipped_as_the_loop_clips() -> None:
 
     run = tries(net=net, before_step=clip).steps(STEPS + SCORES)
     assert len(clipped) == 3 * STEPS and min(clipped) > 0.01
-    (row,) = run.controller.told[0]
+    ((_, *row),) = run.controller.told[0]
     assert row != [score for multiple in (0.5, 1.0, 4.0) for score in by_hand(multiple)[1]]
 
 
@@ -121,7 +121,7 @@ def test_an_arm_that_breaks_is_left_and_told() -> None:
         return batch(key)
 
     run = tries(multiples=(1e30, 1.0), optimizer=torch.optim.SGD, data=data, net=model()).steps(STEPS + SCORES)
-    (row,) = run.controller.told[0]
+    ((_, *row),) = run.controller.told[0]
     assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
     assert all(torch.isfinite(p).all() for p in run.net.parameters())
 
@@ -132,7 +132,7 @@ def test_a_judge_scores_the_arms() -> None:
     net, _ = by_hand(2.0)
     with torch.no_grad():
         expected = [float(loss_of(net, data)) for data in held_out]
-    assert run.controller.told[0] == [expected]
+    assert run.controller.told[0] == [[0.0, *expected]]
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,154 @@ def test_a_shadow_measures_without_a_trace() -> None:
     plain = Run(net=model(), spread=0.0, every=7).steps(30)
     shadow = tries(net=model(), wrap=hdet.Shadow, end=hdet.Restore("arm 2"), every=7, length=7).steps(30)
     assert torch.equal(plain.weights(), shadow.weights())
-    assert shadow.controller.rule.told[1][0][:SCORES] == by_hand(0.5)[1]
+    assert shadow.controller.rule.told[1][0][1 : 1 + SCORES] == by_hand(0.5)[1]
+
+
+class Loop:
+    """A loop of its own over `noisy`, with whatever is around it; ``multiples`` of None: without trials."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, multiples: tuple[float, ...] | None, wrapped: Any = None) -> None:
+        self.net, self.optimizer, self.wrapped = net, optimizer, net if wrapped is None else wrapped
+        controller = None if multiples is None else Tries(Trials(self.wrapped), multiples)
+        self.ensemble = hdet.Ensemble(optimizer, total_steps=100, replicas=hdet.Replicas.single(), controller=controller)
+        self.controller = controller
+
+    def step(self, index: int, **zero: Any) -> None:
+        data = batch(100 * index)
+        losses_of(self.wrapped, data).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(**zero)
+        self.ensemble.step(1.0, closure=lambda: losses_of(self.wrapped, data))
+
+
+def test_a_second_optimizer_over_the_model_gets_no_gradients_of_arms() -> None:
+    weights = []
+    for multiples in (None, (0.5, 30.0)):
+        net = model()
+        first = Loop(net, torch.optim.AdamW(net[0].parameters(), lr=1e-2), multiples)
+        second = torch.optim.SGD(net[2].parameters(), lr=1e-2)
+        for index in range(STEPS + SCORES):
+            first.step(index)
+            second.step()
+            second.zero_grad()
+        weights.append([p.detach().clone() for p in net.parameters()])
+    assert same(*weights)
+
+
+def bucket_views(rank: int, world: int, to_none: bool) -> Any:
+    found = []
+    for multiples in (None, (0.5, 30.0)):
+        net = model()
+        wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9), multiples, wrapped)
+        for index in range(STEPS + SCORES):
+            loop.step(index, set_to_none=to_none)
+        found.append([p.detach().clone() for p in net.parameters()] + [p.grad for p in net.parameters() if p.grad is not None])
+    return same(*found)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_views_of_ddps_buckets_are_left_as_they_were(to_none: bool) -> None:
+    assert run_ranks(bucket_views, 1, to_none) == [True]
+
+
+def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None:
+    told = []
+    for outside in (False, True):
+        net = model()
+        loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2), (0.5, 30.0))
+        plain = loop.wrapped
+
+        def under(x: torch.Tensor, plain: Any = plain) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return plain(x)
+
+        for index in range(STEPS + SCORES):
+            data = batch(100 * index)
+            with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+                ((under(data[0]).float() - data[1]) ** 2).mean().backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                loop.ensemble.step(1.0, closure=lambda data=data: ((under(data[0]).float() - data[1]) ** 2).mean(1))
+        assert loop.controller is not None
+        told.append(loop.controller.told[0][0])
+    assert told[0] == pytest.approx(told[1], rel=0.02) and told[1][1 : 1 + SCORES] != told[1][1 + SCORES :]
+
+
+def test_a_model_that_raises_on_an_arm_that_has_broken_does_not_end_the_run() -> None:
+    net = model()
+    loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2), (1e30, 1.0))
+
+    def losses(data: Any) -> torch.Tensor:
+        found = losses_of(net, data)
+        if not torch.isfinite(found).all():
+            raise FloatingPointError("not finite")
+        return found
+
+    for index in range(STEPS + SCORES):
+        data = batch(100 * index)
+        losses(data).mean().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.ensemble.step(1.0, closure=lambda data=data: losses(data))
+    assert loop.controller is not None
+    ((_, *row),) = loop.controller.told[0]
+    assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
+
+
+def test_a_group_that_is_still_frozen_by_its_schedule_does_not_move_in_an_arm() -> None:
+    for place in (0, 1):
+        net = model()
+        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+        groups[place]["lr"] = 0.0  # type: ignore[assignment]
+        loop = Loop(net, torch.optim.SGD(groups, lr=1e-2), (1.0, 4.0))  # type: ignore[arg-type]
+        assert loop.controller is not None
+        loop.controller.end = hdet.Restore("arm 1")
+        before = state_of(net[2 * place])
+        other = state_of(net[2 - 2 * place])
+        for index in range(STEPS + SCORES):
+            loop.step(index)
+        assert same(state_of(net[2 * place]), before) and not same(state_of(net[2 - 2 * place]), other)
+        row = loop.controller.told[0][0]
+        assert row[1 : 1 + SCORES] != row[1 + SCORES :]
+
+
+def test_what_follows_a_step_in_a_hook_is_not_told_of_arms() -> None:
+    net, counted = model(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(lambda *_: counted.append(1))
+    loop = Loop(net, optimizer, (0.5, 2.0))
+    for index in range(STEPS + SCORES):
+        loop.step(index)
+    assert len(counted) == STEPS + SCORES
+
+
+def test_a_score_that_raised_and_was_caught_loses_the_trial() -> None:
+    net = model()
+    loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2), (1.0, 2.0))
+
+    def losses(index: int) -> torch.Tensor:
+        if index == STEPS and not torch.is_grad_enabled():
+            raise ZeroDivisionError
+        return losses_of(net, batch(100 * index))
+
+    def step(index: int) -> list[torch.Tensor]:
+        losses(index).mean().backward()
+        loop.optimizer.step()
+        before = [p.detach().clone() for p in net.parameters()]
+        loop.ensemble.step(1.0, closure=lambda: losses(index))
+        return before
+
+    for index in range(STEPS):
+        step(index)
+    with pytest.raises(ZeroDivisionError):
+        step(STEPS)
+    assert net.training
+    for index in range(STEPS + 1, 2 * (STEPS + SCORES) + 1):
+        step(index)
+    assert loop.controller is not None
+    first, second = loop.controller.told
+    assert not first and len(second[0]) == 1 + 2 * SCORES
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------------
@@ -195,14 +342,14 @@ def test_a_trial_goes_on_after_an_average_by_hand() -> None:
     run = tries(net=model()).steps(3)
     run.ensemble.converge()
     run.steps(STEPS + SCORES - 3)
-    assert run.controller.told[0][0][:SCORES] == by_hand(0.5)[1]
+    assert run.controller.told[0][0][1 : 1 + SCORES] == by_hand(0.5)[1]
 
 
 def test_a_trial_that_a_resumed_run_cannot_finish_tells_nothing_and_the_next_one_does() -> None:
     run = tries(net=model()).steps(3)
     run = tries(net=model()).loaded(run.saved()).steps(2 * (STEPS + SCORES) - 3)
     first, second = run.controller.told
-    assert not first and len(second[0]) == 3 * SCORES
+    assert not first and len(second[0]) == 1 + 3 * SCORES
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------------
@@ -216,6 +363,15 @@ def test_what_cannot_be_measured_is_refused() -> None:
         run.steps(1)
     with pytest.raises(ValueError, match="no parameter of this optimizer"):
         Run(net=model(), controller=Tries(Trials(model())), closure=True)
+    net = model()
+    both = nn.ModuleList([net, model()])
+    with pytest.raises(ValueError, match=r"nn.ModuleList\(\[encoder, decoder\]\)"):
+        hdet.Ensemble(torch.optim.SGD(both.parameters(), lr=0.1), total_steps=100, controller=Tries(Trials(net)))
+    with pytest.raises(ValueError, match="LBFGS"):
+        hdet.Ensemble(torch.optim.LBFGS(net.parameters()), total_steps=100, controller=Tries(Trials(net)))
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[operator,union-attr]
+    with pytest.raises(ValueError, match="optimizer inside the backward pass"):
+        hdet.Ensemble(torch.optim.SGD(net[2].parameters(), lr=0.1), total_steps=100, controller=Tries(Trials(net)))
     with pytest.raises(ValueError, match="replicas in one process"):
         net = model()
         Run(net=net, together=2, controller=Tries(Trials(net)), closure=True)

@@ -31,7 +31,7 @@ def trained(net: Any, replicas: hdet.Replicas, shards: list[int]) -> tuple[list[
         optimizer.zero_grad()
         ensemble.step(1.0, closure=losses)
     rows = controller.told[0]
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)], flat(net.parameters())
+    return [sum(column) / len(rows) for column in list(zip(*rows, strict=True))[1:]], flat(net.parameters())
 
 
 def on_a_mesh(rank: int, world: int) -> tuple[list[float], torch.Tensor]:

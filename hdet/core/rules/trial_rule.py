@@ -84,7 +84,7 @@ class TrialRule(Controller):
         budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
             2 800 steps at 3 %, everything.
         keep: the snapshots that a plan with so many arms, and an origin, needs.
-        judged: are the scores those of held-out mini-batches, the same on all replicas? Then there are few examples, of which a high rate
+        judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow. If so there are few examples, of which a high rate
             learns all there is sooner, and overfits sooner, which shows later: a rate is raised only where it has hardly learned anything.
     """
 
@@ -100,7 +100,7 @@ class TrialRule(Controller):
         self,
         budget: float = 0.03,
         keep: Callable[[int, str], Mapping[str, SnapshotOf]] = lambda arms, origin: {},
-        judged: bool = False,
+        judged: int = 0,
         freeze_after: float | None = None,
     ) -> None:
         super().__init__(freeze_after)
@@ -123,6 +123,7 @@ class TrialRule(Controller):
         """By check: where the best peak lies, in the schedule's unit."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
+        self._broke = self._resumed = False
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
 
@@ -136,7 +137,7 @@ class TrialRule(Controller):
         self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
         if not self._rates:
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
-        affords = int(self.budget * run.total_steps / (3 * (ENOUGH + _scores(ENOUGH) / 3)))
+        affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
         self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, *CHECKS[: affords - 1])
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
@@ -153,12 +154,17 @@ class TrialRule(Controller):
         return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute"
 
     def restart(self, now: Moment) -> None:
-        """A trial that was under way is lost, and what it took is spent."""
+        """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once."""
         self._spend()
+        self._resumed = True
+
+    def _cost(self, steps: int) -> float:
+        """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
+        return steps + (self.judged or _scores(steps)) / 3
 
     def _spend(self) -> None:
         if self.used and self.round < len(self.rounds):
-            self.spent += len(self._multiples()) * (self.used + _scores(self.used) / 3)
+            self.spent += len(self._multiples()) * self._cost(self.used)
         self.used = 0
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
@@ -171,6 +177,9 @@ class TrialRule(Controller):
         if self.used and not self.idle and now.step < self.began + self.used + _scores(self.used):
             return self._trial(now)
         self._spend()  # it should have ended
+        if self._resumed:
+            self._resumed = False
+            return Plan(steps=None if self._fixed else 1, spread=False)
         while not self.idle:
             due = math.ceil(self.rounds[self.round].at * self._total)
             if now.schedule_step < due:
@@ -184,8 +193,10 @@ class TrialRule(Controller):
 
     def _affordable(self, now: Moment) -> int:
         """Steps of a trial: what is left of the budget is shared evenly by the rounds to come, unless that is too little for this one."""
-        left, arms = self.budget * self._total - self.spent, len(self._multiples())
-        steps = _steps(max(left / (len(self.rounds) - self.round), min(left, arms * (ENOUGH + _scores(ENOUGH) / 3))) / arms)
+        pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
+        left, arms = self.budget * self._total * pace - self.spent, len(self._multiples())
+        worth = max(left / (len(self.rounds) - self.round), min(left, arms * self._cost(ENOUGH))) / arms
+        steps = int(worth - self.judged / 3) if self.judged else _steps(worth)
         left_of_run = self._total - now.schedule_step
         return min(steps, int(LONGEST * left_of_run), left_of_run - _scores(steps) - 1)
 
@@ -212,9 +223,10 @@ class TrialRule(Controller):
         seen = [loss for loss in evidence.losses if loss is not None]
         if not self.first and seen:
             self.first = [mean(seen)]
-        rows = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
-        if not self.used or not rows:
+        told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
+        if not self.used or not told:
             return self._nothing(evidence)
+        self._broke, rows = any(row[0] for row in told), [row[1:] for row in told]
         steps = self.used
         self._spend()
         arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()))
@@ -237,7 +249,7 @@ class TrialRule(Controller):
         if max(lower) >= BROKEN:
             self._repeat(lowered=True)
             return -2 * this.below, f"even 2^{-this.below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
-        if _better(lower, same) or all(loss is None for loss in evidence.losses):
+        if _better(lower, same) or self._broke:
             self._repeat(lowered=True)
             why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
             return -this.below, f"{why}: the run goes on as that arm", "arm 0"
