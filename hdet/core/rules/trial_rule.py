@@ -84,16 +84,18 @@ class TrialRule(Controller):
         budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
             2 800 steps at 3 %, everything.
         keep: the snapshots that a plan with so many arms, and an origin, needs.
-        judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow. If so there are few examples, of which a high rate
-            learns all there is sooner, and overfits sooner, which shows later: a rate is raised only where it has hardly learned anything.
+        judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial. With a judge
+            there are few examples, of which a high rate learns all there is sooner, and overfits sooner, which shows later: a rate is raised
+            only where it has hardly learned anything.
     """
 
     name = "auto"
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "spent": Number(0), "used": COUNT, "began": COUNT, "trial": COUNT, "moved": Flag(), "found": ListOf(Row(Number(), Number())),
-        "first": ListOf(Number()), "peaks": ListOf(Row(Number(), Number())),
+        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "moved": Flag(), "spent": Number(0),
+        "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
+        "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
 
     def __init__(
@@ -123,9 +125,12 @@ class TrialRule(Controller):
         """By check: where the best peak lies, in the schedule's unit."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
-        self._broke = self._resumed = False
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
+        self._broke = False
+        """Are the run's own weights broken, at the end of the cycle that is learned from?"""
+        self._resumed = False
+        """Have weights been loaded, or taken back, in the running cycle?"""
 
     def start(self, run: Run) -> None:
         """Raises ValueError where the run's length is not known, the controller has a warm-up, or no knob is a learning rate."""
@@ -284,6 +289,7 @@ class TrialRule(Controller):
         return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})", None
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
+        """Has the rate in force hardly learned anything, beside a higher one?"""
         return self._learned(same) < LITTLE * self._learned(higher)
 
     def _learned(self, arm: Sequence[float]) -> float:
