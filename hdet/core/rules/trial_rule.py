@@ -130,7 +130,7 @@ class TrialRule(Controller):
         self._broke = False
         """Are the run's own weights broken, at the end of the cycle that is learned from?"""
         self._resumed = False
-        """Have weights been loaded, or taken back, in the running cycle?"""
+        """Have weights been loaded, or taken back, in the middle of a trial?"""
 
     def start(self, run: Run) -> None:
         """Raises ValueError where the run's length is not known, the controller has a warm-up, or no knob is a learning rate."""
@@ -160,8 +160,8 @@ class TrialRule(Controller):
 
     def restart(self, now: Moment) -> None:
         """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once."""
+        self._resumed = self.used > 0
         self._spend()
-        self._resumed = True
 
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
