@@ -36,6 +36,6 @@ def replayed(folder: Path) -> tuple[int, list[str]]:
     ensemble = run_alone(RunSpec(config, folder), no_text).ensemble
     assert ensemble is not None and ensemble.engine.controller is not None
     controller = ensemble.engine.controller
-    controller.start(replace(ensemble.run, replicas=config.replicas, together=config.coresident))
+    controller.start(replace(ensemble.run, replicas=config.replicas))
     told = [record["record"] for record in records]
     return sum(record["evidence"] is not None for record in told), list(replay(controller, told))

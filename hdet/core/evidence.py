@@ -6,7 +6,7 @@ Every rank is told the same, to the bit. Losses that are missing or not finite a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .clock import Clock
@@ -27,10 +27,6 @@ class Run:
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     local: bool = False
     """Does each replica step with gradients of its own?"""
-    together: bool = False
-    """Are all replicas in one process?"""
-    averaging: str = "Plain()"
-    """The repr of `Sync.converge`."""
 
     @property
     def total_steps(self) -> int | None:
@@ -80,12 +76,6 @@ class Evidence:
     measured: Mapping[str, Sequence[Sequence[float] | None]] = field(default_factory=dict)
     """By the names of `Plan.measure`, [replica]: what was measured, None where a replica is left out. A measurement that only answers questions
     is not in it, nor one that has nothing to tell yet."""
-
-    def only(self, knobs: Sequence[int]) -> Evidence:
-        """Of these knobs, without what was measured, which is of all."""
-        of_knobs = ("knobs", "multipliers", "scheduled", "peak", "floor", "values", "corrections")
-        chosen: dict[str, Any] = {name: [x[k] for k in knobs] if (x := getattr(self, name)) else x for name in of_knobs}
-        return replace(self, measured={}, **chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which ``Evidence(**data)`` makes it again, to the bit."""

@@ -78,8 +78,8 @@ class Measurement:
     def restart(self) -> None:
         """Parameters were loaded or restored: drop what is under way."""
 
-    def beside(self, closure: Closure, position: int) -> None:
-        """After step ``position`` (1 .. length) of the cycle, at its values, with its gradients still there. What is trained here beside the
+    def beside(self, closure: Closure) -> None:
+        """After each step of the cycle, at its values, with its gradients still there. What is trained here beside the
         run leaves no trace in it. It may communicate, on all ranks alike."""
 
     def sample(self, position: int, length: int, schedule_step: int) -> None:

@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..converge.health import all_finite
 from ..core.plan import SnapshotOf
 from ..core.rules.trial_rule import BROKEN
 from ..core.validate import whole
 from ..profiling import ranged
-from ..tensors.dtensor import local_parts, reshard
+from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
 from .measurement import Closure, Measurement, Watched, settings_of
+from .weight_line import check_room
 
 __all__ = ["RUN", "Judge", "Trials", "arm"]
 
@@ -41,8 +43,8 @@ def arm(number: int) -> str:
 class Trials(Measurement):
     """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial.
 
-    An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just trained
-    on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
+    An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
+    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
     reference over the first fifth, then falls to zero in a straight line. In the ``scores`` steps that follow, nothing of the arms moves, and
     the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of the judge, at the cycle's end.
 
@@ -52,11 +54,12 @@ class Trials(Measurement):
         before_step: called between an arm's backward pass and its step, for what the loop does there (clipping).
         place: "device" or "host": where the arms live.
 
-    Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle; ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, "peak" (of the base value in the run) or "base" (the one in force when it begins);
-    ``steps``; ``scores``. The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
+    Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
+    ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
+    value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``. The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
 
-    Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers. The run is
-    left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
+    Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers.
+    The run is left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
     on a rank that sees no loss. Gradients that still differ between replicas are averaged.
     """
 
@@ -73,8 +76,7 @@ class Trials(Measurement):
             whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter")
         if before_step is not None and not callable(before_step):
             raise TypeError(f"before_step must be callable without arguments, got {before_step!r}")
-        if place not in ("device", "host"):
-            raise ValueError(f"place must be 'device' or 'host', got {place!r}")
+        check_room(place, None)
         self.model, self.judge, self.before_step, self.place = model, judge, before_step, place
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
@@ -89,19 +91,17 @@ class Trials(Measurement):
         return {name: SnapshotOf(place=self.place) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
 
     def watch(self, watched: Watched) -> None:
-        """Raises ValueError if none of the optimizer's parameters is the model's, or where one process holds several replicas."""
-        own = {id(p) for p in self._bare.parameters()}
-        if not watched.copied and not all(id(p) in own for p in watched.sets[0]):
+        """Raises ValueError for a run whose arms could not be trained, or not without a trace."""
+        own, trained = {id(p) for p in self._bare.parameters()}, {id(p) for p in watched.sets[0]}
+        others = [] if watched.copied else [p for p in self._bare.parameters() if id(p) not in trained]
+        if not watched.copied and not trained <= own:
             raise ValueError(
                 "the AutoLR's model has no parameter of this optimizer, or not all of them: pass the module that it trains, such as "
                 "nn.ModuleList([encoder, decoder]), so that arms have all of it"
             )
         if isinstance(watched.optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the loss inside its step, which arms cannot follow: choose another controller")
-        trained = {id(p) for p in watched.sets[0]}
-        if not watched.copied and any(
-            id(p) not in trained and getattr(p, "_post_accumulate_grad_hooks", None) for p in self._bare.parameters()
-        ):
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in others):
             raise ValueError(
                 "a parameter of the AutoLR's model is not this optimizer's and has a hook that runs after its gradient (an optimizer inside the "
                 "backward pass?), which arms would set off: put all parameters into one optimizer"
@@ -112,7 +112,6 @@ class Trials(Measurement):
                 "controller for them (docs/choosing.md)"
             )
         self._watched, self._parameters = watched, watched.sets[0]
-        others = [] if watched.copied else [p for p in self._bare.parameters() if id(p) not in trained]
         self._touched = [*watched.sets[0], *others]
         self._device = local_parts(watched.sets[0][:1])[0].device
 
@@ -147,7 +146,7 @@ class Trials(Measurement):
     # -- beside the run ------------------------------------------------------------------------------------------------------
 
     @ranged("hdet.trials")
-    def beside(self, closure: Closure, position: int) -> None:
+    def beside(self, closure: Closure) -> None:
         if not self._settings:  # parameters were loaded after the cycle's beginning
             return
         self._position += 1
@@ -259,24 +258,20 @@ class Trials(Measurement):
         replicas, group = self._watched.replicas, self._watched.replicas.peer_group
         if replicas.count == 1 or group is None or self._watched.local:
             return
-        own = [g for p in self._parameters if p.grad is not None for g in local_parts([p.grad])]
         if self._averages is None:
-            square = sum(
-                (g.double().square().sum().to(self._device) for g in own), torch.zeros((), dtype=torch.float64, device=self._device)
-            )
-            sums = replicas.sum_rows(square.reshape(1)).flatten().tolist()
-            self._averages = max(sums) > 1.002 * min(sums)
+            squares = replicas.sum_rows(gradient_norm(self._parameters).square().reshape(1).to(self._device)).flatten().tolist()
+            self._averages = max(squares) > 1.002 * min(squares)
         if self._averages:
-            for gradient in own:
+            for gradient in local_parts([p.grad for p in self._parameters if p.grad is not None]):
                 dist.all_reduce(gradient, group=group)
                 gradient.div_(replicas.count)
 
     def _look(self, losses: Sequence[tuple[int, torch.Tensor | None]]) -> None:
         """All ranks leave an arm together: in it they may communicate."""
-        row = torch.stack([torch.zeros(()) if loss is None else (~torch.isfinite(loss)).cpu() for _, loss in losses]) if losses else None
-        if row is not None:
-            broken = self._watched.replicas.sum_rows(row.double().to(self._device)).sum(0).tolist()
-            self._broken |= {number for (number, _), count in zip(losses, broken, strict=True) if count}
+        if losses:
+            lost = torch.stack([torch.zeros((), dtype=torch.bool) if loss is None else ~torch.isfinite(loss).cpu() for _, loss in losses])
+            counts = self._watched.replicas.sum_rows(lost.double().to(self._device)).sum(0).tolist()
+            self._broken |= {number for (number, _), count in zip(losses, counts, strict=True) if count}
 
     def _score(self, closure: Closure) -> torch.Tensor | None:
         with eval_mode(self._bare):
@@ -289,7 +284,6 @@ class Trials(Measurement):
         """(2 + arms * scores,) float64: is the run broken? 1, and the losses; zeros where this rank sees none."""
         if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
             return None
-        finite = all(bool(torch.isfinite(p).all()) for p in local_parts(self._parameters))
         if self.judge is not None:
             self._judge(*self.judge)
         scores = self._settings["scores"] if self.judge is None else len(self.judge[1])
@@ -297,7 +291,7 @@ class Trials(Measurement):
         whole = [(score, number) for number in arms for score in range(scores)]
         if any(place not in self._losses and place[1] not in self._broken for place in whole):
             return None  # a score has raised, and the loop has gone on
-        mark = torch.tensor([float(not finite)], dtype=torch.float64, device=self._device)
+        mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
         if any(self._losses.get(place) is None and place[1] not in self._broken for place in whole):
             return torch.cat([mark, mark.new_zeros(1 + len(whole))])
         row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(place)) is None else loss.to(mark) for place in whole])

@@ -22,7 +22,7 @@ __all__ = ["AveragedWeights", "WeightLine", "check_room"]
 def check_room(place: Any, dtype: Any) -> None:
     """Raises ValueError for a place or a dtype in which no weights can be kept."""
     if place not in ("device", "host"):
-        raise ValueError(f"place must be 'device' or 'host' (where origin and average live), got {place!r}")
+        raise ValueError(f"place must be 'device' or 'host' (where copies of the weights live), got {place!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
 

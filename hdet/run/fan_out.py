@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..knobs import Bound, GroupKnob
-from ..tensors.dtensor import local_parts
+from ..tensors.dtensor import gradient_norm
 
 __all__ = ["FanOut"]
 
@@ -100,7 +100,7 @@ class FanOut:
             _check_dense_gradients(self.optimizer)
             self._unchecked = False
         if self.gradient_norm is None and not (args or kwargs):
-            self.gradient_norm = _gradient_norm(self.optimizer)
+            self.gradient_norm = gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
         self._leave()
         with ExitStack() as stack:
             self.moved = True
@@ -111,7 +111,7 @@ class FanOut:
                     stack.enter_context(knob.fanned_out(multiplier))
             result = inner(*args, **kwargs)
         if self.gradient_norm is None:  # a closure has made them
-            self.gradient_norm = _gradient_norm(self.optimizer)
+            self.gradient_norm = gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
         self.stepped = True
         return result
 
@@ -233,15 +233,6 @@ def _unwrap(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _gradient_norm(optimizer: Optimizer) -> torch.Tensor:
-    """Of all gradients there are; 0 without any. Does not wait for the device."""
-    gradients = local_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
-    dense = [g for g in gradients if g.numel()]
-    if not dense:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack([norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]).norm()
-
-
 def _refuse_group(param_group: dict[str, Any]) -> None:
     """A group that is added later would not be averaged."""
     raise ValueError(

@@ -81,7 +81,7 @@ class Panel:
             if measurement.needs_closure:
                 assert closure is not None, "check_closure comes first"
                 with self._during(name):
-                    measurement.beside(closure, self._engine.position + 1)
+                    measurement.beside(closure)
 
     def sample(self) -> None:
         """A step is done and counted."""

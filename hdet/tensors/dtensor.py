@@ -5,7 +5,7 @@ torch.distributed.tensor is imported only where there is a DTensor, and so has b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
-    "FullSums", "alike", "check_alike", "gradient_on", "is_partial", "is_sharded", "like", "local", "local_parts",
+    "FullSums", "alike", "check_alike", "gradient_norm", "gradient_on", "is_partial", "is_sharded", "like", "local", "local_parts",
     "local_state", "locals_of", "part_of", "reshard", "sharding_dims", "state_like",
 ]  # fmt: skip
 
@@ -39,6 +39,15 @@ def local(tensor: Tensor) -> Tensor:
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`local` of each, detached: for whoever reads and writes parameters behind autograd's back. Asked anew whenever it is needed."""
     return [local(t).detach() for t in tensors]
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Of all gradients there are, or of their shards on this rank: 0-d float64; 0 without any. Does not wait for the device."""
+    gradients = local_parts([p.grad for p in parameters if p.grad is not None])
+    dense = [g for g in gradients if g.numel()]
+    if not dense:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([norm.double().to(dense[0].device) for norm in torch._foreach_norm(dense)]).norm()
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:

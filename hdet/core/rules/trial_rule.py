@@ -93,7 +93,7 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "moved": Flag(), "spent": Number(0),
+        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": Flag(), "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
@@ -113,7 +113,7 @@ class TrialRule(Controller):
         """Of `rounds`: the next one, or the one that goes on."""
         self.repeated = 0
         """How often it has been repeated."""
-        self.moved = False
+        self.lowered = False
         """Has this scan lowered the rate?"""
         self.spent = 0.0
         """Steps' worth of compute that trials have taken."""
@@ -127,8 +127,6 @@ class TrialRule(Controller):
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
-        self._broke = False
-        """Are the run's own weights broken, at the end of the cycle that is learned from?"""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
 
@@ -209,7 +207,7 @@ class TrialRule(Controller):
         """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
         this = self.rounds[self.round]
         above = this.above + (FARTHER * self.repeated if this.scan else 0)
-        return [2.0**-this.below, 1.0, *([] if this.scan and self.moved else [2.0**above])]
+        return [2.0**-this.below, 1.0, *([] if this.scan and self.lowered else [2.0**above])]
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
@@ -231,13 +229,16 @@ class TrialRule(Controller):
         told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not told:
             return self._nothing(evidence)
-        self._broke, rows = any(row[0] for row in told), [row[1:] for row in told]
-        steps = self.used
+        steps, adopted = self.used, None
         self._spend()
-        arms = _by_arm(rows[:1] if self.judged else rows, len(self._multiples()))
-        octaves, note, adopted = (self._scanned if self.rounds[self.round].scan else self._checked)(arms, steps, evidence)
-        peak, correction = evidence.peak[self._rates[0]], evidence.corrections[self._rates[0]]
-        self.peaks.append([peak, peak * correction * 2.0**octaves])
+        arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(self._multiples()))
+        peak = evidence.peak[self._rates[0]]
+        in_force = peak * evidence.corrections[self._rates[0]]
+        if self.rounds[self.round].scan:
+            octaves, note, adopted = self._scanned(arms, steps, broke=any(row[0] for row in told))
+        else:
+            octaves, note = self._checked(arms, steps, in_force)
+        self.peaks.append([peak, in_force * 2.0**octaves])
         decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
         decisions = [Decision() for _ in evidence.knobs]
         for k in self._rates:
@@ -247,14 +248,14 @@ class TrialRule(Controller):
     def hold(self, evidence: Evidence) -> Learned:
         return self._nothing(evidence)
 
-    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, str | None]:
-        """(octaves, note, the snapshot as which the run goes on)"""
+    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, *, broke: bool) -> tuple[float, str, str | None]:
+        """(octaves, note, the snapshot as which the run goes on). ``broke``: are the run's own weights not finite?"""
         this, above = self.rounds[self.round], math.log2(self._multiples()[-1])
         lower, same, *higher = arms
         if max(lower) >= BROKEN:
             self._repeat(lowered=True)
             return -2 * this.below, f"even 2^{-this.below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
-        if _better(lower, same) or self._broke:
+        if _better(lower, same) or broke:
             self._repeat(lowered=True)
             why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
             return -this.below, f"{why}: the run goes on as that arm", "arm 0"
@@ -264,12 +265,12 @@ class TrialRule(Controller):
         self._next()
         return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{above:g} times the rate is better: kept", None
 
-    def _checked(self, arms: Sequence[Sequence[float]], steps: int, evidence: Evidence) -> tuple[float, str, str | None]:
+    def _checked(self, arms: Sequence[Sequence[float]], steps: int, peak: float) -> tuple[float, str]:
+        """(octaves, note), of the ``peak`` in force"""
         this = self.rounds[self.round]
         lower, same, higher = arms
         best = min((lower, same, higher), key=mean)
         to = _vertex(-this.below, mean(lower) - mean(same), this.above, mean(higher) - mean(same))
-        peak = evidence.peak[self._rates[0]] * evidence.corrections[self._rates[0]]
         low, high = peak * 2.0 ** (to - 1), peak * 2.0 ** (to + 1)
         self.found.append([low, high])
         if (
@@ -280,13 +281,13 @@ class TrialRule(Controller):
             or (self.judged and best is higher and not self._far_behind(same, higher))
         ):
             self._next()
-            return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)", None
+            return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)"
         octaves = math.copysign(max(0.0, abs(to) - this.margin), to)
         if abs(to) >= (this.above if to > 0 else this.below):
             self._repeat(lowered=False)
         else:
             self._next()
-        return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})", None
+        return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})"
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
@@ -297,10 +298,10 @@ class TrialRule(Controller):
         return sum(first - mean(arm) for first in self.first)
 
     def _next(self) -> None:
-        self.round, self.repeated, self.moved = self.round + 1, 0, False
+        self.round, self.repeated, self.lowered = self.round + 1, 0, False
 
     def _repeat(self, lowered: bool) -> None:
-        self.repeated, self.moved = self.repeated + 1, lowered
+        self.repeated, self.lowered = self.repeated + 1, lowered
         if self.repeated > AGAIN:
             self._next()
 
