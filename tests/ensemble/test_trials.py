@@ -254,6 +254,8 @@ def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None
                 loop.optimizer.step()
                 loop.optimizer.zero_grad()
                 loop.ensemble.step(1.0, closure=lambda data=data: ((under(data[0]).float() - data[1]) ** 2).mean(1))
+                inside = under(data[0])
+            assert torch.equal(inside, under(data[0]))  # the run's weights, not the last arm's
         assert loop.controller is not None
         told.append(loop.controller.told[0][0])
     assert told[0] == pytest.approx(told[1], rel=0.02) and told[1][1 : 1 + SCORES] != told[1][1 + SCORES :]
