@@ -82,8 +82,8 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def missing(loss: float | None, untrained: float, best: float) -> float:
-    """Percent of (untrained - best); a run that broke, or got worse, has gained nothing."""
-    return 100 * (min(untrained if loss is None else loss, untrained) - best) / (untrained - best)
+    """Percent of (untrained - best) that the loss which was `fixed_rates.reached` lacks."""
+    return 100 * (fixed_rates.reached(loss, untrained) - best) / (untrained - best)
 
 
 def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:

@@ -62,11 +62,16 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                     yield {"workload": workload, "exponent": exponent, "seed": seed, "steps": steps}
 
 
+def reached(loss: float | None, untrained: float) -> float:
+    """The final loss; a run that broke, or got worse, counts as untrained."""
+    return untrained if loss is None else min(loss, untrained)
+
+
 def means(records: Sequence[Record]) -> dict[tuple[str, int], dict[int, float]]:
-    """(workload, length) -> exponent -> mean over the seeds of the final loss; a run that broke, or got worse, counts as untrained."""
+    """(workload, length) -> exponent -> mean over the seeds of the loss that was `reached`."""
     found: dict[tuple[str, int], dict[int, list[float]]] = {}
     for record in records:
-        loss = record["untrained"] if record["validation"] is None else min(record["validation"], record["untrained"])
+        loss = reached(record["validation"], record["untrained"])
         found.setdefault((record["workload"], record["steps"]), {}).setdefault(record["exponent"], []).append(loss)
     return {cell: {e: statistics.mean(losses) for e, losses in sorted(row.items())} for cell, row in sorted(found.items())}
 
