@@ -28,6 +28,7 @@ from hdet.converge import (
     Converge,
     ExactLocal,
     Hierarchical,
+    Outer,
     Overlapped,
     Plain,
     Streaming,
@@ -81,6 +82,7 @@ WAYS: dict[str, Callable[[int], Converge]] = {
     "streaming": lambda n: Streaming(4),
     "overlapped": lambda n: Overlapped(4),
     "exact-local": lambda n: ExactLocal(check_every=10),
+    "outer": lambda n: Outer(),
 }
 
 
@@ -88,9 +90,11 @@ def cycle_of(way: Converge, sizes: list[int], bucket_bytes: int = 32 << 20) -> C
     """All that a way does in a cycle, apart from the optimizer's steps."""
     replicas, parameters = Replicas.from_group(), [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     optimizer = hdet.FusedAdamW(parameters, lr=1e-3, weight_decay=0.0)
-    average = way.build(Task(parameters, replicas, optimizer, lambda: [None] * len(parameters), INTERVAL, bucket_bytes))
+    gradients = "local" if isinstance(way, Outer) else "shared"
+    average = way.build(Task(parameters, replicas, optimizer, lambda: [None] * len(parameters), INTERVAL, bucket_bytes, gradients))
 
     def cycle() -> None:
+        average.on_cycle_start()
         for position in range(1, INTERVAL):
             if average.acts_after(position):
                 average.after_step(position)

@@ -232,6 +232,7 @@ def ways(job: Job) -> list[Way]:
         way("compressed int8", Traffic(), exchanged(INT8_BYTES), kept_back + bucket),
         way(f"streaming, {job.fragments} fragments", Traffic(), streamed(job.fragments), bucket, pauses=job.fragments),
         way(_overlapped(job), Traffic(), plain, 2 * size, hidden=job.overlap_steps * job.step_seconds),
+        way("outer step", Traffic(), plain + all_reduce(16 * job.replicas, job.replicas * job.shards, link), bucket + 8 * own),
         _exact_local(job),
     ]
     return rows

@@ -193,7 +193,8 @@ def _equal_tree(state: RunState, together: Together) -> dict[str, Any]:
         tree = state.state_dict()
         trees.append(tree)
         entries = [(key, value) for key, values in tree["optimizer"]["state"].items() for value in values.values()]
-        return {"the parameters": digests(tree["model"].items()), "the optimizer's state": digests(entries)}
+        kept = digests(tree.get("converge", {}).items())
+        return {"the parameters": digests(tree["model"].items()), "the optimizer's state": digests(entries), "the outer momenta": kept}
 
     check_equal(described, state.keys.replicas.member, together)
     return trees[0]
@@ -258,7 +259,7 @@ class _Destinations:
         return tree
 
     def tensors(self) -> dict[str, Any]:
-        return {"model": self._model(), "optimizer": {"state": self._optimizer()}}
+        return {"model": self._model(), "optimizer": {"state": self._optimizer()}, **self._converge()}
 
     def _replica(self) -> int:
         """Whose optimizer state is taken, where each replica has one. Shared gradients need the same everywhere."""
@@ -289,6 +290,13 @@ class _Destinations:
         if missing or unknown:
             raise ValueError(f"it lacks {_few(missing)} and has {_few(unknown)} which the model has not: it is of another model")
         return ours
+
+    def _converge(self) -> dict[str, Any]:
+        """Of a run without it nothing is taken, and what this one's way of averaging keeps begins anew."""
+        keys = {key: f"converge.{key}" for key in self.state.averaged_keys()}
+        if not all(flat in self.sizes for flat in keys.values()):
+            return {}
+        return {"converge": {key: self._blank(keys[key], p) for key, p in self.state.averaged_keys().items()}}
 
     def _optimizer(self) -> dict[str, Any]:
         from torch.distributed.checkpoint._nested_dict import set_element

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..ensemble import Ensemble
 from ..optim.state import MASTER_KEYS, REPLICA_KEYS
-from ..tensors.dtensor import is_sharded, like
+from ..tensors.dtensor import is_sharded, like, local
 from .keys import Inventory, Keys, bare
 from .plain_data import check_extra, check_fits, give_back, pack, take, unpack
 
@@ -74,7 +74,12 @@ class RunState:
             ValueError: the replicas have parted and the mean is not known here; or ``extra`` holds what cannot be given back.
         """
         mean = self.mean()
-        return {"model": self.model_tensors(mean), "optimizer": self._optimizer_tree(mean is not None), **self.plain_parts()}
+        return {
+            "model": self.model_tensors(mean),
+            "optimizer": self._optimizer_tree(mean is not None),
+            **self._converge_part(),
+            **self.plain_parts(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError or CheckpointError for what does not fit."""
@@ -110,6 +115,19 @@ class RunState:
                 "call ensemble.converge() on all ranks before, or use hdet.checkpoint.save, which does"
             )
         return {id(t): m if is_sharded(m) else like(m, t) for t, m in zip(ensemble.parameters, mean, strict=True)}
+
+    def averaged_keys(self) -> dict[str, torch.Tensor]:
+        """Of the optimizer's parameters, in the order of the average."""
+        names = Inventory(self.model).name_of
+        own = {id(p) for p in listed(self.optimizer)}
+        return {self.keys.shared(p) + names[id(p)]: p for p in self.ensemble.parameters if id(p) in own}
+
+    def _converge_part(self) -> dict[str, Any]:
+        """What the way of averaging keeps of each parameter from one cycle to the next, if it does."""
+        kept = self.ensemble.weights.average.kept()
+        return (
+            {"converge": {key: like(value, p) for (key, p), value in zip(self.averaged_keys().items(), kept, strict=True)}} if kept else {}
+        )
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +229,8 @@ class RunState:
             settings = {key: _on_the_device_of(value, present.get(key)) for key, value in saved.items()}
             groups.append({**settings, "params": [next(numbers) for _ in present["params"]]})
         self.optimizer.load_state_dict({**about["rest"], "state": numbered, "param_groups": groups})
+        if "converge" in state:
+            self.ensemble.weights.average.keep([local(tensor) for tensor in state["converge"].values()])
 
 
 # -- an optimizer's state, without a step of the optimizer ---------------------------------------------------------------

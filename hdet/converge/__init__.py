@@ -6,6 +6,7 @@ from .compressed import Compressed
 from .exact_local import ExactLocal
 from .health import all_finite, digest, fingerprints
 from .hierarchical import Hierarchical
+from .outer import Outer
 from .overlapped import Overlapped
 from .plain import Plain
 from .streaming import Streaming
@@ -18,6 +19,7 @@ __all__ = [
     "ExactLocal",
     "Hierarchical",
     "Masters",
+    "Outer",
     "Overlapped",
     "Plain",
     "Streaming",

@@ -46,6 +46,9 @@ class Average(Protocol):
     def idle(self) -> bool:
         """Nothing is under way and nothing is kept back: after an average the tensors are the whole state, equal on all replicas."""
 
+    def on_cycle_start(self) -> None:
+        """Before the first step after an average, a start or a load. No communication."""
+
     def acts_after(self, position: int) -> bool:
         """Is there anything to do after step ``position`` (1 .. T - 1) of a cycle, before its end? The same on all ranks."""
 
@@ -60,6 +63,13 @@ class Average(Protocol):
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas at this very step, without communication, where this rank has it; else None. Not to be written to."""
+
+    def kept(self) -> list[torch.Tensor]:
+        """What goes on from one cycle to the next and belongs into a checkpoint: a tensor for each parameter (for each shard of this rank), equal on
+        all replicas after an average; [] for nothing."""
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on with what `kept` gave, of which these are copies; after the parameters were loaded."""
 
     def close(self) -> None:
         """Give the optimizer back as it was given: no hooks, no further sets of parameters. No communication; the last call, and a

@@ -45,6 +45,9 @@ class PlainAverage:
         """Drop what is under way or kept back: another state was loaded, all was averaged in full, or this is the end."""
         self.idle = True
 
+    def on_cycle_start(self) -> None:
+        pass
+
     def acts_after(self, position: int) -> bool:
         return False
 
@@ -69,6 +72,12 @@ class PlainAverage:
 
     def mean(self) -> list[torch.Tensor] | None:
         return None
+
+    def kept(self) -> list[torch.Tensor]:
+        return []
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
 
     def close(self) -> None:
         for hook in self._hooks:

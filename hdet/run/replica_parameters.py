@@ -88,6 +88,7 @@ class ReplicaWeights:
 
     def on_cycle_start(self) -> None:
         """Before the first step of a cycle."""
+        self.average.on_cycle_start()
         if self._starts is not None:
             self._starts.advance()
 

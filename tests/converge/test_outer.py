@@ -1,0 +1,148 @@
+"""Outer: DiLoCo's step on the mean displacement, beside its equations in float64; and in a run, through checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hdet
+from hdet.converge import Outer, Plain
+
+from ..distributed import run_ranks
+from ..harness import Run, model
+from .helpers import KINDS, account, exact, held, rounding_of, task, written
+
+SHAPES = [(5, 7), (40,), (3, 1000)]
+BUFFER = torch.arange(4.0)
+
+
+def displaced(seed: int, rank: int, cycle: int) -> list[torch.Tensor]:
+    """What a replica's cycle adds to each parameter, float64."""
+    generator = torch.Generator().manual_seed(1000 * seed + 100 * rank + cycle)
+    return [0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def beginning(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    generator = torch.Generator().manual_seed(3)
+    return held([torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES], [kind] * len(SHAPES))
+
+
+def add(tensors: list[torch.Tensor], masters: list[torch.Tensor | None], kind: str, steps: list[torch.Tensor]) -> None:
+    moved = held([value + step for value, step in zip(exact(tensors, masters), steps, strict=True)], [kind] * len(steps))
+    for old, new in zip((*tensors, *masters), (*moved[0], *moved[1]), strict=True):
+        if old is not None and new is not None:
+            old.copy_(new)
+
+
+def cycles(rank: int, world: int, kind: str, way: Outer, weights: list[list[float]], apart: bool = False) -> Any:
+    """[cycle]: (values before the average, values after it, all bits, notes, what was sent, the buffer)"""
+    tensors, masters = beginning(kind)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1)
+    parameters = [p.data for p in optimizer.param_groups[0]["params"]]
+    optimizer.param_groups[0]["params"][:] = parameters
+    buffer = BUFFER + rank
+    made = way.build(task([*parameters, buffer], [*masters, None], optimizer=optimizer, gradients="local"))
+    if apart and rank == 1:
+        parameters[1][3] += 0.25
+    found = []
+    for cycle, shares in enumerate(weights):
+        made.on_cycle_start()
+        add(parameters, masters, kind, displaced(1, rank, cycle))
+        if shares[rank] == 0:
+            parameters[0][0] = torch.nan
+        before = [value.clone() for value in exact(parameters, masters)]
+        with account() as sent:
+            notes = made.end_cycle(shares)
+        assert made.idle and made.mean() is None and not made.acts_after(1)
+        found.append(
+            (before, [value.clone() for value in exact(parameters, masters)], written(parameters, masters), notes, sent, buffer.clone())
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [Outer(), Outer(0.5, 0.8, nesterov=False), Outer(1.0, 0.0)], ids=repr)
+def test_it_is_the_equation(kind: str, way: Outer) -> None:
+    weights = [[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.5, 0.5]]
+    ranks = run_ranks(cycles, 2, kind, way, weights)
+    begin = exact(*beginning(kind))
+    momenta = [torch.zeros_like(a) for a in begin]
+    for cycle, shares in enumerate(weights):
+        for i, (a, v) in enumerate(zip(begin, momenta, strict=True)):
+            d = sum(w * (a - ranks[r][cycle][0][i]) for r, w in enumerate(shares) if w)
+            v.mul_(way.momentum).add_(d)
+            expected = a - way.rate * (d + way.momentum * v if way.nesterov else v)
+            assert torch.allclose(ranks[0][cycle][1][i], expected, rtol=0, atol=8 * rounding_of(kind)), (cycle, i)
+        for rank in ranks:
+            assert rank[cycle][3] == []
+            assert all(torch.equal(x, y) for x, y in zip(rank[cycle][2], ranks[0][cycle][2], strict=True)), "replicas differ"
+        # Each is written as its format has it; the next cycle begins there.
+        begin = ranks[0][cycle][1]
+    assert torch.allclose(ranks[0][0][5], BUFFER + 0.5)
+
+
+def test_it_sends_what_plain_sends_and_a_digest() -> None:
+    _, other = run_ranks(cycles, 2, "float32", Outer(), [[0.5, 0.5]])
+    size = sum(4 * torch.Size(shape).numel() for shape in (*SHAPES, BUFFER.shape))
+    assert other[0][4] == [("all_reduce", 2 * 2 * 8.0), ("all_reduce", float(size))]
+
+
+def test_replicas_that_began_apart_are_averaged_plainly_and_step_from_then_on() -> None:
+    ranks = run_ranks(cycles, 2, "float32", Outer(), [[0.5, 0.5]] * 2, True)
+    for rank in ranks:
+        assert "had not begun the cycle with the same parameters" in rank[0][3][0] and rank[1][3] == []
+    for i in range(len(SHAPES)):
+        mean = (ranks[0][0][0][i] + ranks[1][0][0][i]) / 2
+        assert torch.allclose(ranks[0][0][1][i], mean, rtol=0, atol=1e-6)
+        assert torch.equal(ranks[0][1][1][i], ranks[1][1][1][i])
+        assert not torch.allclose(ranks[0][1][1][i], (ranks[0][1][0][i] + ranks[1][1][0][i]) / 2, rtol=0, atol=1e-3)
+
+
+def test_refusals() -> None:
+    for settings, message in [({"rate": 0.0}, "rate must be"), ({"momentum": 1.0}, "momentum must be"), ({"rate": float("nan")}, "rate")]:
+        with pytest.raises(ValueError, match=message):
+            Outer(**settings)
+    with pytest.raises(ValueError, match="gradients='local'"):
+        Run(scheduler=None, converge=Outer(), replicas=hdet.Replicas(0, 2, None))
+
+
+# -- in a run ------------------------------------------------------------------------------------------------------------
+
+
+def local(rank: int, sharded: bool = False, converge: hdet.converge.Converge | None = None) -> Run:
+    """Of two replicas; ``sharded``: of two ranks each, which hold a part of the parameters."""
+    net, replicas = model(), None
+    if sharded:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net, mesh=mesh["shard"])
+        replicas = hdet.Replicas.from_mesh(mesh, replicate="replicate")
+    settings = {} if replicas is None else {"replicas": replicas}
+    return Run(rank, net=net, ddp=False, gradients="local", moments="keep", converge=converge or Outer(), total=20, **settings)
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([getattr(p, "full_tensor", p.detach)().detach().flatten() for p in run.net.parameters()])
+
+
+def trained(rank: int, world: int, root: str, sharded: bool) -> Any:
+    whole = local(rank, sharded).steps()
+    first = local(rank, sharded).steps(10)
+    hdet.checkpoint.save(root, hdet.checkpoint.RunState(first.net, first.ensemble))
+    second = local(rank, sharded)
+    second.index = hdet.checkpoint.load(root, hdet.checkpoint.RunState(second.net, second.ensemble))
+    second.steps()
+    plain = local(rank, sharded, Plain()).steps()
+    return weights(whole), weights(second), weights(plain), [record["notes"] for record in whole.records]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_resumed_run_is_the_run_to_the_bit(tmp_path: Path, sharded: bool) -> None:
+    ranks = run_ranks(trained, 4 if sharded else 2, str(tmp_path), sharded)
+    for whole, resumed, plain, notes in ranks:
+        assert torch.equal(whole, ranks[0][0]) and torch.equal(whole, resumed) and not torch.allclose(whole, plain)
+        assert all(note == [] for note in notes)
