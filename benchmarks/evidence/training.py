@@ -62,6 +62,8 @@ class Parts:
     """The base rate in force, right after optimizer.step()."""
     final: Callable[[], nn.Module] | None = None
     """The model to evaluate, at the end; None: the trained one."""
+    resume: Callable[[], object] = lambda: None
+    """Follows `final` where the run goes on."""
     probed: list[int] = field(default_factory=list)
     """Examples of each forward pass that trains nothing."""
     heals: bool = False
@@ -90,7 +92,11 @@ class Method:
         return None if self.package is None else f"{self.package} {version(self.package)}"
 
 
-def train(problem: Problem, method: Method, rate: float, seed: int) -> Outcome:
+Watch = Callable[[int, Callable[[], float]], object]
+"""Called before each step with its number, and a function that validates."""
+
+
+def train(problem: Problem, method: Method, rate: float, seed: int, watch: Watch = lambda step, validate: None) -> Outcome:
     """One run, from the first step to the validation. The mini-batches depend on the problem, the seed and the step alone."""
     began = time.perf_counter()
     model = problem.build(seed)
@@ -98,8 +104,18 @@ def train(problem: Problem, method: Method, rate: float, seed: int) -> Outcome:
         parts = method.build(problem, model, rate, seed)
     rates: list[float] = []
     validation = math.nan
+
+    def validate() -> float:
+        return problem.validate(parts.final() if parts.final else model)
+
+    def in_between() -> float:
+        found = validate()
+        parts.resume()
+        return found
+
     with contextlib.suppress(_Crashed, *parts.crashes):
         for step in range(problem.steps):
+            watch(step, in_between)
             batch = problem.batch(seed, step)
             if not math.isfinite(parts.backward(batch)) and not parts.heals:
                 raise _Crashed
@@ -108,7 +124,7 @@ def train(problem: Problem, method: Method, rate: float, seed: int) -> Outcome:
                 rates.append(float(parts.rate()))
             parts.optimizer.zero_grad()
             parts.after(batch)
-        validation = problem.validate(parts.final() if parts.final else model)
+        validation = validate()
     crashed = not math.isfinite(validation)
     compute = 3 * problem.steps * problem.batch_size
     return Outcome(
