@@ -165,10 +165,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 def table(records: Sequence[Record]) -> str:
     """What is missing of the best, by workload; then who is within how much of the fastest."""
+    order = [*ENTRIES]
     cells: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: order.index(record["method"])):
         cells.setdefault((record["workload"], record["seed"]), []).append(record)
-    methods = list(dict.fromkeys(record["method"] for record in records))
+    methods = [method for method in order if any(record["method"] == method for record in records)]
     missing: dict[str, list[float]] = {method: [] for method in methods}
     slower: dict[str, list[float]] = {method: [] for method in methods}
     lines = ["| workload | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
