@@ -33,10 +33,10 @@ from .run.fan_out import FanOut
 from .run.faults import Guard
 from .run.history import cycle_record
 from .run.measurements import Panel
-from .run.named_snapshots import Snapshots
 from .run.replica_parameters import ReplicaWeights, check_tied
 from .run.same_run import Agreement, check_gradients
 from .run.schedule import Schedule, Scheduler
+from .run.snapshot import Snapshots
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -331,7 +331,7 @@ class Ensemble:
     @property
     def private_state(self) -> bool:
         """Does the optimizer's state differ between replicas even when they are converged? (Local gradients that keep their moments.)"""
-        return self.weights.moments.private and self.replicas.count > 1
+        return self.weights.moments.policy == "keep" and self.replicas.count > 1
 
     def _mark_in_sync(self) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each having seen its own data."""
@@ -554,7 +554,7 @@ class Ensemble:
         if getattr(self.optimizer, "_hdet_fan_out", None) is not self._fan_out:  # it may be another's by now
             return
         self._panel.release()
-        self._snapshots.close()
+        self._snapshots.begin_cycle({})
         self._fan_out.close()
         self.weights.average.close()
         self.replicas.detach()

@@ -42,8 +42,7 @@ def columns(count: int, knobs: int) -> tuple[tuple[int, ...], ...]:
     - one less: a row is left out. Sums and products of columns are -1, the smallest there are.
     - else rows are left out of the next larger one, and columns chosen in the order of their sums and products. They can always be told apart.
 
-    Raises:
-        ValueError: more knobs than count - 1, which no design tells apart.
+    Raises ValueError for more knobs than count - 1, which no design tells apart.
     """
     if not 1 <= knobs <= count - 1:
         raise ValueError(f"{count} replicas can tell at most {count - 1} knobs apart, got {knobs}")

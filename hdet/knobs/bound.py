@@ -87,7 +87,8 @@ class Bound:
         """[cell]: what `write` has left there."""
         self._correction = 1.0  # what it was told
         peaks = [self._peak(i) for i in range(len(self.cells))]
-        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
+        self.ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
+        """[cell]: its peak by that of the first."""
         self._remember_marks()
         low, high = self.scale.low, self.scale.high
         for value in map(float, self.scheduled):
@@ -148,7 +149,7 @@ class Bound:
 
     def _base_of(self, i: int, scheduled: Any) -> Any:
         if self.base is not None:
-            return self.scale.hold(self.base * self._ratios[i])
+            return self.scale.hold(self.base * self.ratios[i])
         return self.scale.corrected(scheduled, self._correction_of(i))
 
     def _correction_of(self, i: int) -> float:
@@ -190,11 +191,8 @@ class Bound:
 
     @contextmanager
     def fanned_out(self, multiplier: float) -> Iterator[None]:
-        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises.
-
-        Raises:
-            ValueError: somebody has written a value inside, which would be one of this replica alone.
-        """
+        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises. Raises ValueError if
+        somebody has written a value inside, which would be one of this replica alone."""
         multipliers = [self._multiplier_of(i, multiplier) for i in range(len(self.cells))]
         if all(rho == 1.0 for rho in multipliers):
             yield
@@ -205,15 +203,16 @@ class Bound:
             yield
             for value, mark, own in zip(self._values(), inside, used, strict=True):
                 if _mark(value) != mark and not (isinstance(value, torch.Tensor) and _close(value, own)):
-                    raise ValueError(self._written_inside(float(own), float(value)))
+                    where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
+                    raise ValueError(
+                        f"{self.name} was changed to {float(value):g} inside {where}, where it holds this replica's own value, {float(own):g}: "
+                        "change it outside, where it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
+                        "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
+                    )
 
     def holding(self, values: Sequence[float]) -> AbstractContextManager[None]:
         """Inside, the cells hold these, within the bounds; afterwards exactly what they held before."""
         return self._lent([self.scale.hold(value) for value in values])
-
-    def ratio(self, i: int) -> float:
-        """Peak of cell ``i`` by that of the first."""
-        return self._ratios[i]
 
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:
@@ -230,14 +229,6 @@ class Bound:
                 if marks[i] == self._marks[i]:  # else the user has written it since the last `write`, and it stays the user's
                     self._marks[i] = _mark(cell.get())
             self.in_use = False
-
-    def _written_inside(self, own: float, value: float) -> str:
-        where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
-        return (
-            f"{self.name} was changed to {value:g} inside {where}, where it holds this replica's own value, {own:g}: change it outside, where "
-            "it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
-            "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
-        )
 
     def _multiplier_of(self, i: int, multiplier: float) -> float:
         return multiplier
@@ -315,11 +306,8 @@ def _close(value: torch.Tensor, other: Any) -> bool:
 
 
 def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
-    """All knobs of a run: rates first, because what is explored as a product with them is written after them.
-
-    Raises:
-        ValueError: a knob that cannot be bound, or a product without a rate.
-    """
+    """All knobs of a run: rates first, because what is explored as a product with them is written after them. Raises ValueError for a knob that
+    cannot be bound, or a product without a rate."""
     bound = sorted((one for knob in knobs for one in knob.bind(optimizer)), key=lambda one: one.key != "lr")
     rates = {index: (one, i) for one in bound if isinstance(one, GroupKnob) and one.key == "lr" for i, index in enumerate(one.indices)}
     for one in bound:
@@ -334,12 +322,8 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
 
 
 def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
-    """Two knobs cannot move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor rate
-    that is given for all groups (harmless as long as nothing moves).
-
-    Raises:
-        ValueError: names the knobs and the way out.
-    """
+    """Raises ValueError if two knobs would move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor
+    rate that is given for all groups (harmless as long as nothing moves)."""
     owners: dict[tuple[str, Hashable], str] = {}
     for knob in knobs:
         for cell in knob.cells:

@@ -97,11 +97,7 @@ class Measurement:
     @contextmanager
     def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
         """At a cycle's end: a function that answers questions by plain numbers, the same on every rank. Weights, buffers and random states may
-        be other ones inside, and are afterwards what they were.
-
-        Raises:
-            ValueError: it answers no such questions.
-        """
+        be other ones inside, and are afterwards what they were. Raises ValueError if it answers no such questions."""
         raise ValueError(f"{type(self).__name__} answers no questions")
         yield
 

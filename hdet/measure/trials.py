@@ -48,11 +48,7 @@ class Trials(Measurement):
     reference over the first fifth, then falls to zero in a straight line. In the ``scores`` steps that follow, nothing of the arms moves, and
     the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of the judge, at the cycle's end.
 
-    Args:
-        model: whose losses the closure computes, as it is called there: wrapped in DistributedDataParallel where the loop has it so.
-        judge: held-out mini-batches and a loss function, to score by instead.
-        before_step: called between an arm's backward pass and its step, for what the loop does there (clipping).
-        place: "device" or "host": where the arms live.
+    Arguments are those of `hdet.AutoLR`.
 
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
@@ -189,7 +185,7 @@ class Trials(Measurement):
         if self._settings["of"] == "base":
             return knob, cells, 1.0
         first = next((i for i, value in enumerate(cells) if value > 0), 0)
-        peak = self._watched.peaks()[k] * knob.ratio(first)
+        peak = self._watched.peaks()[k] * knob.ratios[first]
         return knob, cells, peak / cells[first] if cells[first] > 0 and peak > 0 else 1.0
 
     def _tried(self, number: int, act: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
@@ -313,11 +309,7 @@ class Trials(Measurement):
             torch.clear_autocast_cache()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any.
-
-        Raises:
-            ValueError: no rank of a replica has.
-        """
+        """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any (ValueError: none)."""
         if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"

@@ -168,7 +168,8 @@ class _Found:
 
 def _call_roll(replicas: Replicas, patience: float) -> _Found:
     store = dist.distributed_c10d._get_default_store()
-    call = _RollCall(store, dist.get_rank(), _all_ranks(replicas), patience)
+    ranks = [rank for members in replicas.ranks for rank in members] or list(range(dist.get_world_size()))
+    call = _RollCall(store, dist.get_rank(), ranks, patience)
     thread = threading.Thread(target=call.run, daemon=True)  # a store whose host is frozen blocks for minutes: not us
     thread.start()
     thread.join(patience + 1.0)
@@ -293,10 +294,6 @@ class _RollCall:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _all_ranks(replicas: Replicas) -> list[int]:
-    return [rank for members in replicas.ranks for rank in members] or list(range(dist.get_world_size()))
 
 
 # -- processes of this host --------------------------------------------------------------------------------------------

@@ -26,12 +26,7 @@ class Panel:
         during: put, with a name, around what communicates.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        schedule_step: Callable[[], int],
-        during: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, engine: Engine, schedule_step: Callable[[], int], during: Callable[[str], AbstractContextManager[None]]) -> None:
         self._engine, self._schedule_step, self._during = engine, schedule_step, during
         self._all: Mapping[str, Measurement] = {} if engine.controller is None else engine.controller.measurements
         self._widths: list[tuple[str, int]] = []

@@ -23,8 +23,7 @@ from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import LocalReplica, local_replicas
 from .moments import Moments
-from .named_snapshots import Snapshots
-from .snapshot import CycleStarts
+from .snapshot import CycleStarts, Snapshots
 
 __all__ = ["ReplicaWeights", "check_tied"]
 

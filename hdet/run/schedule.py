@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.engine import Engine
-from ..core.schema import COUNT, Anything, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
+from ..core.schema import ANYTHING, COUNT, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
 from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
@@ -74,11 +74,8 @@ class Schedule:
 
     def take_writes(self, engine: Engine) -> None:
         """What somebody else has written since `write`. A torch scheduler's value is the schedule's, and is corrected; any other is the base
-        value in force, from which the schedule's follows. If nobody has written, it costs a comparison for each value.
-
-        Raises:
-            ValueError: it cannot be told which of these it is; nothing is changed then. Or this is inside `rescheduling`.
-        """
+        value in force, from which the schedule's follows. If nobody has written, it costs a comparison for each value. Raises ValueError inside
+        `rescheduling`, and where it cannot be told which of these it is; nothing is changed then."""
         self.check_at_rest()
         # Who has stepped may have written what stood there: half of a rate, where the correction is 2.
         stepped = self._others is not None and self._others.moved()
@@ -187,8 +184,11 @@ class Schedule:
 
     def peaks_and_floors(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""
-        pairs = [knob.peak_and_floor() for knob in self.knobs]
-        return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
+        peaks, floors = map(list, zip(*(knob.peak_and_floor() for knob in self.knobs), strict=True))
+        for k, knob in enumerate(self.knobs):
+            if self._highest is not None and isinstance(knob, GroupKnob) and knob.key == "lr":
+                peaks[k] *= self._highest[knob.indices[0]]
+        return peaks, floors
 
     def mark(self) -> float:
         """Of the untouched values, as a number for the stats; waits for a device where they are."""
@@ -204,9 +204,6 @@ class Schedule:
                 "the last checkpoint"
             )
 
-    def _highest_of(self, knob: Bound) -> float:
-        return self._highest[knob.indices[0]] if self._highest and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0
-
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
@@ -215,11 +212,8 @@ class Schedule:
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing.
-
-        Raises:
-            ValueError: a state of another run, or a damaged one.
-        """
+        """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing. Raises ValueError for a state of another
+        run, or a damaged one."""
         given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
         total = getattr(self.scheduler, "total_steps", None)
         last = None if given is None else given.get("last_epoch")
@@ -238,7 +232,7 @@ class Schedule:
         torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
         # Of somebody's own class what its lists hold is its own business, and keys may come in the course of a run.
         kinds = {
-            key: like(value, least) if torchs else Anything() if isinstance(value, (Mapping, list, tuple)) else like(value)
+            key: like(value, least) if torchs else ANYTHING if isinstance(value, (Mapping, list, tuple)) else like(value)
             for key, value in own.items()
         }
         if type(own.get("last_epoch")) is int:

@@ -63,11 +63,8 @@ class TorchSchedulers:
         return [one for one in self._known if self._noted.get(one) != _position(one)]
 
     def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
-        """[write]: the schedule's own value, where a scheduler or nobody has written; None for anybody else's writes.
-
-        Raises:
-            ValueError: it cannot be told which of these it is; names the scheduler and the way out.
-        """
+        """[write]: the schedule's own value, where a scheduler or nobody has written; None for anybody else's writes. Raises ValueError where it
+        cannot be told which of these it is."""
         places = [(knob, i) for knob in knobs if isinstance(knob, GroupKnob) for i in range(len(knob.cells))]
         self._cells: dict[_Place, Any] = {(knob, i): knob.cells[i] for knob, i in places}
         self._left, self._scheduled = {(knob, i): knob.left[i] for knob, i in places}, {(knob, i): knob.scheduled[i] for knob, i in places}

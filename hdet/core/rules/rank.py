@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from ..evidence import Evidence
 from ..plan import Decision
 from ..schema import Kind, ListOf, Number
-from .peak import gated, ratio
 from .pooled import PooledController
 from .regression import centred, dot
 
@@ -68,7 +67,5 @@ class RankController(PooledController):
             self.gradients[k] = fade * self.gradients[k] + p
             self.variances[k] = fade**2 * self.variances[k] + max(p * p, dot(u, u) * dot(x, x) / (len(u) - 1))
             slope, error = -self.gradients[k] / self.weight, math.sqrt(self.variances[k]) / self.weight
-            t = ratio(slope, error)
-            factor = self.turn(k, gated(t, self.step, self.dead, self.scale), evidence)
-            decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
+            decisions.append(self.decision(k, slope, error, evidence))
         return decisions

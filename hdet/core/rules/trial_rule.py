@@ -22,7 +22,7 @@ from statistics import mean, stdev
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
-from ..schema import COUNT, Flag, Kind, ListOf, Number, Row
+from ..schema import COUNT, FLAG, Kind, ListOf, Number, Row
 from ..validate import within
 
 __all__ = ["TRIALS", "Round", "TrialRule"]
@@ -93,7 +93,7 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": Flag(), "spent": Number(0),
+        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
