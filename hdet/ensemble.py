@@ -21,7 +21,6 @@ from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
 from .core.plan import Average, Ending, Keep, Restore
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .knobs.bound import ProductKnob
 from .measure.measurement import Closure, Watched
 from .policies import Sync
 from .profiling import ranged
@@ -110,10 +109,7 @@ class Ensemble:
         design = design_of(design, self.knobs, self.replicas)
         check_knobs(self.knobs, optimizer, self.replicas, controller, design=design, sync=sync)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
-        specs = [
-            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr", product=isinstance(knob, ProductKnob))
-            for knob in self.knobs
-        ]
+        specs = [KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr") for knob in self.knobs]
         clock = Clock(sync.every, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
+from operator import mul
 
 from .spread import assignment
 
@@ -72,15 +73,11 @@ def _chosen(count: int, order: int, knobs: int) -> list[int]:
             aside.append(j)
     rest, chosen = [j for j in lost if j not in aside], list[int]()
     for _ in range(knobs):
-        products = {j: [abs(_dot(lost[i], lost[j])) for i in chosen] for j in rest}
+        products = {j: [abs(sum(map(mul, lost[i], lost[j]))) for i in chosen] for j in rest}
         best = min(rest, key=lambda j: (abs(sum(lost[j])), max(products[j], default=0), sum(products[j]), j))
         rest.remove(best)
         chosen.append(best)
     return chosen
-
-
-def _dot(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _independent(rows: Sequence[Sequence[int]]) -> bool:

@@ -39,8 +39,6 @@ class KnobSpec:
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
     """Is it a learning rate? Those are lowered where a cycle is taken back."""
-    product: bool = False
-    """Is it a decay that is explored as rate * decay, so that it falls where the rate rises?"""
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,9 @@ class Engine:
 
     Args:
         knobs: what is explored; names must differ.
-        replicas: N >= 1.
-        clock: when cycles end.
         controller: None keeps corrections at 1 (spread and converge still run).
         seed: key of the assignments (Eq. 8).
-        design: how multipliers are assigned: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all knobs
-            together (core/design.py).
+        design: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all knobs together (core/design.py).
     """
 
     def __init__(

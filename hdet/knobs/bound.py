@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from .cells import Cell, content, group_cell
+from .cells import Cell, close, content, group_cell
 
 __all__ = ["Bound", "Bounds", "GroupKnob", "Knob", "ProductKnob", "bind_all", "check_disjoint", "scale_of"]
 
@@ -87,8 +87,7 @@ class Bound:
         """[cell]: what `write` has left there."""
         self._correction = 1.0  # what it was told
         peaks = [self._peak(i) for i in range(len(self.cells))]
-        self.ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
-        """[cell]: its peak by that of the first."""
+        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
         low, high = self.scale.low, self.scale.high
         for value in map(float, self.scheduled):
@@ -149,7 +148,7 @@ class Bound:
 
     def _base_of(self, i: int, scheduled: Any) -> Any:
         if self.base is not None:
-            return self.scale.hold(self.base * self.ratios[i])
+            return self.scale.hold(self.base * self._ratios[i])
         return self.scale.corrected(scheduled, self._correction_of(i))
 
     def _correction_of(self, i: int) -> float:
@@ -179,7 +178,7 @@ class Bound:
         mark = _mark(value)
         if mark == self._marks[i]:
             return True
-        if not isinstance(value, torch.Tensor) or not _close(value, self.left[i]):
+        if not isinstance(value, torch.Tensor) or not close(value, self.left[i]):
             return False
         self._marks[i] = mark
         return True
@@ -202,7 +201,7 @@ class Bound:
             inside = [_mark(value) for value in self._values()]
             yield
             for value, mark, own in zip(self._values(), inside, used, strict=True):
-                if _mark(value) != mark and not (isinstance(value, torch.Tensor) and _close(value, own)):
+                if _mark(value) != mark and not (isinstance(value, torch.Tensor) and close(value, own)):
                     where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
                     raise ValueError(
                         f"{self.name} was changed to {float(value):g} inside {where}, where it holds this replica's own value, {float(own):g}: "
@@ -213,6 +212,10 @@ class Bound:
     def holding(self, values: Sequence[float]) -> AbstractContextManager[None]:
         """Inside, the cells hold these, within the bounds; afterwards exactly what they held before."""
         return self._lent([self.scale.hold(value) for value in values])
+
+    def ratio(self, i: int) -> float:
+        """Peak of cell ``i`` by that of the first."""
+        return self._ratios[i]
 
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:
@@ -294,12 +297,6 @@ class ProductKnob(GroupKnob):
 def _mark(value: Any) -> Any:
     """Equal as long as nobody writes: a number itself, or a tensor's identity and version counter, which need no device."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
-
-
-def _close(value: torch.Tensor, other: Any) -> bool:
-    """Equal but for some ulps of its format; waits for the device."""
-    rounding, expected = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0, float(other)
-    return abs(float(value) - expected) <= 8 * rounding * abs(expected)
 
 
 # -- several knobs in one run --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..core.validate import whole, within
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
-from .measurement import Measurement, Watched, settings_of
+from .measurement import Measurement, Watched
 from .points import CyclePoints, LinePoints
 from .weight_line import check_room
 
@@ -96,7 +96,7 @@ class BatchLosses(Measurement):
 
     def on_cycle_start(self, settings: Any) -> None:
         if self._points is None:
-            cycles, every, after = settings_of(settings, cycles=1)["cycles"], self.average_every, self.left_out
+            cycles, every, after = (settings or {}).get("cycles", 1), self.average_every, self.left_out
             if cycles == 1:
                 self._points = CyclePoints(self._watched, every, after(False), self.place)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +47,6 @@ class Watched:
     """Does each replica step with gradients of its own?"""
     peaks: Callable[[], Sequence[float]] = tuple
     """[knob]: the highest base value of the run, with the correction in force."""
-
-    def owners(self, knobs: Sequence[Any]) -> list[int | None]:
-        """Which of these ``knobs`` each parameter of a set belongs to, by its number; None: none of them."""
-        owner = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
-        return [owner.get(g) for g, group in enumerate(self.optimizer.param_groups) for _ in group["params"]]
 
 
 class Measurement:
@@ -103,8 +98,3 @@ class Measurement:
 
     def release(self) -> None:
         """The plan does not name it any more, or the Ensemble is given up: let go of memory and hooks. It may be named again later."""
-
-
-def settings_of(settings: Mapping[str, Any] | None, **defaults: Any) -> dict[str, Any]:
-    """A plan's settings with defaults in the place of what is missing."""
-    return {**defaults, **(settings or {})}

@@ -19,7 +19,7 @@ from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
-from .measurement import Closure, Measurement, Watched, settings_of
+from .measurement import Closure, Measurement, Watched
 from .weight_line import check_room
 
 __all__ = ["RUN", "Judge", "Trials", "arm"]
@@ -112,7 +112,7 @@ class Trials(Measurement):
         self._device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
-        settings = settings_of(settings, trial=0, multiples=[], of="peak", origin="", steps=1, scores=2)
+        settings = {"trial": 0, "multiples": [], "of": "peak", "origin": "", "steps": 1, "scores": 2, **(settings or {})}
         if settings == self._settings:  # it goes on
             return
         self._settings = settings
@@ -185,7 +185,7 @@ class Trials(Measurement):
         if self._settings["of"] == "base":
             return knob, cells, 1.0
         first = next((i for i, value in enumerate(cells) if value > 0), 0)
-        peak = self._watched.peaks()[k] * knob.ratios[first]
+        peak = self._watched.peaks()[k] * knob.ratio(first)
         return knob, cells, peak / cells[first] if cells[first] > 0 and peak > 0 else 1.0
 
     def _tried(self, number: int, act: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
@@ -216,11 +216,9 @@ class Trials(Measurement):
         self._average_gradients()
         if self.before_step is not None:
             self.before_step()
-        part = self._part(position)
         with ExitStack() as stack:
             for knob, cells, reference in self._rates:
-                top = self._settings["multiples"][number] * reference
-                factor = 1.0 + (top - 1.0) * part if position <= self._rise else top * part
+                factor = self._factor(position, self._settings["multiples"][number] * reference)
                 stack.enter_context(knob.holding([value * factor for value in cells]))
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
@@ -240,14 +238,11 @@ class Trials(Measurement):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
 
-    @property
-    def _rise(self) -> int:
-        return max(1, round(RISE * self._settings["steps"]))
-
-    def _part(self, position: int) -> float:
-        """Of the way from the run's rate to the arm's own, in the rise; of the arm's own, after it."""
-        steps, rise = self._settings["steps"], self._rise
-        return position / rise if position <= rise else (steps - position + 1) / (steps - rise + 1)
+    def _factor(self, position: int, top: float) -> float:
+        """Of the run's rate, for an arm whose own is ``top`` times it."""
+        steps = self._settings["steps"]
+        rise = max(1, round(RISE * steps))
+        return 1.0 + (top - 1.0) * (position / rise) if position <= rise else top * ((steps - position + 1) / (steps - rise + 1))
 
     def _average_gradients(self) -> None:
         """Those of a loop that all-reduces them by hand are still this rank's own."""

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from ..core.schema import Number
+from .torch_schedulers import StandIn, twin_on
 
 __all__ = ["RATE", "highest_factors", "rehearse"]
 
@@ -58,10 +58,7 @@ def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) 
     if not _torchs_own(scheduler):
         return
     try:
-        ahead = _copy_of(scheduler)
-    except Exception:  # noqa: BLE001 - the groups hold what cannot be copied, and the state is not to blame
-        return
-    try:
+        ahead: Any = twin_on(scheduler, StandIn(scheduler.optimizer))
         ahead.load_state_dict(copy.deepcopy(dict(state)))
         done, end = _done(ahead), getattr(ahead, "total_steps", total_steps)
         if end is not None and done >= end:  # after its last step a linear OneCycleLR is below 0
@@ -97,14 +94,3 @@ def _places(first: int, end: int) -> list[int]:
 def _done(scheduler: Any) -> int:
     """Steps; a ChainedScheduler has none of its own."""
     return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else max(map(_done, scheduler._schedulers))
-
-
-def _copy_of(scheduler: Any) -> Any:
-    """With an optimizer of its own, whose steps nobody needs."""
-    # One tensor a group, which needs no names; and no copies of a model that a scheduler may hold.
-    groups = [
-        {"params": [torch.zeros(1)], **{key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}}
-        for group in scheduler.optimizer.param_groups
-    ]
-    shared = {id(value): value for value in vars(scheduler).values() if isinstance(value, torch.nn.Module)}
-    return copy.deepcopy(scheduler, {id(scheduler.optimizer): torch.optim.SGD(groups, lr=0.0), **shared})

@@ -38,7 +38,9 @@ class Schedule:
         self.scheduler, self.knobs = scheduler, list(knobs)
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
         self._highest = highest_factors(scheduler, self.total_steps)
-        self._others: TorchSchedulers | None = None  # none is looked for before there is a correction
+        # torch's schedulers write into parameter groups alone
+        optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
+        self._others = TorchSchedulers(optimizer, scheduler)
         self._shown = self._told = False
 
     @property
@@ -67,8 +69,8 @@ class Schedule:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
         for k, knob in enumerate(self.knobs):
             knob.write(engine.in_force(k), engine.held[k])
-        if self._others is None and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
-            self._find_others()  # from now on there is something to tell
+        if not self._others.known and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
+            self._others.know()  # from now on there is something to tell
 
     # -- what others write -----------------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class Schedule:
         `rescheduling`, and where it cannot be told which of these it is; nothing is changed then."""
         self.check_at_rest()
         # Who has stepped may have written what stood there: half of a rate, where the correction is 2.
-        stepped = self._others is not None and self._others.moved()
+        stepped = self._others.moved()
         writes = [
             (knob, i, knob.cells[i].get())
             for knob in self.knobs
@@ -117,23 +119,17 @@ class Schedule:
         """[write]: the value of the untouched schedule, where it is no base value."""
         own = [None if knob.differs(i, value) else content(value) for knob, i, value in writes]
         asked = {n: (knob, i, value) for n, (knob, i, value) in enumerate(writes) if own[n] is None and isinstance(knob, GroupKnob)}
-        if asked and self._others is None:  # no correction yet, but a bound
-            self._find_others()
-            if self._others is not None:
+        if asked:
+            if not self._others.known:  # no correction yet, but a bound
+                self._others.know()
                 self._others.forget()
-        if asked and self._others is not None:
             for n, value in zip(asked, self._others.own_values(list(asked.values()), self.knobs), strict=True):
                 own[n] = value
         return own
 
-    def _find_others(self) -> None:
-        # torch's schedulers write into parameter groups alone
-        optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
-        self._others = None if optimizer is None else TorchSchedulers(optimizer, self.scheduler)
-
     def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:
         """Warns once, because no correction has an effect under a schedule that is written by hand in each step."""
-        if self._told or not by_hand or (self._others is not None and self._others.claims(by_hand)):
+        if self._told or not by_hand or self._others.claims(by_hand):
             return
         self._told = True
         knob, _, value = by_hand[0]
@@ -162,15 +158,12 @@ class Schedule:
                 knob.take_schedule()
             for knob in self.knobs:
                 knob.rewrite()
-            if self._others is not None:
-                self._others.look()  # one may have been built inside
-                self._others.note()
-                self._others.begin()
+            if self._others.known:
+                self._others.know()  # one may have been built inside
 
     def note(self) -> None:
         """Schedulers that stand elsewhere than before have written what is taken already; or their states were loaded."""
-        if self._others is not None:
-            self._others.note()
+        self._others.note()
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 

@@ -116,14 +116,10 @@ class GroupNumbers:
 
 
 class Snapshot:
-    """Copies of some tensors, of a model's buffers and of an optimizer's state.
+    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of an optimizer's state.
 
     Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
     host's, pinned for CUDA. `take` and `restore` are one pass over them each.
-
-    Args:
-        tensors: the same ones from `take` to `restore`.
-        model: whose buffers are kept too.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None) -> None:
@@ -196,12 +192,8 @@ class CycleStarts:
 
 
 class Snapshots:
-    """`Plan.snapshots`: each is taken before the first step of the first cycle that names it, and given up with the first that does not.
-
-    Args:
-        trained: the parameters of this process's (first) replica, in the order of the optimizer's groups.
-        model: whose buffers belong to the run, if there is one.
-    """
+    """`Plan.snapshots`: each is taken before the first step of the first cycle that names it, and given up with the first that does not. Of the
+    ``trained`` parameters of this process's (first) replica, in the order of the optimizer's groups, and of the ``model``'s buffers."""
 
     def __init__(self, trained: Sequence[torch.Tensor], optimizer: Optimizer, model: nn.Module | None) -> None:
         self._trained, self._optimizer, self._model = list(trained), optimizer, model

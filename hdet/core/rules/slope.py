@@ -17,7 +17,7 @@ from ..evidence import Evidence
 from ..plan import Decision
 from ..schema import Kind, ListOf, Number
 from .pooled import PooledController
-from .regression import centred, dot, gram_of, inverse, solve
+from .regression import centred, dot, gram_of, inverse, present, solve
 
 __all__ = ["SlopeController"]
 
@@ -54,14 +54,10 @@ class SlopeController(PooledController):
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         fade = self.fade(evidence)
-        present = [r for r, loss in enumerate(evidence.losses) if loss is not None]
-        note = "" if len(present) >= 2 else "fewer than two usable losses"
+        losses, design = present(evidence.multipliers, evidence.losses)
+        note = "" if len(losses) >= 2 else "fewer than two usable losses"
         if not note:
-            self._learn(
-                [centred([math.log(row[r]) for r in present]) for row in evidence.multipliers],
-                centred([loss for loss in evidence.losses if loss is not None]),
-                fade,
-            )
+            self._learn(design, centred(losses), fade)
         slope, covariance = self._pooled()
         if slope is None or self.seen < LEAST:
             return [Decision(note=note)] * len(self.moments)
