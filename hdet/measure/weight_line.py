@@ -56,7 +56,7 @@ class AveragedWeights:
 
     def follow(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
         """Let the mean be over these too: the same tensors of another replica in this process."""
-        self._sources.append(_Source(tensors, masters, self.means, self._origin))
+        self._sources.append(_Source(list(tensors), masters or _no_masters(tensors), self.means, self._origin))
 
     @torch.no_grad()
     def add(self) -> None:
@@ -133,40 +133,41 @@ class WeightLine:
             yield
 
 
+@dataclass(eq=False)
 class _Source:
     """Some tensors with their masters, and how they move the means."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], masters: Masters | None, means: list[torch.Tensor], origin: Sequence[torch.Tensor] | None
-    ) -> None:
-        self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
-        self._means, self._origin = means, origin
-        self._addresses: list[int] = []
-        self._plans: list[PairPlan | _ByHand] = []
+    tensors: Sequence[torch.Tensor]
+    masters: Masters
+    means: list[torch.Tensor]
+    origin: Sequence[torch.Tensor] | None
+    addresses: Sequence[int] = ()
+    plans: Sequence[PairPlan | _ByHand] = ()
 
     def lerp(self, weight: float) -> None:
         self._plan()
-        for plan in self._plans:
+        for plan in self.plans:
             plan.lerp(weight)
 
     def _plan(self) -> None:
         """A plan for each device and implementation; made anew if a tensor has moved."""
-        masters, own = local_masters(self._masters()), local_parts(self._tensors)
+        masters, own = local_masters(self.masters()), local_parts(self.tensors)
         addresses = [t.data_ptr() for pair in zip(own, masters, strict=True) for t in pair if t is not None]
-        if self._plans and addresses == self._addresses:
+        if self.plans and addresses == self.addresses:
             return
         kinds: dict[tuple[torch.device, str], list[int]] = {}
-        for i, (tensor, mean) in enumerate(zip(own, self._means, strict=True)):
+        for i, (tensor, mean) in enumerate(zip(own, self.means, strict=True)):
             native = tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
             # A plan works on one device, and in float32.
-            planned = self._origin is None and mean.device == tensor.device and mean.dtype in FLOATS and tensor.dtype in FLOATS
+            planned = self.origin is None and mean.device == tensor.device and mean.dtype in FLOATS and tensor.dtype in FLOATS
             how = "hand" if not planned else "auto" if native else "torch"
             kinds.setdefault((mean.device, how), []).append(i)
-        self._addresses, self._plans = addresses, []
+        plans: list[PairPlan | _ByHand] = []
         for (_, how), places in kinds.items():
-            means, tensors, held = [self._means[i] for i in places], [own[i] for i in places], [masters[i] for i in places]
-            origin = None if self._origin is None else [self._origin[i] for i in places]
-            self._plans.append(_ByHand(means, tensors, held, origin) if how == "hand" else values_to(means, tensors, held, how))
+            means, tensors, held = [self.means[i] for i in places], [own[i] for i in places], [masters[i] for i in places]
+            origin = None if self.origin is None else [self.origin[i] for i in places]
+            plans.append(_ByHand(means, tensors, held, origin) if how == "hand" else values_to(means, tensors, held, how))
+        self.addresses, self.plans = addresses, plans
 
 
 @dataclass(frozen=True)

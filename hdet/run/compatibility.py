@@ -29,16 +29,7 @@ __all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_kno
 
 
 def check_arguments(
-    optimizer: Any,
-    *,
-    scheduler: Any,
-    knobs: Any,
-    replicas: Any,
-    controller: Any,
-    sync: Any,
-    divergence: Any,
-    seed: Any,
-    log: Any,
+    optimizer: Any, *, scheduler: Any, knobs: Any, replicas: Any, controller: Any, sync: Any, divergence: Any, seed: Any, log: Any
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
