@@ -69,8 +69,8 @@ class Schedule:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
         for k, knob in enumerate(self.knobs):
             knob.write(engine.in_force(k), engine.held[k])
-        if not self._others.known and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
-            self._others.know()  # from now on there is something to tell
+        if not self._others.looked and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
+            self._others.look()  # from now on there is something to tell
 
     # -- what others write -----------------------------------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class Schedule:
         own = [None if knob.differs(i, value) else content(value) for knob, i, value in writes]
         asked = {n: (knob, i, value) for n, (knob, i, value) in enumerate(writes) if own[n] is None and isinstance(knob, GroupKnob)}
         if asked:
-            if not self._others.known:  # no correction yet, but a bound
-                self._others.know()
+            if not self._others.looked:  # no correction yet, but a bound
+                self._others.look()
                 self._others.forget()
             for n, value in zip(asked, self._others.own_values(list(asked.values()), self.knobs), strict=True):
                 own[n] = value
@@ -158,8 +158,8 @@ class Schedule:
                 knob.take_schedule()
             for knob in self.knobs:
                 knob.rewrite()
-            if self._others.known:
-                self._others.know()  # one may have been built inside
+            if self._others.looked:
+                self._others.look()  # one may have been built inside
 
     def note(self) -> None:
         """Schedulers that stand elsewhere than before have written what is taken already; or their states were loaded."""

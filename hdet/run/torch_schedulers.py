@@ -41,15 +41,15 @@ class TorchSchedulers:
         self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
         self._misses, self._patience = 0, 1
-        self.known = False
-        """Are they looked for? Not before there is a correction."""
+        self.looked = False
+        """Have they been looked for? Not before there is a correction."""
 
-    def know(self) -> None:
+    def look(self) -> None:
         """Look for them. All values in the groups are accounted for, and the schedule's own, so a scheduler that was constructed by now has begun
         with the right ones."""
         if self._optimizer is not None:
-            self.known = True
-            self._look()
+            self.looked = True
+            self._search()
             self.note()
             self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
 
@@ -102,7 +102,7 @@ class TorchSchedulers:
 
     # -- who there is ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
+    def _search(self) -> bool:
         """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
         # type(), because isinstance() asks proxies for the class of what they stand for.
         found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
@@ -117,7 +117,7 @@ class TorchSchedulers:
         self._misses += 1
         if self._misses < self._patience:
             return False
-        new = self._look()
+        new = self._search()
         self._misses, self._patience = 0, 1 if new else 2 * self._patience
         return new
 
