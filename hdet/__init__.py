@@ -24,8 +24,7 @@ _HOMES = {
         "core.plan": "Adopt Average Decision Keep Learned Moment Plan Question Restore SnapshotOf",
         "core.replay": "replay",
         "core.rules": "HypergradientRule ProbeRule RankController SlopeController SoftmaxController",
-        "core.sequential": "SequentialController",
-        "core.shadow": "Shadow",
+        "core.sequential": "SequentialController Shadow",
         "ensemble": "Ensemble ReplicasDiverged",
         "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights ModuleValue Scalar Temperature WeightDecay",
         "noise": "warm_noise_",
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
     from .core.rules import SlopeController as SlopeController
     from .core.rules import SoftmaxController as SoftmaxController
     from .core.sequential import SequentialController as SequentialController
-    from .core.shadow import Shadow as Shadow
+    from .core.sequential import Shadow as Shadow
     from .ensemble import Ensemble as Ensemble
     from .ensemble import ReplicasDiverged as ReplicasDiverged
     from .knobs import Betas as Betas

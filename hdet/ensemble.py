@@ -21,7 +21,6 @@ from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
 from .core.plan import Average, Ending, Keep, Restore
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
-from .knobs.bound import ProductKnob
 from .measure.measurement import Closure, Watched
 from .policies import Sync
 from .profiling import ranged
@@ -33,10 +32,10 @@ from .run.fan_out import FanOut
 from .run.faults import Guard
 from .run.history import cycle_record
 from .run.measurements import Panel
-from .run.named_snapshots import Snapshots
 from .run.replica_parameters import ReplicaWeights, check_tied
 from .run.same_run import Agreement, check_gradients
 from .run.schedule import Schedule, Scheduler
+from .run.snapshot import Snapshots
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -110,10 +109,7 @@ class Ensemble:
         design = design_of(design, self.knobs, self.replicas)
         check_knobs(self.knobs, optimizer, self.replicas, controller, design=design, sync=sync)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)
-        specs = [
-            KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr", product=isinstance(knob, ProductKnob))
-            for knob in self.knobs
-        ]
+        specs = [KnobSpec(knob.name, knob.spread, knob.scale, rate=knob.key == "lr") for knob in self.knobs]
         clock = Clock(sync.every, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
@@ -331,7 +327,7 @@ class Ensemble:
     @property
     def private_state(self) -> bool:
         """Does the optimizer's state differ between replicas even when they are converged? (Local gradients that keep their moments.)"""
-        return self.weights.moments.private and self.replicas.count > 1
+        return self.weights.moments.policy == "keep" and self.replicas.count > 1
 
     def _mark_in_sync(self) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each having seen its own data."""
@@ -554,7 +550,7 @@ class Ensemble:
         if getattr(self.optimizer, "_hdet_fan_out", None) is not self._fan_out:  # it may be another's by now
             return
         self._panel.release()
-        self._snapshots.close()
+        self._snapshots.begin_cycle({})
         self._fan_out.close()
         self.weights.average.close()
         self.replicas.detach()

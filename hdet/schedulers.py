@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from .core.controller import Controller
 from .core.rules import SoftmaxController
-from .core.schema import Anything, Instance, read
+from .core.schema import ANYTHING, Instance, read
 from .core.spread import check_spread
 from .core.validate import whole
 from .ensemble import Ensemble
@@ -169,7 +169,7 @@ class OneCycleAutoLR(OneCycleLR):
         Raises:
             ValueError: the state is not one of this class, is of another version or damaged; nothing is changed then.
         """
-        own = read(state_dict, {"ensemble": Instance(Mapping), "last_epoch": Anything()}, "scheduler's")["ensemble"]
+        own = read(state_dict, {"ensemble": Instance(Mapping), "last_epoch": ANYTHING}, "scheduler's")["ensemble"]
         self.ensemble.load_state_dict({**own, "scheduler": {key: value for key, value in state_dict.items() if key != "ensemble"}})
         self._take_last_lr()
 
@@ -235,14 +235,9 @@ def _resolve_replicas(replicas: Replicas | None, rank: int | None, world_size: i
     initialised = dist.is_available() and dist.is_initialized()
     each = len(replicas.local)  # replicas in a process
     here = (replicas.local[0] // each, replicas.count // each)
+    where = "the process group" if initialised else "without a process group it"
+    remedy = "" if initialised else "call torch.distributed.init_process_group before building the scheduler, or "
     for name, given, actual in (("rank", rank, here[0]), ("world_size", world_size, here[1])):
         if given is not None and given != actual:
-            raise ValueError(
-                f"{name} is {given}, but {'the process group' if initialised else 'without a process group it'} has {actual}: "
-                + (
-                    "leave it out"
-                    if initialised
-                    else "call torch.distributed.init_process_group before building the scheduler, or leave it out"
-                )
-            )
+            raise ValueError(f"{name} is {given}, but {where} has {actual}: {remedy}leave it out")
     return replicas

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.controller import Controller, RuledController
+from ..core.controller import Controller, RuledController, rule_or_own
 from ..core.rules import COSINES, HypergradientRule
 from ..measure.gradient_cosines import GradientCosines
 
@@ -21,12 +21,5 @@ class HypergradientController(RuledController):
     """
 
     def __init__(self, samples: int = 8, *, rule: Controller | None = None, freeze_after: float | None = None) -> None:
-        if rule is not None and not isinstance(rule, Controller):
-            raise TypeError(f"rule must be a HypergradientRule, got {type(rule).__name__}")
-        if rule is not None and freeze_after is not None:
-            raise ValueError(
-                f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, HypergradientRule(freeze_after=...)"
-            )
-        cosines = GradientCosines(samples)
-        super().__init__(HypergradientRule(freeze_after=freeze_after) if rule is None else rule, {COSINES: cosines})
+        super().__init__(rule_or_own(rule, HypergradientRule, freeze_after), {COSINES: GradientCosines(samples)})
         self.name = "hypergradient"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.controller import Controller, Learning, RuledController
+from ..core.controller import Controller, Learning, RuledController, rule_or_own
 from ..core.evidence import Evidence, Run
 from ..core.plan import Moment, Plan
 from ..core.rules import PROBE, ProbeRule
@@ -59,10 +59,7 @@ class ProbeController(RuledController):
     ) -> None:
         if not isinstance(held_out, bool):
             raise ValueError(f"held_out must be True or False, got {held_out!r}: pass the held-out mini-batches as batches")
-        if rule is not None and not isinstance(rule, Controller):
-            raise TypeError(f"rule must be a ProbeRule, got {type(rule).__name__}")
-        if rule is not None and freeze_after is not None:
-            raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, ProbeRule(freeze_after=...)")
+        rule = rule_or_own(rule, ProbeRule, freeze_after)
         if interval is not None:
             whole(interval, "interval", of="cycles", why="None chooses one")
         if interval == 1 and dtype is not None:
@@ -71,7 +68,7 @@ class ProbeController(RuledController):
                 "Leave dtype out, or pass place='host'"
             )
         self.losses = BatchLosses(loss_fn, batches, chunks, model, average_every, average_from, place, dtype)
-        super().__init__(ProbeRule(freeze_after=freeze_after) if rule is None else rule, {PROBE: self.losses})
+        super().__init__(rule, {PROBE: self.losses})
         self.name = "probe"
         self.interval, self.held_out = interval, held_out
         self.judges_held_out = held_out and self.rule.judges_held_out

@@ -9,7 +9,7 @@ from typing import Any
 
 from .evidence import Evidence, Run
 from .plan import Decision, Learned, Moment, Plan, Question
-from .schema import Flag, Kind, Or, Plain, read
+from .schema import FLAG, Kind, Or, Plain, read
 from .validate import finite
 
 __all__ = ["Controller", "Learning", "RuledController", "learning_of"]
@@ -62,11 +62,8 @@ class Controller:
     # -- hooks, in the order in which they are called ----------------------------------------------------------------------
 
     def start(self, run: Run) -> None:
-        """Once, before the first step. Refuse a run in which this controller could not work.
-
-        Raises:
-            ValueError: ``freeze_after`` is a part of a run whose length is not known.
-        """
+        """Once, before the first step. Refuse (ValueError) a run in which this controller could not work, here: a ``freeze_after`` that is a part of
+        a run whose length is not known."""
         self._limit(run.total_steps)
 
     def plan(self, now: Moment) -> Plan:
@@ -77,19 +74,17 @@ class Controller:
         """From a cycle that has ended; not called for one that was taken back, nor for those of the warm-up."""
         limit = self._limit(evidence.total_steps)
         learned = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
+        # As soon as the next cycle would end too late.
+        frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
         if isinstance(learned, Generator):
-            return self._ask(learned, evidence, limit)
-        self._rest(evidence, limit)
+            return self._ask(learned, frozen)
+        self.frozen = frozen
         return Learned(learned) if isinstance(learned, list) else learned
 
-    def _ask(self, learning: Generator[Question, Any, Learned], evidence: Evidence, limit: float) -> Generator[Question, Any, Learned]:
+    def _ask(self, learning: Generator[Question, Any, Learned], frozen: bool) -> Generator[Question, Any, Learned]:
         learned = yield from learning
-        self._rest(evidence, limit)
+        self.frozen = frozen
         return learned
-
-    def _rest(self, evidence: Evidence, limit: float) -> None:
-        """As soon as the next cycle would end too late."""
-        self.frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
 
     def decide(self, evidence: Evidence) -> list[Decision] | Learning:
         """One Decision for each knob, or what `learn` returns; a function of the evidence and of the state alone."""
@@ -126,29 +121,22 @@ class Controller:
     # -- state --------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data.
-
-        Raises:
-            TypeError: an attribute of `state_keys` holds something else.
-        """
+        """Plain data. Raises TypeError if an attribute of `state_keys` holds something else."""
         state: dict[str, Any] = {"frozen": self.frozen}
         for key in self.state_keys:
             value = getattr(self, key)
             try:
                 state[key] = _plain(value)
             except (TypeError, ValueError) as error:
-                kinds = "numbers, booleans and lists of them"
-                raise TypeError(f"{type(self).__name__}.{key} is {value!r}, but state_keys may only name {kinds}") from error
+                name, kinds = f"{type(self).__name__}.{key}", "numbers, booleans and lists of them"
+                raise TypeError(f"{name} is {value!r}, but state_keys may only name {kinds}") from error
         return state
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        """The values of `state_keys` in it; changes nothing, and leaves out further keys. ``knobs``: how many, where that is known.
-
-        Raises:
-            ValueError: a key is missing, or its value of another kind.
-        """
+        """The values of `state_keys` in it; changes nothing, and leaves out further keys. ``knobs``: how many, where that is known. Raises
+        ValueError if a key is missing, or its value of another kind."""
         kinds = self.state_keys if isinstance(self.state_keys, Mapping) else dict.fromkeys(self.state_keys, Plain())
-        return read(state, {"frozen": Or(Flag(), False), **kinds}, f"{type(self).__name__}'s", knobs)
+        return read(state, {"frozen": Or(FLAG, False), **kinds}, f"{type(self).__name__}'s", knobs)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises as `check_state`; nothing is changed then."""
@@ -180,13 +168,19 @@ def learning_of(controller: Controller, evidence: Evidence) -> Generator[Questio
     return (yield from learned)
 
 
-class RuledController(Controller):
-    """A controller whose decisions and state are those of a rule, another controller, to which it brings the measurements.
+def rule_or_own(rule: Any, own: type[Any], freeze_after: float | None) -> Controller:
+    """The ``rule`` that a user has given, or one of our ``own``. Raises TypeError for what is no rule, ValueError for settings beside one."""
+    if rule is None:
+        return own(freeze_after=freeze_after)
+    if not isinstance(rule, Controller):
+        raise TypeError(f"rule must be a {own.__name__}, got {type(rule).__name__}")
+    if freeze_after is not None:
+        raise ValueError(f"freeze_after is {freeze_after!r}, but a rule is given: pass it to the rule, {own.__name__}(freeze_after=...)")
+    return rule
 
-    Args:
-        rule: a controller.
-        measurements: by name, as the rule's plans name them.
-    """
+
+class RuledController(Controller):
+    """A controller whose decisions and state are those of a ``rule``, another controller, to which it brings the ``measurements``, by name."""
 
     def __init__(self, rule: Controller, measurements: Mapping[str, Any]) -> None:
         self.rule, self.measurements = rule, dict(measurements)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
+from operator import mul
 
 from .spread import assignment
 
@@ -42,8 +43,7 @@ def columns(count: int, knobs: int) -> tuple[tuple[int, ...], ...]:
     - one less: a row is left out. Sums and products of columns are -1, the smallest there are.
     - else rows are left out of the next larger one, and columns chosen in the order of their sums and products. They can always be told apart.
 
-    Raises:
-        ValueError: more knobs than count - 1, which no design tells apart.
+    Raises ValueError for more knobs than count - 1, which no design tells apart.
     """
     if not 1 <= knobs <= count - 1:
         raise ValueError(f"{count} replicas can tell at most {count - 1} knobs apart, got {knobs}")
@@ -73,15 +73,11 @@ def _chosen(count: int, order: int, knobs: int) -> list[int]:
             aside.append(j)
     rest, chosen = [j for j in lost if j not in aside], list[int]()
     for _ in range(knobs):
-        products = {j: [abs(_dot(lost[i], lost[j])) for i in chosen] for j in rest}
+        products = {j: [abs(sum(map(mul, lost[i], lost[j]))) for i in chosen] for j in rest}
         best = min(rest, key=lambda j: (abs(sum(lost[j])), max(products[j], default=0), sum(products[j]), j))
         rest.remove(best)
         chosen.append(best)
     return chosen
-
-
-def _dot(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _independent(rows: Sequence[Sequence[int]]) -> bool:

@@ -64,11 +64,8 @@ class Verdict:
 
 
 def judge(settings: Divergence, finite: Sequence[bool], losses: Sequence[float | None], before: float | None) -> Verdict:
-    """The verdict on a cycle.
-
-    ``finite``: [replica] are all its parameters finite? ``losses``: [replica] mean training loss, NaN or infinite where it was,
-    None where a replica has none. ``before``: `Verdict.level` of the last cycle that was not taken back.
-    """
+    """``finite``: [replica] are all its parameters finite? ``losses``: [replica] mean training loss, NaN or infinite where it was,
+    None where a replica has none. ``before``: `Verdict.level` of the last cycle that was not taken back."""
     reasons = _reasons(settings, finite, losses, before)
     healthy = [r for r in range(len(finite)) if r not in reasons]
     counted = [losses[r] for r in healthy] if reasons else losses

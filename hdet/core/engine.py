@@ -39,8 +39,6 @@ class KnobSpec:
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
     """Is it a learning rate? Those are lowered where a cycle is taken back."""
-    product: bool = False
-    """Is it a decay that is explored as rate * decay, so that it falls where the rate rises?"""
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,9 @@ class Engine:
 
     Args:
         knobs: what is explored; names must differ.
-        replicas: N >= 1.
-        clock: when cycles end.
         controller: None keeps corrections at 1 (spread and converge still run).
         seed: key of the assignments (Eq. 8).
-        design: how multipliers are assigned: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all knobs
-            together (core/design.py).
+        design: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all knobs together (core/design.py).
     """
 
     def __init__(
@@ -120,11 +115,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """Of the running cycle; the controller is asked once for each.
-
-        Raises:
-            ValueError: multipliers that are not [knob][replica] and positive, or a length below 1.
-        """
+        """Of the running cycle; the controller is asked once for each. Raises ValueError for a plan that cannot be carried out."""
         if self._plan is None:
             plan = Plan() if self.controller is None else self.controller.plan(self.moment)
             self._check_plan(plan)
@@ -148,10 +139,8 @@ class Engine:
             raise ValueError(f"controller {name!r} plans a cycle of {plan.steps!r} steps: a cycle has at least 1")
         self._check_end(plan.end, plan)
         rows = plan.multipliers
-        if rows is None:
-            return
-        if [len(row) for row in rows] != [self.replicas] * len(self.knobs) or not all(
-            math.isfinite(x) and x > 0 for row in rows for x in row
+        if rows is not None and not (
+            [len(row) for row in rows] == [self.replicas] * len(self.knobs) and all(math.isfinite(x) and x > 0 for row in rows for x in row)
         ):
             raise ValueError(
                 f"controller {name!r} plans the multipliers {rows!r}: give {len(self.knobs)} knobs times {self.replicas} replicas, all positive"
@@ -337,35 +326,29 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists; the same on every rank and for every N, so it loads with another number of replicas."""
         return {
-            "version": STATE_VERSION,
+            **self._whose(),
             **{name: getattr(self, name) for name in self._COUNTS},
             "seed": self.seed,
             "level": self.level,
-            "knobs": [knob.name for knob in self.knobs],
             "corrections": list(self.corrections),
             "bases": list(self.held),
             "ramps": [list(ramp) for ramp in self.ramps],
-            "controller": None if self.controller is None else self.controller.name,
             "controller_state": None if self.controller is None else self.controller.state_dict(),
         }
 
-    def check_state(self, state: Any) -> dict[str, Any]:
-        """The values in it; changes nothing.
+    def _whose(self) -> dict[str, Any]:
+        """What a state must have alike to be loaded."""
+        controller = None if self.controller is None else self.controller.name
+        return {"version": STATE_VERSION, "knobs": [knob.name for knob in self.knobs], "controller": controller}
 
-        Raises:
-            ValueError: a state that does not belong to this run, or is damaged.
-        """
+    def check_state(self, state: Any) -> dict[str, Any]:
+        """The values in it; changes nothing. Raises ValueError for a state that does not belong to this run, or is damaged."""
         knobs, correction = len(self.knobs), Number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
         named: dict[str, Kind] = {
             "version": Or(Number(), STATE_VERSION), "knobs": ListOf(Instance(str)), "controller": Optional(Instance(str)),
         }  # fmt: skip
         found = read(state, named, "ensemble's")
-        ours = {
-            "version": STATE_VERSION,
-            "knobs": [knob.name for knob in self.knobs],
-            "controller": None if self.controller is None else self.controller.name,
-        }
-        for key, mine in ours.items():
+        for key, mine in self._whose().items():
             if found[key] != mine:
                 remedy = "load it with the hdet that wrote it" if key == "version" else f"construct it with the same {key}"
                 raise ValueError(f"the ensemble's state was saved with {key} {reprlib.repr(found[key])}, this run has {mine!r}: {remedy}")
@@ -388,11 +371,8 @@ class Engine:
         return values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments go on.
-
-        Raises:
-            ValueError: another version, missing or damaged values, other knobs or another controller; nothing is changed then.
-        """
+        """Continue from `state_dict`. The seed of the saved run is kept, so that its assignments go on. Raises as `check_state`; nothing is
+        changed then."""
         values = self.check_state(state)
         with unchanged_on_error(self.controller):
             if self.controller is not None:
@@ -407,11 +387,8 @@ class Engine:
 
 
 def ask_and_tell(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None) -> tuple[Learned, list[Any]]:
-    """Let the controller learn; its questions are answered one after the other. Returns what it has learned, and the answers.
-
-    Raises:
-        ValueError: it asks, and nobody is there to answer.
-    """
+    """Let the controller learn; its questions are answered one after the other. Returns what it has learned, and the answers. Raises ValueError
+    if it asks, and nobody is there to answer."""
     learning = learning_of(controller, evidence)
     answers: list[Any] = []
     try:

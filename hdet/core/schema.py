@@ -9,14 +9,14 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = [
+    "ANYTHING",
     "COUNT",
+    "FLAG",
     "POSITIVE",
-    "Anything",
     "Fields",
-    "Flag",
     "Instance",
     "Kind",
     "ListOf",
@@ -39,16 +39,12 @@ DEEPEST = 20
 Sizes = dict[str, int]
 
 
-class Kind:
+class Kind(Protocol):
     """Of one value. Kinds have no state, so that they can stand in a class."""
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
         """A copy of ``value``, which ``where`` names. ``sizes``: of the lists that are to be of one length, as far as they have been read.
-
-        Raises:
-            ValueError: it is of another kind.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no read(value, where, sizes)")
+        Raises ValueError if it is of another kind."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,22 @@ POSITIVE = Number(1 / LARGEST)
 
 
 @dataclass(frozen=True)
-class Flag(Kind):
-    """True or False."""
+class Instance(Kind):
+    """Of a class, or of one of several. ``called``: in messages."""
+
+    kind: Any
+    called: str = ""
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        if not isinstance(value, bool):
-            raise _wrong(where, value, "True or False")
+        if not isinstance(value, self.kind):
+            raise _wrong(where, value, self.called or f"a {self.kind.__name__}")
         return value
+
+
+ANYTHING = Instance(object)
+FLAG = Instance(bool, "True or False")
+_DICT = Instance(Mapping, "a dict")
+_LIST = Instance((list, tuple), "a list")
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,7 @@ class ListOf(Kind):
     length: int | str | None = None
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        if not isinstance(value, (list, tuple)):
-            raise _wrong(where, value, "a list")
+        _LIST.read(value, where, sizes)
         length = self.length
         if isinstance(length, str):
             knobs = sizes.get("knobs", len(value))
@@ -126,7 +130,7 @@ class Row(Kind):
         self.kinds = kinds
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        entries = ListOf(Anything(), len(self.kinds)).read(value, where, sizes)
+        entries = ListOf(ANYTHING, len(self.kinds)).read(value, where, sizes)
         return [kind.read(entry, f"{where}[{i}]", sizes) for i, (kind, entry) in enumerate(zip(self.kinds, entries, strict=True))]
 
 
@@ -151,8 +155,7 @@ class Fields(Kind):
     fields: Mapping[str, Kind]
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        if not isinstance(value, Mapping):
-            raise _wrong(where, value, "a dict")
+        _DICT.read(value, where, sizes)
         missing = [key for key, kind in self.fields.items() if key not in value and not isinstance(kind, Or)]
         if missing:
             raise ValueError(
@@ -170,35 +173,14 @@ class Table(Kind):
     values: Kind
 
     def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        if not isinstance(value, Mapping):
-            raise _wrong(where, value, "a dict")
+        _DICT.read(value, where, sizes)
         return {self.keys.read(k, f"a key of {where}", sizes): self.values.read(v, f"{where}[{k!r}]", sizes) for k, v in value.items()}
-
-
-@dataclass(frozen=True)
-class Anything(Kind):
-    """Whatever it is."""
-
-    def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        return value
-
-
-@dataclass(frozen=True)
-class Instance(Kind):
-    """Of a class."""
-
-    kind: type
-
-    def read(self, value: Any, where: str, sizes: Sizes) -> Any:
-        if not isinstance(value, self.kind):
-            raise _wrong(where, value, f"a {self.kind.__name__}")
-        return value
 
 
 def like(example: Any, least: float = -LARGEST) -> Kind:
     """The kind of a state like ``example``: the same keys and lengths, and numbers >= ``least`` where the example's are."""
     if isinstance(example, bool):
-        return Flag()
+        return FLAG
     if isinstance(example, (int, float)):
         return Number(least if example >= least else -LARGEST) if math.isfinite(example) else Number(-math.inf, math.inf)
     if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
@@ -207,16 +189,14 @@ def like(example: Any, least: float = -LARGEST) -> Kind:
         return Table(*(like(one, least) for one in next(iter(example.items()))))
     if isinstance(example, (list, tuple)):
         return Row(*(like(value, least) for value in example))
-    return Anything() if example is None else Instance(type(example))
+    return ANYTHING if example is None else Instance(type(example))
 
 
 def read(state: Any, fields: Mapping[str, Kind], what: str, knobs: int | None = None) -> dict[str, Any]:
     """The fields' values in a ``state``; keys that are none of them are left out, as older versions had others.
 
-    ``what``: whose state it is, as "ensemble's"; ``knobs``: how many there are, where that is known.
-
-    Raises:
-        ValueError: a field that is missing or wrong, or a state that is no dict.
+    ``what``: whose state it is, as "ensemble's"; ``knobs``: how many there are, where that is known. Raises ValueError for a field that is
+    missing or wrong, and for a state that is no dict.
     """
     values: dict[str, Any] = Fields(fields).read(state, f"the {what} state", {} if knobs is None else {"knobs": knobs})
     return values
@@ -231,13 +211,10 @@ def unchanged_on_error(thing: Any) -> Iterator[None]:
     except Exception as error:
         if thing is not None:
             thing.load_state_dict(before)
-        raise (
-            error
-            if type(error) is ValueError
-            else ValueError(
-                f"the {type(thing).__name__}'s state cannot be loaded ({type(error).__name__}: {error}): it is damaged, or of something else"
-            )
-        ) from error
+        if type(error) is ValueError:
+            raise
+        kind, why = type(thing).__name__, f"{type(error).__name__}: {error}"
+        raise ValueError(f"the {kind}'s state cannot be loaded ({why}): it is damaged, or of something else") from error
 
 
 def _wrong(where: str, value: Any, needed: str) -> ValueError:

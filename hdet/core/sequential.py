@@ -1,16 +1,17 @@
-"""Two controllers, one after the other, as torch has SequentialLR. It knows nothing of either."""
+"""Controllers made of others, of which they know nothing: two in a row, as torch has SequentialLR; and one that is asked and not obeyed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from .controller import Controller, Learning, learning_of
+from .controller import Controller, Learning, RuledController, learning_of
 from .evidence import Evidence, Run
-from .plan import Moment, Plan
-from .schema import Flag, Instance, read, unchanged_on_error
+from .plan import Decision, Learned, Moment, Plan
+from .schema import FLAG, Instance, read, unchanged_on_error
 
-__all__ = ["SequentialController"]
+__all__ = ["SequentialController", "Shadow"]
 
 
 class SequentialController(Controller):
@@ -22,9 +23,8 @@ class SequentialController(Controller):
     """
 
     def __init__(self, first: Controller, then: Controller) -> None:
-        for name, controller in (("first", first), ("then", then)):
-            if not isinstance(controller, Controller):
-                raise TypeError(f"{name} must be a controller, such as hdet.ProbeController(...), got {controller!r}")
+        _check("first", first)
+        _check("then", then)
         both = sorted(first.measurements.keys() & then.measurements.keys())
         if both:
             raise ValueError(f"both controllers have a measurement {both[0]!r}: give one of them another name")
@@ -34,8 +34,7 @@ class SequentialController(Controller):
                 "decay=None"
             )
         super().__init__()
-        self.first, self.then = first, then
-        self.name = f"{first.name}, then {then.name}"
+        self.first, self.then, self.name = first, then, f"{first.name}, then {then.name}"
         self.measurements = {**first.measurements, **then.measurements}
         self.needs_replicas = first.needs_replicas or then.needs_replicas
         self.regresses = first.regresses or then.regresses
@@ -81,7 +80,7 @@ class SequentialController(Controller):
         return {"first": self.first.state_dict(), "then": self.then.state_dict(), "handed_over": self.handed_over}
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        kinds = {"first": Instance(Mapping), "then": Instance(Mapping), "handed_over": Flag()}
+        kinds = {"first": Instance(Mapping), "then": Instance(Mapping), "handed_over": FLAG}
         values = read(state, kinds, f"{type(self).__name__}'s", knobs)
         self.first.check_state(values["first"], knobs)
         self.then.check_state(values["then"], knobs)
@@ -95,3 +94,44 @@ class SequentialController(Controller):
             if values["handed_over"] and not self.first.finished:
                 raise ValueError(f"the state of {self.name!r} has handed over before the first was finished: it is damaged")
         self.handed_over = values["handed_over"]
+
+
+class Shadow(RuledController):
+    """``controller`` measures and decides, cycle by cycle, on a run that is bitwise the one without it.
+
+    What it wants of cycles (their length, no spread, going back) is not done. So it learns from this run, and not from the one that it
+    would have had. History records carry its slopes and errors, and its moves as notes.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        _check("controller", controller)
+        super().__init__(controller, controller.measurements)
+        self.name, self.knob_per_group = f"shadow of {controller.name}", controller.knob_per_group
+        self.leaves_schedule = False
+        self.judges_held_out = True  # it moves nothing, so nothing has to be judged
+        self.decisions: Sequence[Decision] = ()
+        """By knob, what was decided last; not carried out."""
+
+    @property
+    def finished(self) -> bool:
+        return self.idle
+
+    def plan(self, now: Moment) -> Plan:
+        wanted = super().plan(now)
+        return Plan(measure=wanted.measure, snapshots=wanted.snapshots)  # to measure with, not to go back to
+
+    def learn(self, evidence: Evidence) -> Learning:
+        learned = yield from learning_of(self.rule, evidence)
+        self.decisions = learned.decisions
+        return Learned([_as_note(decision) for decision in learned.decisions])
+
+
+def _as_note(decision: Decision) -> Decision:
+    moves = [f"times {decision.factor:.4g}"] * (decision.factor != 1) + [f"{x:.4g}" for x in [decision.value] if x is not None]
+    note = "; ".join(filter(None, [f"would move the value: {moves[0]}" if moves else "", decision.note]))
+    return replace(decision, factor=1.0, value=None, ramp=0, note=note)
+
+
+def _check(name: str, controller: object) -> None:
+    if not isinstance(controller, Controller):
+        raise TypeError(f"{name} must be a controller, such as hdet.ProbeController(...), got {controller!r}")

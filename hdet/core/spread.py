@@ -11,11 +11,7 @@ __all__ = ["assignment", "check_spread", "multipliers"]
 
 
 def check_spread(spread: float, name: str = "spread") -> float:
-    """Return ``spread`` as a float; refuse what would make a multiplier zero, negative or undefined.
-
-    Raises:
-        ValueError: not a finite number in [0, 1).
-    """
+    """``spread`` as a float. Raises ValueError for what would make a multiplier zero, negative or undefined."""
     why = "multipliers range over [1 - spread, 1 + spread] and must stay positive; 1/9 is the paper's, 0 is plain data-parallel training"
     return float(within(spread, name, "[0, 1)", why))
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from .cells import Cell, content, group_cell
+from .cells import Cell, close, content, group_cell
 
 __all__ = ["Bound", "Bounds", "GroupKnob", "Knob", "ProductKnob", "bind_all", "check_disjoint", "scale_of"]
 
@@ -178,7 +178,7 @@ class Bound:
         mark = _mark(value)
         if mark == self._marks[i]:
             return True
-        if not isinstance(value, torch.Tensor) or not _close(value, self.left[i]):
+        if not isinstance(value, torch.Tensor) or not close(value, self.left[i]):
             return False
         self._marks[i] = mark
         return True
@@ -190,11 +190,8 @@ class Bound:
 
     @contextmanager
     def fanned_out(self, multiplier: float) -> Iterator[None]:
-        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises.
-
-        Raises:
-            ValueError: somebody has written a value inside, which would be one of this replica alone.
-        """
+        """Inside, the cells hold a replica's value; afterwards exactly what they held before, also when something raises. Raises ValueError if
+        somebody has written a value inside, which would be one of this replica alone."""
         multipliers = [self._multiplier_of(i, multiplier) for i in range(len(self.cells))]
         if all(rho == 1.0 for rho in multipliers):
             yield
@@ -204,8 +201,13 @@ class Bound:
             inside = [_mark(value) for value in self._values()]
             yield
             for value, mark, own in zip(self._values(), inside, used, strict=True):
-                if _mark(value) != mark and not (isinstance(value, torch.Tensor) and _close(value, own)):
-                    raise ValueError(self._written_inside(float(own), float(value)))
+                if _mark(value) != mark and not (isinstance(value, torch.Tensor) and close(value, own)):
+                    where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
+                    raise ValueError(
+                        f"{self.name} was changed to {float(value):g} inside {where}, where it holds this replica's own value, {float(own):g}: "
+                        "change it outside, where it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
+                        "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
+                    )
 
     def holding(self, values: Sequence[float]) -> AbstractContextManager[None]:
         """Inside, the cells hold these, within the bounds; afterwards exactly what they held before."""
@@ -230,14 +232,6 @@ class Bound:
                 if marks[i] == self._marks[i]:  # else the user has written it since the last `write`, and it stays the user's
                     self._marks[i] = _mark(cell.get())
             self.in_use = False
-
-    def _written_inside(self, own: float, value: float) -> str:
-        where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
-        return (
-            f"{self.name} was changed to {value:g} inside {where}, where it holds this replica's own value, {own:g}: change it outside, where "
-            "it is every replica's (step a scheduler after optimizer.step(), not in a hook of it; a buffer that "
-            "DistributedDataParallel sends from rank 0 needs broadcast_buffers=False)"
-        )
 
     def _multiplier_of(self, i: int, multiplier: float) -> float:
         return multiplier
@@ -305,21 +299,12 @@ def _mark(value: Any) -> Any:
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 
-def _close(value: torch.Tensor, other: Any) -> bool:
-    """Equal but for some ulps of its format; waits for the device."""
-    rounding, expected = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0, float(other)
-    return abs(float(value) - expected) <= 8 * rounding * abs(expected)
-
-
 # -- several knobs in one run --------------------------------------------------------------------------------------------
 
 
 def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
-    """All knobs of a run: rates first, because what is explored as a product with them is written after them.
-
-    Raises:
-        ValueError: a knob that cannot be bound, or a product without a rate.
-    """
+    """All knobs of a run: rates first, because what is explored as a product with them is written after them. Raises ValueError for a knob that
+    cannot be bound, or a product without a rate."""
     bound = sorted((one for knob in knobs for one in knob.bind(optimizer)), key=lambda one: one.key != "lr")
     rates = {index: (one, i) for one in bound if isinstance(one, GroupKnob) and one.key == "lr" for i, index in enumerate(one.indices)}
     for one in bound:
@@ -334,12 +319,8 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
 
 
 def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
-    """Two knobs cannot move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor rate
-    that is given for all groups (harmless as long as nothing moves).
-
-    Raises:
-        ValueError: names the knobs and the way out.
-    """
+    """Raises ValueError if two knobs would move one value. ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor
+    rate that is given for all groups (harmless as long as nothing moves)."""
     owners: dict[tuple[str, Hashable], str] = {}
     for knob in knobs:
         for cell in knob.cells:

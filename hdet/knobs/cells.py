@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Cell", "attribute_cell", "call_cell", "content", "group_cell", "held_cell", "item_cell", "put"]
+__all__ = ["Cell", "attribute_cell", "call_cell", "close", "content", "group_cell", "held_cell", "item_cell", "put"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ def put(old: Any, value: Any) -> Any:
     if not isinstance(old, torch.Tensor):
         return float(value) if isinstance(value, torch.Tensor) else value
     return old.copy_(value) if isinstance(value, torch.Tensor) else old.fill_(value)
+
+
+def close(value: Any, expected: Any) -> bool:
+    """Equal but for some ulps of the coarser format: the same arithmetic may run on another device's numbers. Waits for the device."""
+    formats = [x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    rounding = max([torch.finfo(torch.float64).eps, *(torch.finfo(dtype).eps for dtype in formats)])
+    return abs(float(value) - float(expected)) <= 8 * rounding * abs(float(expected))
 
 
 def group_cell(optimizer: Optimizer, index: int, key: str, entry: int | None = None) -> Cell:

@@ -62,11 +62,8 @@ class _OfGroups:
 
 
 def _choose(optimizer: Optimizer, groups: Groups, name: str, usable: Callable[[dict[str, Any]], bool]) -> list[tuple[str, list[int]]]:
-    """(name of the knob, indices of its groups). Of None and "each" only the usable groups.
-
-    Raises:
-        ValueError: a group that does not exist or cannot be used, or none at all that can.
-    """
+    """(name of the knob, indices of its groups). Of None and "each" only the usable groups. Raises ValueError for a group that does not exist or
+    cannot be used, or if there is none at all that can."""
     labels = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
     able = [i for i, group in enumerate(optimizer.param_groups) if usable(group)]
     if not able:

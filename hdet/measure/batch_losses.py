@@ -18,7 +18,7 @@ from ..core.validate import whole, within
 from ..profiling import ranged
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
-from .measurement import Measurement, Watched, settings_of
+from .measurement import Measurement, Watched
 from .points import CyclePoints, LinePoints
 from .weight_line import check_room
 
@@ -35,9 +35,7 @@ class BatchLosses(Measurement):
         loss_fn: ``loss_fn(model, batch)`` -> scalar tensor. Called in eval mode, without gradients, on the bare module without a
             DistributedDataParallel wrapper. All ranks of a replica call it together; a rank that does not see the loss (a pipeline stage
             before the last) returns None.
-        batches: a list of mini-batches, of which each cycle takes the next ``chunks`` (>= 2); or ``batches(cycle)`` -> at least ``chunks``
-            of them. They must be the SAME on every replica (checked each cycle).
-        model: the module whose parameters the optimizer trains.
+        batches, chunks, model: as for a `ProbeController`.
         average_every: steps between samples of the average.
         average_from: part of the interval, in [0, 1), that is left out of the average at its beginning; None: 0 of one cycle, half of several.
         place: "device" or "host": where averages (and the interval's beginning) live.
@@ -78,9 +76,7 @@ class BatchLosses(Measurement):
         self.loss_fn, self.batches, self.chunks = loss_fn, batches, chunks
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.average_every, self.average_from, self.place, self.dtype = average_every, average_from, place, dtype
-        self._watched: Watched | None = None
         self._points: CyclePoints | LinePoints | None = None
-        self._device = torch.device("cpu")
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -100,15 +96,12 @@ class BatchLosses(Measurement):
 
     def on_cycle_start(self, settings: Any) -> None:
         if self._points is None:
-            self._points = self._make_points(settings_of(settings, cycles=1)["cycles"])
+            cycles, every, after = (settings or {}).get("cycles", 1), self.average_every, self.left_out
+            if cycles == 1:
+                self._points = CyclePoints(self._watched, every, after(False), self.place)
+            else:
+                self._points = LinePoints(self._watched, cycles, every, after(True), self.place, self.dtype)
         self._points.on_cycle_start()
-
-    def _make_points(self, cycles: int) -> CyclePoints | LinePoints:
-        run = self._watched
-        assert run is not None, "watch comes first"
-        if cycles == 1:
-            return CyclePoints(run, self.average_every, self.left_out(False), self.place)
-        return LinePoints(run, cycles, self.average_every, self.left_out(True), self.place, self.dtype)
 
     def reset(self) -> None:
         if self._points is not None:
@@ -132,7 +125,8 @@ class BatchLosses(Measurement):
         digest; None while an interval goes on.
         """
         if self._points is None:  # a cycle in which no step was counted
-            self._points = self._make_points(1)
+            self.on_cycle_start(None)
+        assert self._points is not None
         if not self._points.due:
             return None
         with eval_mode(self.model):
@@ -150,12 +144,8 @@ class BatchLosses(Measurement):
         return torch.cat([torch.ones_like(row[:1]), row, marks.to(row.device)])
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Added-up rows -> chunk losses per replica.
-
-        Raises:
-            ValueError: no rank of a replica has seen a loss.
-            RuntimeError: replicas scored different mini-batches, so their losses cannot be compared.
-        """
+        """Added-up rows -> chunk losses per replica. Raises ValueError if no rank of a replica has seen a loss, RuntimeError if replicas scored
+        different mini-batches, so that their losses cannot be compared."""
         seen, *chunks, marks = zip(*rows, strict=True)  # columns: of a thousand rows each number by itself would cost too much
         if len(set(marks)) > 1:
             raise RuntimeError(

@@ -21,9 +21,6 @@ class GradientCosines(Measurement):
     """[replica][knob * samples + sample]: cosines, by knob, of the gradient g that the optimizer is about to use and the displacement
     d = weights - weights at the cycle's beginning; before ``samples`` of the steps in the second half of a cycle.
 
-    Args:
-        samples: gradients per cycle, >= 2.
-
     Learning rates only; cycles have at least 4 steps. Costs one copy of the parameters, and ``samples`` passes over parameters and gradients
     per cycle. Sums over a replica's ranks are taken in the cycle statistics; a tensor that several ranks hold alike counts several times. A
     replica without gradients (made by a closure inside the step, or in a captured graph), or with ones that are not finite, has no vote.

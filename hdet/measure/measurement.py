@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +48,6 @@ class Watched:
     peaks: Callable[[], Sequence[float]] = tuple
     """[knob]: the highest base value of the run, with the correction in force."""
 
-    def owners(self, knobs: Sequence[Any]) -> list[int | None]:
-        """Which of these ``knobs`` each parameter of a set belongs to, by its number; None: none of them."""
-        owner = {index: k for k, knob in enumerate(knobs) for index in knob.indices}
-        return [owner.get(g) for g, group in enumerate(self.optimizer.param_groups) for _ in group["params"]]
-
 
 class Measurement:
     """Measures during the cycles whose plan names it. Only `beside`, `measure` and what is inside `answering` may communicate, on all ranks
@@ -97,18 +92,9 @@ class Measurement:
     @contextmanager
     def answering(self, closure: Closure | None) -> Iterator[Callable[[Question], Any]]:
         """At a cycle's end: a function that answers questions by plain numbers, the same on every rank. Weights, buffers and random states may
-        be other ones inside, and are afterwards what they were.
-
-        Raises:
-            ValueError: it answers no such questions.
-        """
+        be other ones inside, and are afterwards what they were. Raises ValueError if it answers no such questions."""
         raise ValueError(f"{type(self).__name__} answers no questions")
         yield
 
     def release(self) -> None:
         """The plan does not name it any more, or the Ensemble is given up: let go of memory and hooks. It may be named again later."""
-
-
-def settings_of(settings: Mapping[str, Any] | None, **defaults: Any) -> dict[str, Any]:
-    """A plan's settings with defaults in the place of what is missing."""
-    return {**defaults, **(settings or {})}

@@ -14,14 +14,8 @@ __all__ = ["CyclePoints", "LinePoints"]
 
 
 class CyclePoints:
-    """Each replica at the average of its own weights over the cycle.
-
-    Args:
-        run: whose replicas in this process.
-        every: sample every so many steps.
-        after: part of the cycle that is left out at its beginning.
-        place: of the averages, "device" or "host".
-    """
+    """Each replica at the average of its own weights over the cycle: of a sample in ``every`` so many steps, but for the part of the cycle before
+    ``after``. ``place``: of the averages, "device" or "host"."""
 
     due = True
 
@@ -64,15 +58,13 @@ class LinePoints:
     trajectory's average for one all_reduce, the same to the bit on all replicas, whatever the optimizer and the assignment of multipliers.
     (Samples at the ends of cycles would need no all_reduce, but are too few to take the noise out.)
 
-    Args:
-        cycles: in an interval.
-        dtype: of origin and average.
-        others: as for `CyclePoints`; ``after`` is a part of the interval.
+    Arguments as for `CyclePoints`; ``after`` is a part of the interval, which has so many ``cycles``; ``dtype``: of origin and average.
     """
 
     def __init__(self, run: Watched, cycles: int, every: int, after: float, place: str, dtype: torch.dtype | None) -> None:
-        self._run, self._owners = run, run.owners(run.knobs)
-        self._cycles, self._every, self._after = cycles, every, after
+        self._run, self._cycles, self._every, self._after = run, cycles, every, after
+        knob_of = {index: k for k, knob in enumerate(run.knobs) for index in knob.indices}
+        self._owners = [knob_of.get(g) for g, group in enumerate(run.optimizer.param_groups) for _ in group["params"]]  # by parameter
         self._place, self._dtype = place, dtype
         self._line: WeightLine | None = None
         self.restart()
@@ -83,16 +75,13 @@ class LinePoints:
     def on_cycle_start(self) -> None:
         """Before the first step after an average: here an interval begins, unless one is under way."""
         if not self._begun:
-            self._line = self._line or self._make_line()
+            if self._line is None:
+                (first, its_masters), *others = zip(self._run.sets, self._run.masters, strict=True)
+                self._line = WeightLine(first, its_masters, self._dtype, self._place)
+                for own, masters in others:
+                    self._line.mean.follow(own, masters)
             self._line.begin()
             self._begun = True
-
-    def _make_line(self) -> WeightLine:
-        (first, its_masters), *others = zip(self._run.sets, self._run.masters, strict=True)
-        line = WeightLine(first, its_masters, self._dtype, self._place)
-        for own, masters in others:
-            line.mean.follow(own, masters)
-        return line
 
     def reset(self) -> None:
         """A cycle begins, or replicas were averaged ahead of time, which makes no difference to the mean trajectory."""

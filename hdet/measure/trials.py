@@ -19,7 +19,7 @@ from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
-from .measurement import Closure, Measurement, Watched, settings_of
+from .measurement import Closure, Measurement, Watched
 from .weight_line import check_room
 
 __all__ = ["RUN", "Judge", "Trials", "arm"]
@@ -48,11 +48,7 @@ class Trials(Measurement):
     reference over the first fifth, then falls to zero in a straight line. In the ``scores`` steps that follow, nothing of the arms moves, and
     the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of the judge, at the cycle's end.
 
-    Args:
-        model: whose losses the closure computes, as it is called there: wrapped in DistributedDataParallel where the loop has it so.
-        judge: held-out mini-batches and a loss function, to score by instead.
-        before_step: called between an arm's backward pass and its step, for what the loop does there (clipping).
-        place: "device" or "host": where the arms live.
+    Arguments are those of `hdet.AutoLR`.
 
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
@@ -116,7 +112,7 @@ class Trials(Measurement):
         self._device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
-        settings = settings_of(settings, trial=0, multiples=[], of="peak", origin="", steps=1, scores=2)
+        settings = {"trial": 0, "multiples": [], "of": "peak", "origin": "", "steps": 1, "scores": 2, **(settings or {})}
         if settings == self._settings:  # it goes on
             return
         self._settings = settings
@@ -220,11 +216,9 @@ class Trials(Measurement):
         self._average_gradients()
         if self.before_step is not None:
             self.before_step()
-        part = self._part(position)
         with ExitStack() as stack:
             for knob, cells, reference in self._rates:
-                top = self._settings["multiples"][number] * reference
-                factor = 1.0 + (top - 1.0) * part if position <= self._rise else top * part
+                factor = self._factor(position, self._settings["multiples"][number] * reference)
                 stack.enter_context(knob.holding([value * factor for value in cells]))
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
@@ -244,14 +238,11 @@ class Trials(Measurement):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
 
-    @property
-    def _rise(self) -> int:
-        return max(1, round(RISE * self._settings["steps"]))
-
-    def _part(self, position: int) -> float:
-        """Of the way from the run's rate to the arm's own, in the rise; of the arm's own, after it."""
-        steps, rise = self._settings["steps"], self._rise
-        return position / rise if position <= rise else (steps - position + 1) / (steps - rise + 1)
+    def _factor(self, position: int, top: float) -> float:
+        """Of the run's rate, for an arm whose own is ``top`` times it."""
+        steps = self._settings["steps"]
+        rise = max(1, round(RISE * steps))
+        return 1.0 + (top - 1.0) * (position / rise) if position <= rise else top * ((steps - position + 1) / (steps - rise + 1))
 
     def _average_gradients(self) -> None:
         """Those of a loop that all-reduces them by hand are still this rank's own."""
@@ -313,11 +304,7 @@ class Trials(Measurement):
             torch.clear_autocast_cache()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any.
-
-        Raises:
-            ValueError: no rank of a replica has.
-        """
+        """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any (ValueError: none)."""
         if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"

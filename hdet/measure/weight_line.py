@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class AveragedWeights:
 
     def follow(self, tensors: Sequence[torch.Tensor], masters: Masters | None = None) -> None:
         """Let the mean be over these too: the same tensors of another replica in this process."""
-        self._sources.append(_Source(tensors, masters, self.means, self._origin))
+        self._sources.append(_Source(list(tensors), masters or _no_masters(tensors), self.means, self._origin))
 
     @torch.no_grad()
     def add(self) -> None:
@@ -90,11 +91,7 @@ class WeightLine:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        masters: Masters | None = None,
-        dtype: torch.dtype | None = None,
-        place: str = "device",
+        self, tensors: Sequence[torch.Tensor], masters: Masters | None = None, dtype: torch.dtype | None = None, place: str = "device"
     ) -> None:
         self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
         self.origin = [room_for(t, dtype, place) for t in local_parts(self._tensors)]
@@ -126,104 +123,102 @@ class WeightLine:
         ``tensors``: the same ones of another replica in this process. A tensor whose mean has its dtype is kept in the mean's memory
         meanwhile, so there is no third copy; not in 16 bits, where the mean would be lost in rounding.
         """
-        spots: list[_Swapped | _Copied] = []
         own = local_parts(self._tensors if tensors is None else tensors)
-        with torch.no_grad():
+        with ExitStack() as stack:
             for tensor, origin, mean, part in zip(own, self.origin, self.mean.means, rho, strict=True):
                 swaps = mean.dtype == tensor.dtype and tensor.itemsize >= 4
-                spots.append(_Swapped(tensor, origin, mean, part) if swaps else _Copied(tensor, origin, mean, part, self._from_origin))
-        try:
+                stack.enter_context(
+                    _swapped(tensor, origin, mean, part) if swaps else _copied(tensor, origin, mean, part, self._from_origin)
+                )
             yield
-        finally:
-            with torch.no_grad():
-                for spot in spots:
-                    spot.leave()
 
 
+@dataclass(eq=False)
 class _Source:
     """Some tensors with their masters, and how they move the means."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], masters: Masters | None, means: list[torch.Tensor], origin: Sequence[torch.Tensor] | None
-    ) -> None:
-        self._tensors, self._masters = list(tensors), masters or _no_masters(tensors)
-        self._means, self._origin = means, origin
-        self._addresses: list[int] = []
-        self._plans: list[PairPlan | _ByHand] = []
+    tensors: Sequence[torch.Tensor]
+    masters: Masters
+    means: list[torch.Tensor]
+    origin: Sequence[torch.Tensor] | None
+    addresses: Sequence[int] = ()
+    plans: Sequence[PairPlan | _ByHand] = ()
 
     def lerp(self, weight: float) -> None:
         self._plan()
-        for plan in self._plans:
+        for plan in self.plans:
             plan.lerp(weight)
 
     def _plan(self) -> None:
         """A plan for each device and implementation; made anew if a tensor has moved."""
-        masters, own = local_masters(self._masters()), local_parts(self._tensors)
+        masters, own = local_masters(self.masters()), local_parts(self.tensors)
         addresses = [t.data_ptr() for pair in zip(own, masters, strict=True) for t in pair if t is not None]
-        if self._plans and addresses == self._addresses:
+        if self.plans and addresses == self.addresses:
             return
         kinds: dict[tuple[torch.device, str], list[int]] = {}
-        for i, (tensor, mean) in enumerate(zip(own, self._means, strict=True)):
+        for i, (tensor, mean) in enumerate(zip(own, self.means, strict=True)):
             native = tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
             # A plan works on one device, and in float32.
-            planned = self._origin is None and mean.device == tensor.device and mean.dtype in FLOATS and tensor.dtype in FLOATS
+            planned = self.origin is None and mean.device == tensor.device and mean.dtype in FLOATS and tensor.dtype in FLOATS
             how = "hand" if not planned else "auto" if native else "torch"
             kinds.setdefault((mean.device, how), []).append(i)
-        self._addresses, self._plans = addresses, []
+        plans: list[PairPlan | _ByHand] = []
         for (_, how), places in kinds.items():
-            means, tensors, held = [self._means[i] for i in places], [own[i] for i in places], [masters[i] for i in places]
-            origin = None if self._origin is None else [self._origin[i] for i in places]
-            self._plans.append(_ByHand(means, tensors, held, origin) if how == "hand" else values_to(means, tensors, held, how))
+            means, tensors, held = [self.means[i] for i in places], [own[i] for i in places], [masters[i] for i in places]
+            origin = None if self.origin is None else [self.origin[i] for i in places]
+            plans.append(_ByHand(means, tensors, held, origin) if how == "hand" else values_to(means, tensors, held, how))
+        self.addresses, self.plans = addresses, plans
 
 
+@dataclass(frozen=True)
 class _ByHand:
     """`PairPlan.lerp` where the mean lies elsewhere than its tensor, counts from an origin, or is in float64."""
 
-    def __init__(
-        self,
-        means: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        masters: Sequence[torch.Tensor | None],
-        origin: Sequence[torch.Tensor] | None,
-    ) -> None:
-        self._rows = list(zip(means, tensors, masters, [None] * len(means) if origin is None else origin, strict=True))
+    means: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+    masters: Sequence[torch.Tensor | None]
+    origins: Sequence[torch.Tensor] | None
 
     def lerp(self, weight: float) -> None:
-        for mean, tensor, master, origin in self._rows:
+        origins = [None] * len(self.means) if self.origins is None else self.origins
+        for mean, tensor, master, origin in zip(self.means, self.tensors, self.masters, origins, strict=True):
             value = value_at(tensor, master)
             if origin is not None:
                 value = value - origin.to(value.device)
             mean.copy_(value if weight == 1 else torch.lerp(mean.to(value.device, value.dtype), value, weight))
 
 
-class _Swapped:
-    """A tensor at a point of the line until `leave`. Its content waits in the mean's memory."""
-
-    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, rho: float) -> None:
-        self._tensor, self._origin, self._mean, self._rho = tensor, origin, mean, rho
+@contextmanager
+@torch.no_grad()
+def _swapped(tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, rho: float) -> Iterator[None]:
+    """A tensor at a point of the line. Its content waits in the mean's memory."""
+    _exchange(tensor, mean)
+    _stretch(tensor, origin, rho)
+    try:
+        yield
+    finally:
+        _stretch(tensor, origin, 1 / rho)
         _exchange(tensor, mean)
-        self._stretch(rho)
-
-    def _stretch(self, factor: float) -> None:
-        if factor != 1:
-            origin = self._origin.to(self._tensor.device)
-            self._tensor.sub_(origin).mul_(factor).add_(origin)
-
-    def leave(self) -> None:
-        self._stretch(1 / self._rho)
-        _exchange(self._tensor, self._mean)
 
 
-class _Copied:
-    """As `_Swapped`, but the tensor's content waits in memory of its own."""
+def _stretch(tensor: torch.Tensor, origin: torch.Tensor, factor: float) -> None:
+    if factor != 1:
+        origin = origin.to(tensor.device)
+        tensor.sub_(origin).mul_(factor).add_(origin)
 
-    def __init__(self, tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, rho: float, from_origin: bool) -> None:
-        self._tensor, self._own = tensor, tensor.detach().to(mean.device, copy=True)
-        origin, mean = (t.to(tensor.device, torch.float32) for t in (origin, mean))
-        tensor.copy_(torch.add(origin, mean, alpha=rho) if from_origin else torch.lerp(origin, mean, rho))
 
-    def leave(self) -> None:
-        self._tensor.copy_(self._own)
+@contextmanager
+@torch.no_grad()
+def _copied(tensor: torch.Tensor, origin: torch.Tensor, mean: torch.Tensor, rho: float, from_origin: bool) -> Iterator[None]:
+    """As `_swapped`, but the tensor's content waits in memory of its own."""
+    own = tensor.detach().to(mean.device, copy=True)
+    origin, mean = (t.to(tensor.device, torch.float32) for t in (origin, mean))
+    tensor.copy_(torch.add(origin, mean, alpha=rho) if from_origin else torch.lerp(origin, mean, rho))
+    del origin, mean
+    try:
+        yield
+    finally:
+        tensor.copy_(own)
 
 
 def room_for(tensor: torch.Tensor, dtype: torch.dtype | None, place: str) -> torch.Tensor:

@@ -29,16 +29,7 @@ __all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_kno
 
 
 def check_arguments(
-    optimizer: Any,
-    *,
-    scheduler: Any,
-    knobs: Any,
-    replicas: Any,
-    controller: Any,
-    sync: Any,
-    divergence: Any,
-    seed: Any,
-    log: Any,
+    optimizer: Any, *, scheduler: Any, knobs: Any, replicas: Any, controller: Any, sync: Any, divergence: Any, seed: Any, log: Any
 ) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
@@ -85,11 +76,7 @@ def check_arguments(
 
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an average, whichever those are by then.
-
-    Raises:
-        ValueError: nothing to average, or a tensor that cannot be.
-        TypeError: buffers of another kind.
-    """
+    Raises ValueError for nothing to average, or a tensor that cannot be, TypeError for buffers of another kind."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     if not tensors:
         raise ValueError("optimizer has no parameters: there is nothing to train")
@@ -133,21 +120,10 @@ def design_of(design: str | None, knobs: Sequence[Bound], replicas: Replicas) ->
 
 
 def check_knobs(
-    knobs: Sequence[Bound],
-    optimizer: Optimizer,
-    replicas: Replicas,
-    controller: Controller | None,
-    *,
-    design: str,
-    sync: Sync,
+    knobs: Sequence[Bound], optimizer: Optimizer, replicas: Replicas, controller: Controller | None, *, design: str, sync: Sync
 ) -> None:
-    """Can these knobs be explored in this run, and judged by this controller?
-
-    Raises:
-        ValueError: names the knob, why not, and the way out.
-    """
-    gradients, moments = sync.gradients, sync.moments
-    shared, together = gradients == "shared", len(replicas.local) > 1
+    """Can these knobs be explored in this run, and judged by this controller? If not, a ValueError names the knob, why not, and the way out."""
+    moments, shared, together = sync.moments, sync.gradients == "shared", len(replicas.local) > 1
     for knob in knobs:
         if together and knob.acts == "step" and knob.key != "lr":
             raise ValueError(
@@ -175,27 +151,22 @@ def check_knobs(
                 "not trained on and a loss_fn without regularisation; or controller=None"
             )
     if keeps_weights(optimizer):
-        _check_weights_in_state(optimizer, replicas.count > 1 and (gradients == "local" or any(knob.spread > 0 for knob in knobs)), moments)
-    else:
-        _check_moments([knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0], knobs, gradients, moments)
+        # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged.
+        if replicas.count > 1 and (not shared or any(knob.spread > 0 for knob in knobs)) and moments != "average":
+            raise ValueError(
+                f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own beside the parameters, in which replicas would "
+                "stay apart: pass moments='average'"
+            )
+    elif shared:
+        _check_moments_of_shared(knobs, moments)
     if isinstance(sync.converge, ExactLocal):
         _check_mean_is_base(knobs, replicas.count, design)
 
 
-def _check_weights_in_state(optimizer: Optimizer, part: bool, moments: str | None) -> None:
-    """A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged."""
-    if part and moments != "average":
-        raise ValueError(
-            f"moments is {moments!r}, but {type(optimizer).__name__} keeps weights of its own beside the parameters, in which replicas would stay "
-            "apart: pass moments='average'"
-        )
-
-
-def _check_moments(parting: Sequence[str], knobs: Sequence[Bound], gradients: str, moments: str | None) -> None:
-    if gradients == "local":
-        return
+def _check_moments_of_shared(knobs: Sequence[Bound], moments: str | None) -> None:
     if moments is not None and not any(knob.moments_diverge for knob in knobs):
         raise ValueError(f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: leave it out")
+    parting = [knob.name for knob in knobs if knob.moments_diverge and knob.spread > 0]
     if parting and moments not in ("average", "reset"):
         raise ValueError(
             f"moments is {moments!r}, but replicas that differ in {', '.join(map(repr, parting))} differ in their moments, also with "

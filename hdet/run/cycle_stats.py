@@ -36,12 +36,8 @@ class LossMeter:
         self._weight = 0.0
 
     def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
-        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens). Weight 0 counts nothing.
-
-        Raises:
-            ValueError: a loss that is not one floating-point number; a weight that is negative or NaN (the sign of a
-                tensor is not looked at: that would wait for the device).
-        """
+        """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens). Weight 0 counts nothing. Raises ValueError
+        for a loss that is not one floating-point number, and a weight that is negative or NaN (of a tensor that would wait for the device)."""
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1 or not loss.is_floating_point():
                 raise ValueError(
@@ -78,15 +74,11 @@ class LossMeter:
 class LocalReplica:
     """A replica of this process, or this process's part of one, in the running cycle."""
 
-    ask: Callable[[], Sequence[torch.Tensor]]
+    parameters: Callable[[], Sequence[torch.Tensor]]
     """Gives its parameters and buffers, which may be others by now."""
     masters: Masters
     """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split form, or None."""
     loss_meter: LossMeter
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        return self.ask()
 
 
 def local_replicas(replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[LocalReplica]:
@@ -107,8 +99,6 @@ def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int
 class CycleStats(NamedTuple):
     """What one replica contributes at the end of a cycle, and what follows from it. (Made by `parse`, a thousand at a time.)"""
 
-    loss_sum: float
-    weight: float
     digest: tuple[float, ...]
     """Of its parameters, where replicas are to be compared; else empty."""
     marks: tuple[float, ...]
@@ -128,11 +118,8 @@ class CycleStats(NamedTuple):
 def verdict_on(
     stats: Sequence[CycleStats], plan: Plan, divergence: Divergence, level: float | None, controller: str
 ) -> tuple[Verdict, list[float | None]]:
-    """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back.
-
-    Raises:
-        ValueError: the plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell.
-    """
+    """Who has diverged, and each replica's loss. ``level``: `Verdict.level` of the last cycle that was not taken back. Raises ValueError if the
+    plan leaves what breaks to the ``controller`` of that name, and there is no loss by which it could tell."""
     if plan.judged:
         return judge(divergence, [s.finite for s in stats], [s.raw_loss for s in stats], level), [s.loss for s in stats]
     if all(stat.finite and stat.raw_loss is None for stat in stats):
@@ -151,11 +138,8 @@ def gather_stats(
     compare: bool,
     marks: Sequence[float] = (),
 ) -> list[CycleStats]:
-    """One small all_reduce, then one read by the host: the only place where a cycle waits for the device.
-
-    ``members``: this process's replicas; ``probes``: the probe's row of each. ``compare`` adds a digest of the parameters, by
-    which replicas that should be equal are recognised; ``marks`` are whole numbers below 2^40 that are to be compared.
-    """
+    """One small all_reduce, then one read by the host: the only place where a cycle waits for the device. ``probes``: the probe's row of each
+    member. ``compare`` adds a digest of the parameters, to recognise equal replicas; ``marks``: whole numbers below 2^40 that are to be compared."""
     replicas.write_back()
     local = [_row(member, None if probes is None else probes[k], compare, marks) for k, member in enumerate(members)]
     return parse(replicas.sum_rows(*local), compare=compare, marks=len(marks))
@@ -163,7 +147,7 @@ def gather_stats(
 
 def _row(member: LocalReplica, probe: torch.Tensor | None, compare: bool, marks: Sequence[float]) -> torch.Tensor:
     """float64 on the parameters' device."""
-    parameters = local_parts(member.parameters)
+    parameters = local_parts(member.parameters())
     row = member.loss_meter.stats()
     row[1] += torch.where(all_finite(parameters).to(row.device) == 1, 0.0, math.nan)
     pieces = [row]
@@ -187,4 +171,4 @@ def parse(table: torch.Tensor, *, compare: bool, marks: int) -> list[CycleStats]
     votes = [good and math.isfinite(total) for good, total in zip(finite, sums, strict=True)]
     losses = [loss if vote else None for loss, vote in zip(raw, votes, strict=True)]
     probes = zip(*rest, strict=True) if rest else repeat(())
-    return list(map(CycleStats._make, zip(sums, weights, digests, marked, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end
+    return list(map(CycleStats._make, zip(digests, marked, probes, finite, raw, losses, votes)))  # noqa: B905 - repeat has no end

@@ -31,10 +31,6 @@ class FanOut:
         on_cycle_start: called before the first step after an average.
         skippable: replicas may skip a step each by itself, and count it nevertheless.
         take_writes: called before each step that is fanned out, and before the optimizer's state is saved.
-
-    Attributes:
-        moved: has a step been done since the last average?
-        stepped: has one been done since `take_stepped`? The scheduler counts, so that several calls for one step count once.
     """
 
     def __init__(
@@ -56,7 +52,9 @@ class FanOut:
         self.explored: int | None = None
         """Number of the local replica whose values are in force outside of a step."""
         self.stepped = False
-        self.moved = True  # since the last average; unknown at the beginning
+        """Has a step been done since `take_stepped`? The scheduler counts, so that several calls for one step count once."""
+        self.moved = True
+        """Has one been done since the last average? Unknown at the beginning."""
         self.gradient_norm: torch.Tensor | None = None
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.fused = isinstance(getattr(optimizer, "multipliers", None), list)
@@ -99,8 +97,8 @@ class FanOut:
         if self._unchecked:
             _check_dense_gradients(self.optimizer)
             self._unchecked = False
-        if self.gradient_norm is None and not (args or kwargs):
-            self.gradient_norm = gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
+        if not (args or kwargs):
+            self._note_gradient()
         self._leave()
         with ExitStack() as stack:
             self.moved = True
@@ -110,8 +108,7 @@ class FanOut:
                 if knob.acts == "step" and not (self.fused and knob.key == "lr"):
                     stack.enter_context(knob.fanned_out(multiplier))
             result = inner(*args, **kwargs)
-        if self.gradient_norm is None:  # a closure has made them
-            self.gradient_norm = gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
+        self._note_gradient()  # where a closure has made them
         self.stepped = True
         return result
 
@@ -133,6 +130,10 @@ class FanOut:
         if not self._cycle_started:
             self._on_cycle_start()
             self._cycle_started = True
+
+    def _note_gradient(self) -> None:
+        if self.gradient_norm is None:
+            self.gradient_norm = gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
 
     def averaged(self) -> None:
         """Replicas have been averaged: they are equal until the next step."""
@@ -157,15 +158,13 @@ class FanOut:
 
     def _pass_on(self) -> None:
         """The rates' multipliers to a fused optimizer."""
-        self.optimizer.multipliers[:] = [self._by_group(multipliers) for multipliers in self.multipliers]  # type: ignore[attr-defined]
-
-    def _by_group(self, multipliers: Sequence[float]) -> list[float]:
-        row = [1.0] * len(self.optimizer.param_groups)
-        for knob, multiplier in zip(self.knobs, multipliers, strict=True):
+        table = [[1.0] * len(self.optimizer.param_groups) for _ in self.multipliers]
+        for k, knob in enumerate(self.knobs):
             if isinstance(knob, GroupKnob) and knob.key == "lr":
-                for i, index in enumerate(knob.indices):
-                    row[index] = knob.effective(i, float(multiplier))
-        return row
+                for row, multipliers in zip(table, self.multipliers, strict=True):
+                    for i, index in enumerate(knob.indices):
+                        row[index] = knob.effective(i, float(multipliers[k]))
+        self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
     @contextmanager
     def exploring(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
@@ -232,7 +231,6 @@ def _unwrap(optimizer: Optimizer) -> None:
         optimizer.step = inner  # type: ignore[method-assign]
 
 
-@torch.no_grad()
 def _refuse_group(param_group: dict[str, Any]) -> None:
     """A group that is added later would not be averaged."""
     raise ValueError(

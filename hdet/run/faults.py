@@ -147,28 +147,25 @@ def is_communication_error(error: BaseException) -> bool:
 
 def _lost(phase: str, replicas: Replicas, where: Callable[[], tuple[int, int]]) -> ReplicaLost:
     cycle, step = -1, -1
-    found = _Found("the roll could not be called, so who is lost is not known")
+    found: _Found = "the roll could not be called, so who is lost is not known", [], []
     with suppress(Exception):  # whatever goes wrong here must not hide what has happened
         cycle, step = where()
     with suppress(Exception):
         found = _call_roll(replicas, PATIENCE_S)
+    text, lost, late = found
     doing = _WHILE.get(phase, f"in the phase {phase!r}")
-    text = f"cycle {cycle} (step {step}), {doing}: {found.text}; this is {_named([dist.get_rank()], replicas)}. {_REMEDY}"
-    return ReplicaLost(text, phase, cycle, step, found.lost, found.late)
+    text = f"cycle {cycle} (step {step}), {doing}: {text}; this is {_named([dist.get_rank()], replicas)}. {_REMEDY}"
+    return ReplicaLost(text, phase, cycle, step, lost, late)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a roll call says, for people and for `ReplicaLost`."""
-
-    text: str
-    lost: Sequence[int] = ()
-    late: Sequence[int] = ()
+_Found = tuple[str, list[int], list[int]]
+"""What a roll call says: text for people, and the `ReplicaLost`'s ``lost`` and ``late``."""
 
 
 def _call_roll(replicas: Replicas, patience: float) -> _Found:
     store = dist.distributed_c10d._get_default_store()
-    call = _RollCall(store, dist.get_rank(), _all_ranks(replicas), patience)
+    ranks = [rank for members in replicas.ranks for rank in members] or list(range(dist.get_world_size()))
+    call = _RollCall(store, dist.get_rank(), ranks, patience)
     thread = threading.Thread(target=call.run, daemon=True)  # a store whose host is frozen blocks for minutes: not us
     thread.start()
     thread.join(patience + 1.0)
@@ -187,7 +184,7 @@ def _call_roll(replicas: Replicas, patience: float) -> _Found:
     if call.behind > max(1.0, patience / 2):
         sentences.append(f"the other ranks had given up {call.behind:.1f} s before this one came: it was late")
     text = ", ".join(filter(None, sentences)) or "every rank still answers: one was late, or a connection between two of them broke"
-    return _Found(text, sorted(one.rank for one in ended + unknown), sorted([one.rank for one in running] + call.tardy))
+    return text, sorted(one.rank for one in ended + unknown), sorted([one.rank for one in running] + call.tardy)
 
 
 def _sentence(absent: Sequence[_Absent], replicas: Replicas, state: str, reason: str) -> str:
@@ -204,9 +201,9 @@ def _without_store(store: Any, replicas: Replicas, how: str) -> _Found:
         store = store.underlying_store
     place = f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
     if not place or dist.get_rank() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _Found(f"the rendezvous store{place} {how}, so who is lost is not known")
+        return f"the rendezvous store{place} {how}, so who is lost is not known", [], []
     text = f"{_named([0], replicas)} is gone: the rendezvous store{place}, which it holds, {how}; "
-    return _Found(text + "it may have ended because of an earlier loss, which its own message names then", [0])
+    return text + "it may have ended because of an earlier loss, which its own message names then", [0], []
 
 
 def _named(ranks: Iterable[int], replicas: Replicas) -> str:
@@ -293,10 +290,6 @@ class _RollCall:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _all_ranks(replicas: Replicas) -> list[int]:
-    return [rank for members in replicas.ranks for rank in members] or list(range(dist.get_world_size()))
 
 
 # -- processes of this host --------------------------------------------------------------------------------------------

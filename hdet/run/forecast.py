@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from ..core.schema import Number
+from .torch_schedulers import StandIn, twin_on
 
 __all__ = ["RATE", "highest_factors", "rehearse"]
 
@@ -52,28 +52,30 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
 
 def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) -> None:
     """Loads ``state`` into a copy of torch's ``scheduler`` and goes on from there: some steps, or to the end in a thousand places where a
-    schedule can be asked for them. Nothing is done with one that runs somebody's functions.
-
-    Raises:
-        ValueError: the copy raises, or sets what is no `RATE`.
-    """
+    schedule can be asked for them. Raises ValueError if the copy raises, or sets what is no `RATE`. Nothing is done with one that runs
+    somebody's functions."""
     scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
     if not _torchs_own(scheduler):
         return
     try:
-        ahead = _copy_of(scheduler)
-    except Exception:  # noqa: BLE001 - the groups hold what cannot be copied, and the state is not to blame
-        return
-    try:
+        ahead: Any = twin_on(scheduler, StandIn(scheduler.optimizer))
         ahead.load_state_dict(copy.deepcopy(dict(state)))
         done, end = _done(ahead), getattr(ahead, "total_steps", total_steps)
         if end is not None and done >= end:  # after its last step a linear OneCycleLR is below 0
             return
-        ask = None if end is None or type(ahead) is MultiStepLR else _closed_form(ahead)  # plain data breaks that of MultiStepLR
-        places = range(done, done + REHEARSED) if ask is None else _places(done, end or 0)
-        for rates in _rates(ahead, places, ask):
-            for rate in rates:
-                RATE.read(rate, "a rate of the schedule", {})
+        ask: Callable[[], Any] | None = None
+        places: Sequence[int] = range(done, done + REHEARSED)
+        if end is not None and type(ahead) in (OneCycleLR, *CLOSED) and type(ahead) is not MultiStepLR:  # plain data breaks that one's
+            ask, places = ahead.get_lr if type(ahead) is OneCycleLR else ahead._get_closed_form_lr, _places(done, end)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no optimizer steps
+            for step in places:
+                if ask is not None:
+                    ahead.last_epoch = step
+                elif step > done:
+                    ahead.step()
+                for rate in [group["lr"] for group in ahead.optimizer.param_groups] if ask is None else ask():
+                    RATE.read(float(rate), "a rate of the schedule", {})
     except Exception as error:
         raise ValueError(f"the scheduler's state does not go on ({type(error).__name__}: {error}): it is damaged") from error
 
@@ -92,30 +94,3 @@ def _places(first: int, end: int) -> list[int]:
 def _done(scheduler: Any) -> int:
     """Steps; a ChainedScheduler has none of its own."""
     return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else max(map(_done, scheduler._schedulers))
-
-
-def _closed_form(ahead: Any) -> Callable[[], Any] | None:
-    return ahead.get_lr if type(ahead) is OneCycleLR else ahead._get_closed_form_lr if type(ahead) in CLOSED else None
-
-
-def _copy_of(scheduler: Any) -> Any:
-    """With an optimizer of its own, whose steps nobody needs."""
-    # One tensor a group, which needs no names; and no copies of a model that a scheduler may hold.
-    groups = [
-        {"params": [torch.zeros(1)], **{key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}}
-        for group in scheduler.optimizer.param_groups
-    ]
-    shared = {id(value): value for value in vars(scheduler).values() if isinstance(value, torch.nn.Module)}
-    return copy.deepcopy(scheduler, {id(scheduler.optimizer): torch.optim.SGD(groups, lr=0.0), **shared})
-
-
-def _rates(ahead: Any, places: Sequence[int], ask: Callable[[], Any] | None = None) -> Iterator[list[float]]:
-    """[parameter group], at each of the places, of which the first is now: by ``ask``, or step by step."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer steps
-        for step in places:
-            if ask is not None:
-                ahead.last_epoch = step
-            elif step > places[0]:
-                ahead.step()
-            yield list(map(float, [group["lr"] for group in ahead.optimizer.param_groups] if ask is None else ask()))

@@ -18,20 +18,10 @@ __all__ = ["Panel"]
 
 
 class Panel:
-    """The measurements that the running cycle's plan names.
+    """The measurements that the running cycle's plan names. ``schedule_step``: gives the steps of the schedule done; ``during``: is put, with a name,
+    around what communicates."""
 
-    Args:
-        engine: whose plans name them; its counters say where the run is.
-        schedule_step: steps of the schedule done.
-        during: put, with a name, around what communicates.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        schedule_step: Callable[[], int],
-        during: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, engine: Engine, schedule_step: Callable[[], int], during: Callable[[str], AbstractContextManager[None]]) -> None:
         self._engine, self._schedule_step, self._during = engine, schedule_step, during
         self._all: Mapping[str, Measurement] = {} if engine.controller is None else engine.controller.measurements
         self._widths: list[tuple[str, int]] = []

@@ -33,11 +33,6 @@ class Moments:
         self._buckets = Buckets(lambda: [Part(tensor) for _, _, tensor in self._values()], bucket_bytes, direct=True)
         self._groups = GroupNumbers(optimizer)
 
-    @property
-    def private(self) -> bool:
-        """Does each replica have its own between cycles?"""
-        return self.policy == "keep"
-
     def structure(self) -> list[tuple[int, str, tuple[int, ...]]]:
         """What there is to be averaged, for comparison between peers: an optimizer has no state where there was never a gradient."""
         if self.policy != "average":

@@ -23,8 +23,7 @@ from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import LocalReplica, local_replicas
 from .moments import Moments
-from .named_snapshots import Snapshots
-from .snapshot import CycleStarts
+from .snapshot import CycleStarts, Snapshots
 
 __all__ = ["ReplicaWeights", "check_tied"]
 
@@ -34,8 +33,7 @@ class ReplicaWeights:
 
     Args:
         tensors: parameters, then buffers; DTensors stand for their shards.
-        sync: `Sync`; its ``converge`` is unused if one process holds all replicas, whose optimizer averages them.
-        divergence: `Divergence`.
+        sync: its ``converge`` is unused if one process holds all replicas, whose optimizer averages them.
         modules: what is known to hold these parameters.
     """
 
@@ -118,9 +116,7 @@ class ReplicaWeights:
 
     def complete(self, healthy: Sequence[int], losses: Sequence[float | None]) -> None:
         """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged: it is no end of a cycle."""
-        self._complete(self._weights(healthy, losses))
-
-    def _complete(self, weights: Sequence[float]) -> None:
+        weights = self._weights(healthy, losses)
         self.average.complete(weights)
         if self.moments.policy == "average":
             self.moments.converge(weights)
@@ -140,7 +136,7 @@ class ReplicaWeights:
         """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
         self.loaded()
         if self.replicas.count > 1:
-            self._complete([1.0] + [0.0] * (self.replicas.count - 1))
+            self.complete([0], [None] * self.replicas.count)
         else:
             self._publish()
 

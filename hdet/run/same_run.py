@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -24,28 +24,21 @@ from .schedule import Schedule
 __all__ = ["Agreement"]
 
 
+@dataclass(eq=False)
 class Agreement:
-    """Checked once, at the first step, and again after a state was loaded.
+    """Checked once, at the first step, and again after a state was loaded."""
 
-    Args:
-        modules: they know names of parameters.
-        settings: further ones by the names that users know; compared by their repr.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        parameters: Sequence[torch.Tensor],
-        optimizer: Optimizer,
-        schedule: Schedule,
-        replicas: Replicas,
-        modules: Sequence[nn.Module],
-        settings: Mapping[str, object],
-    ) -> None:
-        self._engine, self._parameters, self._optimizer, self._schedule = engine, parameters, optimizer, schedule
-        self._replicas, self._modules, self._settings = replicas, modules, settings
-        self.reached = False
-        self._values: torch.Tensor | None = None  # of the parameters, before the first step
+    engine: Engine
+    parameters: Sequence[torch.Tensor]
+    optimizer: Optimizer
+    schedule: Schedule
+    replicas: Replicas
+    modules: Sequence[nn.Module]
+    """They know names of parameters."""
+    settings: Mapping[str, object]
+    """Further ones by the names that users know; compared by their repr."""
+    reached: bool = False
+    _values: torch.Tensor | None = None  # of the parameters, before the first step
 
     def reset(self) -> None:
         """A state was loaded: what other ranks have loaded is not known here."""
@@ -53,43 +46,43 @@ class Agreement:
 
     def look(self) -> None:
         """Before the first step: after it replicas may differ."""
-        if not self.reached and self._values is None and self._replicas.world_group is not None:
-            self._values = fingerprints(local_parts(self._parameters))
+        if not self.reached and self._values is None and self.replicas.world_group is not None:
+            self._values = fingerprints(local_parts(self.parameters))
 
     def check(self, device: torch.device) -> None:
         """One all_gather. Raises on all ranks alike if they differ."""
         self.look()
-        scheduler = self._schedule.scheduler
+        scheduler = self.schedule.scheduler
         state = {} if scheduler is None else _comparable(scheduler.state_dict())
         state.pop("lr_lambdas", None)  # somebody's objects, which may know their rank; what they give is compared at each cycle's end
         # Lists are by parameter group, of which a pipeline's stages may have different ones.
         lists = {key: value for key, value in state.items() if isinstance(value, (list, dict))}
         single = (_kind(scheduler), [(key, value) for key, value in state.items() if key not in lists])
         orders = {} if self._values is None else {"the order of the parameters (digest of their values)": _in_order(self._values)}
-        self._replicas.require_agreement(self._common(single), self._by_member(lists), device, orders)
+        self.replicas.require_agreement(self._common(single), self._by_member(lists), device, orders)
         self.reached, self._values = True, None
 
     def _common(self, scheduler: object) -> dict[str, int]:
         """What must be the same on all ranks, by names that users know."""
-        clock, controller = self._engine.clock, self._engine.controller
+        clock, controller = self.engine.clock, self.engine.controller
         return {
             "the version of hdet (digest)": digest(version),
             "the version of the state": STATE_VERSION,
-            "seed": self._engine.seed % (1 << 52),
+            "seed": self.engine.seed % (1 << 52),
             "every (sync_interval)": clock.sync_interval,
             "warmup_steps": clock.warmup_steps,
             "total_steps": -1 if clock.total_steps is None else clock.total_steps,
-            **{name: value for name, value in self._settings.items() if isinstance(value, int)},
-            **{f"{name} (digest)": digest(value) for name, value in self._settings.items() if not isinstance(value, int)},
-            "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in self._engine.knobs]),
+            **{name: value for name, value in self.settings.items() if isinstance(value, int)},
+            **{f"{name} (digest)": digest(value) for name, value in self.settings.items() if not isinstance(value, int)},
+            "the knobs (digest)": digest([(knob.name, knob.spread, knob.scale) for knob in self.engine.knobs]),
             "the controller and its settings (digest)": digest(None if controller is None else (controller.name, _settings(controller))),
-            "the state (digest)": digest(self._engine.state_dict()),
+            "the state (digest)": digest(self.engine.state_dict()),
             "the scheduler's class and settings (digest)": digest(scheduler),
         }
 
     def _by_member(self, of_scheduler: object) -> dict[str, int]:
         """The same, among peers."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         # What other libraries' optimizers count in their groups may differ: the first step was taken at rates of its own.
         known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
         groups = [
@@ -99,9 +92,9 @@ class Agreement:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         fused = [getattr(optimizer, name, None) for name in _OF_FUSED]
         values = {
-            "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(self._parameters)],
-            "the names of the parameters": _names(self._parameters, optimizer, self._modules),
-            "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in self._schedule.knobs],
+            "the parameters' shapes and dtypes": [(tuple(p.shape), str(p.dtype)) for p in local_parts(self.parameters)],
+            "the names of the parameters": _names(self.parameters, optimizer, self.modules),
+            "the scheduled rates": [(knob.name, [float(value) for value in knob.scheduled]) for knob in self.schedule.knobs],
             "the scheduler's settings by parameter group": of_scheduler,
             "the optimizer's class and settings": (_kind(optimizer), sizes, _comparable(groups), _comparable(fused)),
         }
@@ -147,12 +140,9 @@ def _comparable(value: Any) -> Any:
 
 
 def check_gradients(replicas: Replicas, norm: torch.Tensor | None, gradients: str, device: torch.device) -> None:
-    """Are gradients what they were said to be? ``norm``: of this rank's in the first step; None: it has left that out, and nothing is
-    said, nor of norms that are not finite or 0. One all_reduce, unless this process is alone.
-
-    Raises:
-        ValueError: they are to be shared, and differ. Warns if they are to be local, and are the same on all replicas.
-    """
+    """Raises ValueError if gradients are to be shared, and differ; warns if they are to be local, and are the same on all replicas. ``norm``: of
+    this rank's in the first step; None: it has left that out, and nothing is said, nor of norms that are not finite or 0. One all_reduce,
+    unless this process is alone."""
     if replicas.world_group is None:
         return
     square = torch.full((1,), math.nan, dtype=torch.float64) if norm is None else norm.reshape(1) ** 2

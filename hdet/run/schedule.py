@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.engine import Engine
-from ..core.schema import COUNT, Anything, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
+from ..core.schema import ANYTHING, COUNT, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
 from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
@@ -38,7 +38,9 @@ class Schedule:
         self.scheduler, self.knobs = scheduler, list(knobs)
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
         self._highest = highest_factors(scheduler, self.total_steps)
-        self._others: TorchSchedulers | None = None  # none is looked for before there is a correction
+        # torch's schedulers write into parameter groups alone
+        optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
+        self._others = TorchSchedulers(optimizer, scheduler)
         self._shown = self._told = False
 
     @property
@@ -67,21 +69,18 @@ class Schedule:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
         for k, knob in enumerate(self.knobs):
             knob.write(engine.in_force(k), engine.held[k])
-        if self._others is None and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
-            self._find_others()  # from now on there is something to tell
+        if not self._others.looked and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
+            self._others.look()  # from now on there is something to tell
 
     # -- what others write -----------------------------------------------------------------------------------------------
 
     def take_writes(self, engine: Engine) -> None:
         """What somebody else has written since `write`. A torch scheduler's value is the schedule's, and is corrected; any other is the base
-        value in force, from which the schedule's follows. If nobody has written, it costs a comparison for each value.
-
-        Raises:
-            ValueError: it cannot be told which of these it is; nothing is changed then. Or this is inside `rescheduling`.
-        """
+        value in force, from which the schedule's follows. If nobody has written, it costs a comparison for each value. Raises ValueError inside
+        `rescheduling`, and where it cannot be told which of these it is; nothing is changed then."""
         self.check_at_rest()
         # Who has stepped may have written what stood there: half of a rate, where the correction is 2.
-        stepped = self._others is not None and self._others.moved()
+        stepped = self._others.moved()
         writes = [
             (knob, i, knob.cells[i].get())
             for knob in self.knobs
@@ -120,23 +119,17 @@ class Schedule:
         """[write]: the value of the untouched schedule, where it is no base value."""
         own = [None if knob.differs(i, value) else content(value) for knob, i, value in writes]
         asked = {n: (knob, i, value) for n, (knob, i, value) in enumerate(writes) if own[n] is None and isinstance(knob, GroupKnob)}
-        if asked and self._others is None:  # no correction yet, but a bound
-            self._find_others()
-            if self._others is not None:
+        if asked:
+            if not self._others.looked:  # no correction yet, but a bound
+                self._others.look()
                 self._others.forget()
-        if asked and self._others is not None:
             for n, value in zip(asked, self._others.own_values(list(asked.values()), self.knobs), strict=True):
                 own[n] = value
         return own
 
-    def _find_others(self) -> None:
-        # torch's schedulers write into parameter groups alone
-        optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
-        self._others = None if optimizer is None else TorchSchedulers(optimizer, self.scheduler)
-
     def _tell(self, by_hand: Sequence[tuple[Bound, int, Any]]) -> None:
         """Warns once, because no correction has an effect under a schedule that is written by hand in each step."""
-        if self._told or not by_hand or (self._others is not None and self._others.claims(by_hand)):
+        if self._told or not by_hand or self._others.claims(by_hand):
             return
         self._told = True
         knob, _, value = by_hand[0]
@@ -165,15 +158,12 @@ class Schedule:
                 knob.take_schedule()
             for knob in self.knobs:
                 knob.rewrite()
-            if self._others is not None:
+            if self._others.looked:
                 self._others.look()  # one may have been built inside
-                self._others.note()
-                self._others.begin()
 
     def note(self) -> None:
         """Schedulers that stand elsewhere than before have written what is taken already; or their states were loaded."""
-        if self._others is not None:
-            self._others.note()
+        self._others.note()
 
     # -- what is known ---------------------------------------------------------------------------------------------------
 
@@ -187,8 +177,11 @@ class Schedule:
 
     def peaks_and_floors(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""
-        pairs = [knob.peak_and_floor() for knob in self.knobs]
-        return [peak * self._highest_of(knob) for (peak, _), knob in zip(pairs, self.knobs, strict=True)], [floor for _, floor in pairs]
+        peaks, floors = map(list, zip(*(knob.peak_and_floor() for knob in self.knobs), strict=True))
+        for k, knob in enumerate(self.knobs):
+            if self._highest is not None and isinstance(knob, GroupKnob) and knob.key == "lr":
+                peaks[k] *= self._highest[knob.indices[0]]
+        return peaks, floors
 
     def mark(self) -> float:
         """Of the untouched values, as a number for the stats; waits for a device where they are."""
@@ -204,9 +197,6 @@ class Schedule:
                 "the last checkpoint"
             )
 
-    def _highest_of(self, knob: Bound) -> float:
-        return self._highest[knob.indices[0]] if self._highest and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0
-
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
@@ -215,11 +205,8 @@ class Schedule:
         }
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing.
-
-        Raises:
-            ValueError: a state of another run, or a damaged one.
-        """
+        """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing. Raises ValueError for a state of another
+        run, or a damaged one."""
         given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
         total = getattr(self.scheduler, "total_steps", None)
         last = None if given is None else given.get("last_epoch")
@@ -238,7 +225,7 @@ class Schedule:
         torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
         # Of somebody's own class what its lists hold is its own business, and keys may come in the course of a run.
         kinds = {
-            key: like(value, least) if torchs else Anything() if isinstance(value, (Mapping, list, tuple)) else like(value)
+            key: like(value, least) if torchs else ANYTHING if isinstance(value, (Mapping, list, tuple)) else like(value)
             for key, value in own.items()
         }
         if type(own.get("last_epoch")) is int:

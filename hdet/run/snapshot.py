@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
+from ..core.plan import SnapshotOf
 from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
 from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts
 
-__all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "keeps_weights", "reset_moments", "state_tensors"]
+__all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "Snapshots", "keeps_weights", "reset_moments", "state_tensors"]
 
 _SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
@@ -62,7 +63,9 @@ def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weigh
         if fused and parameter in state:
             _renew(state[parameter], parameter, before or {}, weights)
         elif before is None and isinstance(_inner(optimizer), Adagrad) and state.get(parameter):
-            _begin_adagrad(state[parameter], group)  # made together with the optimizer, and never again
+            # made together with the optimizer, and never again
+            state[parameter]["step"].zero_()
+            local_parts([state[parameter]["sum"]])[0].fill_(group["initial_accumulator_value"])
         elif before is None:
             state.pop(parameter, None)
         else:
@@ -84,11 +87,6 @@ def _renew(state: dict[str, Any], parameter: torch.Tensor, before: Mapping[str, 
     if weights and not set(MASTER_KEYS) & before.keys():
         for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
             reset_master(tensor, master)
-
-
-def _begin_adagrad(state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    state["step"].zero_()
-    local_parts([state["sum"]])[0].fill_(group["initial_accumulator_value"])
 
 
 def _owners(optimizer: Optimizer) -> list[tuple[Any, Any, Mapping[str, Any]]]:
@@ -118,14 +116,10 @@ class GroupNumbers:
 
 
 class Snapshot:
-    """Copies of some tensors, of a model's buffers and of an optimizer's state.
+    """Copies of some tensors, the same ones from `take` to `restore`, of a model's buffers and of an optimizer's state.
 
     Memory: as much as they have at the moment (nothing for moments that do not exist yet), on their device or (``place`` "host") in the
     host's, pinned for CUDA. `take` and `restore` are one pass over them each.
-
-    Args:
-        tensors: the same ones from `take` to `restore`.
-        model: whose buffers are kept too.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer, place: str, model: nn.Module | None = None) -> None:
@@ -195,3 +189,46 @@ class CycleStarts:
         assert self._now.taken, "nothing to go back to: no cycle has begun"
         self._now.restore()
         self._went_back = True
+
+
+class Snapshots:
+    """`Plan.snapshots`: each is taken before the first step of the first cycle that names it, and given up with the first that does not. Of the
+    ``trained`` parameters of this process's (first) replica, in the order of the optimizer's groups, and of the ``model``'s buffers."""
+
+    def __init__(self, trained: Sequence[torch.Tensor], optimizer: Optimizer, model: nn.Module | None) -> None:
+        self._trained, self._optimizer, self._model = list(trained), optimizer, model
+        self._kept: dict[str, Snapshot] = {}
+
+    def begin_cycle(self, wanted: Mapping[str, SnapshotOf]) -> None:
+        """Free what is not wanted any more, and prepare what is new."""
+        for name in self._kept.keys() - wanted.keys():
+            del self._kept[name]
+        for name in wanted.keys() - self._kept.keys():
+            self._kept[name] = Snapshot(self._trained, self._optimizer, wanted[name].place, self._model)
+
+    def on_cycle_start(self) -> None:
+        """Before the first step: take those that have not been."""
+        for snapshot in self._kept.values():
+            if not snapshot.taken:
+                snapshot.take()
+
+    def restore(self, name: str) -> None:
+        """Puts everything back, in place. Raises ValueError if there is none of that name, as `take` does."""
+        self._of(name).restore()
+
+    def take(self, name: str) -> None:
+        """What is there now in the place of what it has."""
+        self._of(name).take()
+
+    def forget(self) -> None:
+        """Other weights have been loaded: all are taken anew, with the next first step."""
+        for snapshot in self._kept.values():
+            snapshot.forget()
+
+    def _of(self, name: str) -> Snapshot:
+        found = self._kept.get(name)
+        if found is None or not found.taken:
+            raise ValueError(
+                f"there is no snapshot {name!r}, only {sorted(self._kept)}: name it in Plan.snapshots of the cycle before its first step"
+            )
+        return found

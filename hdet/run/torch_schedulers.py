@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ..knobs import Bound, GroupKnob
-from ..knobs.cells import content, group_cell, put
+from ..knobs.cells import close, content, group_cell, put
 from ..tensors.eval_mode import eval_mode
 
-__all__ = ["REMEDY", "TorchSchedulers"]
+__all__ = ["REMEDY", "StandIn", "TorchSchedulers", "twin_on"]
 
 REMEDY = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
 Write = tuple[GroupKnob, int, Any]
@@ -35,19 +35,23 @@ class TorchSchedulers:
     schedulers that compute from the group's value and for those that compute from scratch.
     """
 
-    def __init__(self, optimizer: Optimizer, own: Any = None) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, own: Any = None) -> None:
+        self._optimizer = optimizer  # None: there are none
         self._not_asked = {id(one) for one in (own, *_parts(getattr(own, "__dict__", {}).values()))}  # lives as long as this
         self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
         self._misses, self._patience = 0, 1
-        self.look()
-        self.note()
-        self.begin()
+        self.looked = False
+        """Have they been looked for? Not before there is a correction."""
 
-    def begin(self) -> None:
-        """The groups hold the schedule's own values, so a scheduler that is constructed now begins with the right ones."""
-        self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
+    def look(self) -> None:
+        """Look for them. All values in the groups are accounted for, and the schedule's own, so a scheduler that was constructed by now has begun
+        with the right ones."""
+        if self._optimizer is not None:
+            self.looked = True
+            self._search()
+            self.note()
+            self._begun = ["initial_lr" in group for group in self._optimizer.param_groups]
 
     def note(self) -> None:
         """All values in the groups are accounted for: only schedulers that step from now on may have written later ones."""
@@ -63,11 +67,8 @@ class TorchSchedulers:
         return [one for one in self._known if self._noted.get(one) != _position(one)]
 
     def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
-        """[write]: the schedule's own value, where a scheduler or nobody has written; None for anybody else's writes.
-
-        Raises:
-            ValueError: it cannot be told which of these it is; names the scheduler and the way out.
-        """
+        """[write]: the schedule's own value, where a scheduler or nobody has written; None for anybody else's writes. Raises ValueError where it
+        cannot be told which of these it is."""
         places = [(knob, i) for knob in knobs if isinstance(knob, GroupKnob) for i in range(len(knob.cells))]
         self._cells: dict[_Place, Any] = {(knob, i): knob.cells[i] for knob, i in places}
         self._left, self._scheduled = {(knob, i): knob.left[i] for knob, i in places}, {(knob, i): knob.scheduled[i] for knob, i in places}
@@ -95,13 +96,13 @@ class TorchSchedulers:
         return all(
             isinstance(knob, GroupKnob)
             and knob.key == "lr"
-            and any(len(last) > knob.indices[i] and _equal(last[knob.indices[i]], value) for last in stepped)
+            and any(len(last) > knob.indices[i] and close(last[knob.indices[i]], value) for last in stepped)
             for knob, i, value in writes
         )
 
     # -- who there is ----------------------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
+    def _search(self) -> bool:
         """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
         # type(), because isinstance() asks proxies for the class of what they stand for.
         found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
@@ -116,7 +117,7 @@ class TorchSchedulers:
         self._misses += 1
         if self._misses < self._patience:
             return False
-        new = self.look()
+        new = self._search()
         self._misses, self._patience = 0, 1 if new else 2 * self._patience
         return new
 
@@ -134,30 +135,29 @@ class TorchSchedulers:
             missing = [n for n, own in enumerate(found) if own is None]
             for chain in chains if missing else ():
                 now = self._after(chain, replay, self._left) or {}
-                matching = [n for n in missing if now and _equal(now[writes[n][:2]], writes[n][2])]
+                matching = [n for n in missing if now and close(now[writes[n][:2]], writes[n][2])]
                 own = (self._after(chain, replay, self._scheduled) or {}) if matching else {}
                 for n in matching if own else ():
                     knob, i, value = writes[n]
                     answer = own[knob, i]
-                    if found[n] is not None and not _equal(answer, found[n]):
+                    if found[n] is not None and not close(answer, found[n]):
                         raise ValueError(
                             f"{_name(knob, i)} is {float(value):g}, and {_names(self.moved())} could all have written it, which would mean "
                             f"different things while a correction is in force: {REMEDY}"
                         )
-                    self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=_equal(answer, value))
+                    self._check_begun_on_own_rates(chain[-1], knob, i, from_scratch=close(answer, value))
                     found[n] = answer
 
     def _after(self, chain: Sequence[LRScheduler], replay: _Replay, start: Mapping[_Place, Any]) -> dict[_Place, Any] | None:
         """What copies of these schedulers make of ``start``; None where one cannot be asked."""
-        groups = [{key: content(value) for key, value in group.items()} for group in self._optimizer.param_groups]
-        stand_in: Any = _StandIn(self._optimizer, groups)
+        stand_in: Any = StandIn(self._optimizer)
         copies: dict[_Place, Any] = {(knob, i): group_cell(stand_in, *cell.place[1]) for (knob, i), cell in self._cells.items()}
         for place, cell in copies.items():
             cell.set(start[place])
         for scheduler in chain:
             try:
                 with eval_mode(torch.nn.Module()):  # no model, but random states: a schedule may be noisy
-                    replay(_twin(scheduler, stand_in), groups)
+                    replay(twin_on(scheduler, stand_in), stand_in.param_groups)
             except Exception:  # noqa: BLE001 - a user's class, which was never meant to be asked: it is refused where that matters
                 return None
         return {place: cell.get() for place, cell in copies.items()}
@@ -191,7 +191,7 @@ class TorchSchedulers:
                     )
                 continue
             left, scheduled, third = (result[knob, i] for result in results if result is not None)
-            if _equal(left, third) and _equal(scheduled, third):
+            if close(left, third) and close(scheduled, third):
                 raise ValueError(
                     f"{_name(knob, i)} is {float(value):g}, but {_names([scheduler])}, which computes from scratch and has stepped, gives "
                     f"{float(third):g}: somebody has written over it, and nobody knows whether the correction in force is in this value: {REMEDY}"
@@ -212,28 +212,28 @@ class TorchSchedulers:
 _Replay = Callable[[LRScheduler, list[dict[str, Any]]], None]
 
 
-class _StandIn:
+class StandIn:
     """Copies of an optimizer's parameter groups, for a scheduler to write to; whatever else it asks for is the optimizer's."""
 
-    def __init__(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
-        self._optimizer, self.param_groups = optimizer, param_groups
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [{key: content(value) for key, value in group.items()} for group in optimizer.param_groups]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
 
-def _twin(scheduler: LRScheduler, stand_in: _StandIn) -> LRScheduler:
+def twin_on(scheduler: LRScheduler, stand_in: StandIn) -> LRScheduler:
     """The same state on another optimizer. Not deep: a scheduler may hold a model."""
-    twin: LRScheduler = object.__new__(type(scheduler))
-    for name, value in vars(scheduler).items():
-        twin.__dict__[name] = _twin_of(value, stand_in)
-    twin.__dict__.update(optimizer=stand_in, _get_lr_called_within_step=True)
-    return twin
+    made: LRScheduler = object.__new__(type(scheduler))
+    made.__dict__.update({name: _twin_of(value, stand_in) for name, value in vars(scheduler).items()})
+    made.__dict__.update(optimizer=stand_in, _get_lr_called_within_step=True)
+    return made
 
 
-def _twin_of(value: Any, stand_in: _StandIn) -> Any:
+def _twin_of(value: Any, stand_in: StandIn) -> Any:
     if isinstance(value, LRScheduler):
-        return _twin(value, stand_in)
+        return twin_on(value, stand_in)
     if type(value) in (list, tuple):
         return type(value)(_twin_of(item, stand_in) for item in value)
     return copy.copy(value) if isinstance(value, (dict, set)) else value
@@ -289,13 +289,6 @@ def _position(scheduler: LRScheduler) -> tuple[int, ...]:
     """Changes with each step."""
     own = (getattr(scheduler, "last_epoch", 0), getattr(scheduler, "_step_count", 0))
     return sum((_position(part) for part in getattr(scheduler, "_schedulers", ())), own)
-
-
-def _equal(value: Any, expected: Any) -> bool:
-    """But for some ulps of the coarser format: the same arithmetic may run on another device's numbers."""
-    formats = [x.dtype for x in (value, expected) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    rounding = max([torch.finfo(torch.float64).eps, *(torch.finfo(dtype).eps for dtype in formats)])
-    return abs(float(value) - float(expected)) <= 8 * rounding * abs(float(expected))
 
 
 def _name(knob: GroupKnob, i: int) -> str:

@@ -11,7 +11,7 @@ import torch
 
 import hdet
 from hdet.core.plan import Ending
-from hdet.run.named_snapshots import Snapshots
+from hdet.run.snapshot import Snapshots
 from tests.harness import Run, model
 
 

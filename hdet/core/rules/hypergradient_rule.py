@@ -16,7 +16,7 @@ import math
 
 from ..evidence import Evidence
 from ..plan import Decision
-from .peak import PeakController, gated, ratio
+from .peak import PeakController
 from .regression import mean_and_error
 
 __all__ = ["COSINES", "HypergradientRule"]
@@ -62,10 +62,4 @@ class HypergradientRule(PeakController):
         if samples < 2:
             return [Decision(note="" if cosines is None else "no gradients to compare with the displacement")] * knobs
         means = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
-        decisions = []
-        for k in range(knobs):
-            slope, error = mean_and_error(means[k * samples : (k + 1) * samples])
-            t = ratio(slope, error)
-            factor = self.turn(k, gated(t, self.step, self.dead, self.scale), evidence)
-            decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
-        return decisions
+        return [self.decision(k, *mean_and_error(means[k * samples : (k + 1) * samples]), evidence) for k in range(knobs)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..controller import Controller
 from ..evidence import Evidence
 from ..plan import Decision
-from ..schema import Flag, Kind, ListOf, Number
+from ..schema import FLAG, Kind, ListOf, Number
 from ..validate import within
 
 __all__ = ["LARGEST_T", "PeakController", "gated", "ratio"]
@@ -24,7 +24,7 @@ class PeakController(Controller):
     schedule has fallen below ``end`` the rule is idle. The correction multiplies the schedule and stays within [1 / bound, bound].
     """
 
-    state_keys: Mapping[str, Kind] = {"warm": ListOf(Flag(), "seen"), "phase": ListOf(Number(), "seen")}
+    state_keys: Mapping[str, Kind] = {"warm": ListOf(FLAG, "seen"), "phase": ListOf(Number(), "seen")}
     warm: list[bool]
     """[knob]: has the schedule been near its peak?"""
     phase: list[float]
@@ -64,12 +64,18 @@ class PeakController(Controller):
         self.warm, self.phase = [False] * knobs, [0.0] * knobs
 
     def vote(self, evidence: Evidence) -> list[Decision]:
-        """One Decision per knob, with `turn` for its factor."""
+        """One Decision per knob, by `decision`, or with `turn` for its factor."""
         raise NotImplementedError(f"{type(self).__name__} has no vote(evidence)")
 
     def counts(self, k: int) -> bool:
         """Is knob k near its schedule's peak?"""
         return self.warm[k] and self.phase[k] >= self.end
+
+    def decision(self, k: int, slope: float, error: float, evidence: Evidence, note: str = "") -> Decision:
+        """The usual one: ln(correction) moves as `gated` says of t, or not at all if there is something to ``note``."""
+        t = ratio(slope, error)
+        move = 0.0 if note else gated(t, self.step, self.dead, self.scale)
+        return Decision(factor=self.turn(k, move, evidence), slope=slope, error=error, t=t, note=note)
 
     def turn(self, k: int, move: float, evidence: Evidence) -> float:
         """The factor for a move of ln(correction): 1 away from the peak, and never further out than the bound."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..evidence import Evidence
-from ..schema import POSITIVE, Flag, Kind, ListOf
+from ..schema import FLAG, POSITIVE, Kind, ListOf
 from ..validate import within
 from .peak import PeakController
 
@@ -25,7 +25,7 @@ class PooledController(PeakController):
         begin, end, bound, freeze_after: see `PeakController` and `Controller`.
     """
 
-    state_keys: Mapping[str, Kind] = {**PeakController.state_keys, "counted": Flag(), "last": ListOf(POSITIVE, "seen")}
+    state_keys: Mapping[str, Kind] = {**PeakController.state_keys, "counted": FLAG, "last": ListOf(POSITIVE, "seen")}
 
     def __init__(
         self,

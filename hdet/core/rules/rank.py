@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from ..evidence import Evidence
 from ..plan import Decision
 from ..schema import Kind, ListOf, Number
-from .peak import gated, ratio
 from .pooled import PooledController
-from .regression import centred, dot
+from .regression import dot, present
 
 __all__ = ["RankController", "utilities"]
 
@@ -56,19 +55,16 @@ class RankController(PooledController):
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         fade = self.fade(evidence)
-        present = [r for r, loss in enumerate(evidence.losses) if loss is not None]
-        if len(present) < 2:
+        losses, design = present(evidence.multipliers, evidence.losses)
+        if len(losses) < 2:
             return [Decision(note="fewer than two usable losses")] * len(self.gradients)
-        u = utilities([loss for loss in evidence.losses if loss is not None])
+        u = utilities(losses)
         self.weight = fade * self.weight + 1
         decisions = []
-        for k, row in enumerate(evidence.multipliers):
-            x = centred([math.log(row[r]) for r in present])
+        for k, x in enumerate(design):
             p = dot(u, x)
             self.gradients[k] = fade * self.gradients[k] + p
             self.variances[k] = fade**2 * self.variances[k] + max(p * p, dot(u, u) * dot(x, x) / (len(u) - 1))
             slope, error = -self.gradients[k] / self.weight, math.sqrt(self.variances[k]) / self.weight
-            t = ratio(slope, error)
-            factor = self.turn(k, gated(t, self.step, self.dead, self.scale), evidence)
-            decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
+            decisions.append(self.decision(k, slope, error, evidence))
         return decisions

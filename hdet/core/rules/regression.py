@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from itertools import compress
 from operator import mul
+from typing import TypeVar
 
-__all__ = ["centred", "dot", "gram_of", "inverse", "mean_and_error", "slopes", "solve", "unexplained"]
+__all__ = ["centred", "dot", "gram_of", "inverse", "mean_and_error", "present", "slopes", "solve", "unexplained"]
+
+T = TypeVar("T")
 
 
 def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> list[list[float]] | None:
@@ -17,7 +20,7 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
     honest error (the residual over replicas is not: with shared gradients all replicas lie on one line and share their noise).
     None if the design cannot tell the knobs apart: fewer than two replicas, or multipliers that are collinear.
     """
-    rows, design = _present(multipliers, probes)
+    rows, design = present(multipliers, probes)
     if len(rows) < 2:
         return None
     gram = gram_of(design)
@@ -34,7 +37,7 @@ def slopes(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[flo
 def unexplained(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]) -> tuple[float, int, list[float]]:
     """What is left of the replicas' mean losses when `slopes` is not None: the sum of its squares, its degrees of freedom N - 1 - knobs, and by
     knob what a variance of 1 of a replica's loss makes of the slope's."""
-    rows, design = _present(multipliers, probes)
+    rows, design = present(multipliers, probes)
     gram = gram_of(design)
     y = centred([math.fsum(row) / len(row) for row in rows])
     fit, inverted = solve(gram, [dot(x, y) for x in design]), inverse(gram)
@@ -43,13 +46,11 @@ def unexplained(multipliers: Sequence[Sequence[float]], probes: Sequence[Sequenc
     return dot(left, left), len(rows) - 1 - len(design), [column[k] for k, column in enumerate(inverted)]
 
 
-def _present(
-    multipliers: Sequence[Sequence[float]], probes: Sequence[Sequence[float] | None]
-) -> tuple[list[Sequence[float]], list[list[float]]]:
-    """The rows that are there, and the centred ln(multiplier) of their replicas, [knob][replica]."""
-    rows = [row for row in probes if row is not None]
-    if len(rows) < len(probes):
-        used = [row is not None for row in probes]
+def present(multipliers: Sequence[Sequence[float]], found: Sequence[T | None]) -> tuple[list[T], list[list[float]]]:
+    """What was found of replicas that are not left out, and the centred ln(multiplier) of these, [knob][replica]."""
+    rows = [row for row in found if row is not None]
+    if len(rows) < len(found):
+        used = [row is not None for row in found]
         multipliers = [list(compress(knob, used)) for knob in multipliers]
     return rows, [centred(list(map(math.log, knob))) for knob in multipliers] if rows else []
 

@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from ..evidence import Evidence
 from ..plan import Decision
 from ..schema import Kind, ListOf, Number
-from .peak import gated, ratio
 from .pooled import PooledController
-from .regression import centred, dot, gram_of, inverse, solve
+from .regression import centred, dot, gram_of, inverse, present, solve
 
 __all__ = ["SlopeController"]
 
@@ -55,24 +54,15 @@ class SlopeController(PooledController):
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         fade = self.fade(evidence)
-        present = [r for r, loss in enumerate(evidence.losses) if loss is not None]
-        note = "" if len(present) >= 2 else "fewer than two usable losses"
+        losses, design = present(evidence.multipliers, evidence.losses)
+        note = "" if len(losses) >= 2 else "fewer than two usable losses"
         if not note:
-            self._learn(
-                [centred([math.log(row[r]) for r in present]) for row in evidence.multipliers],
-                centred([loss for loss in evidence.losses if loss is not None]),
-                fade,
-            )
+            self._learn(design, centred(losses), fade)
         slope, covariance = self._pooled()
         if slope is None or self.seen < LEAST:
             return [Decision(note=note)] * len(self.moments)
-        decisions = []
-        for k, g in enumerate(slope):
-            error = math.sqrt(self.noise / self.seen * covariance[k][k])
-            t = ratio(g, error)
-            move = gated(t, self.step, self.dead, self.scale) if not note else 0.0
-            decisions.append(Decision(factor=self.turn(k, move, evidence), slope=g, error=error, t=t, note=note))
-        return decisions
+        variances = [self.noise / self.seen * row[k] for k, row in enumerate(covariance)]
+        return [self.decision(k, g, math.sqrt(variances[k]), evidence, note) for k, g in enumerate(slope)]
 
     def _learn(self, design: Sequence[Sequence[float]], losses: Sequence[float], fade: float) -> None:
         gram, cross = gram_of(design), [dot(x, losses) for x in design]

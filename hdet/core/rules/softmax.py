@@ -102,14 +102,10 @@ class SoftmaxController(Controller):
                 return [Decision(note="the scheduled value is not positive: no decision") for _ in evidence.knobs]
             self._leave_schedule(evidence)
         self.velocities = self.velocities or [0.0] * len(evidence.knobs)
-        present = [r for r, loss in enumerate(evidence.losses) if loss is not None]
-        if len(present) < 2:
-            # Even then the decay goes on: it is a clock, not a reaction to losses.
-            weights = [1 / len(present)] * len(present) if present else []
-            note = "fewer than two usable losses"
-        else:
-            weights = softmax_weights([loss for loss in evidence.losses if loss is not None], self.temperature)
-            note = ""
+        present = {r: loss for r, loss in enumerate(evidence.losses) if loss is not None}
+        # With fewer than two nothing moves, but the decay goes on: it is a clock, not a reaction to losses.
+        note = "" if len(present) >= 2 else "fewer than two usable losses"
+        weights = softmax_weights(list(present.values()), self.temperature) if present else []
         return [self._decide(k, weights, [evidence.multipliers[k][r] for r in present], evidence, note) for k in range(len(evidence.knobs))]
 
     def hold(self, evidence: Evidence) -> list[Decision]:

@@ -22,7 +22,7 @@ from statistics import mean, stdev
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
-from ..schema import COUNT, Flag, Kind, ListOf, Number, Row
+from ..schema import COUNT, FLAG, Kind, ListOf, Number, Row
 from ..validate import within
 
 __all__ = ["TRIALS", "Round", "TrialRule"]
@@ -43,6 +43,10 @@ SCORED = 2
 """A score for so many steps of a trial,"""
 SCORES = (12, 48)
 """at least and at most. Scores are forward passes alone, and a difference that is lost in their noise was trained for in vain."""
+
+
+Finding = tuple[float, str, str | None]
+"""Octaves by which the rates move, a note, and the snapshot as which the run goes on (None: as itself)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": Flag(), "spent": Number(0),
+        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
@@ -229,27 +233,23 @@ class TrialRule(Controller):
         told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not told:
             return self._nothing(evidence)
-        steps, adopted = self.used, None
+        steps = self.used
         self._spend()
         arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(self._multiples()))
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
-        if self.rounds[self.round].scan:
-            octaves, note, adopted = self._scanned(arms, steps, broke=any(row[0] for row in told))
-        else:
-            octaves, note = self._checked(arms, steps, in_force)
+        scan, broke = self.rounds[self.round].scan, any(row[0] for row in told)
+        octaves, note, adopted = self._scanned(arms, steps, broke) if scan else self._checked(arms, steps, in_force)
         self.peaks.append([peak, in_force * 2.0**octaves])
         decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
-        decisions = [Decision() for _ in evidence.knobs]
-        for k in self._rates:
-            decisions[k] = decision
+        decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
         return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
 
     def hold(self, evidence: Evidence) -> Learned:
         return self._nothing(evidence)
 
-    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, *, broke: bool) -> tuple[float, str, str | None]:
-        """(octaves, note, the snapshot as which the run goes on). ``broke``: are the run's own weights not finite?"""
+    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, broke: bool) -> Finding:
+        """``broke``: are the run's own weights not finite?"""
         this, above = self.rounds[self.round], math.log2(self._multiples()[-1])
         lower, same, *higher = arms
         if max(lower) >= BROKEN:
@@ -265,8 +265,8 @@ class TrialRule(Controller):
         self._next()
         return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{above:g} times the rate is better: kept", None
 
-    def _checked(self, arms: Sequence[Sequence[float]], steps: int, peak: float) -> tuple[float, str]:
-        """(octaves, note), of the ``peak`` in force"""
+    def _checked(self, arms: Sequence[Sequence[float]], steps: int, peak: float) -> Finding:
+        """Of the ``peak`` in force."""
         this = self.rounds[self.round]
         lower, same, higher = arms
         best = min((lower, same, higher), key=mean)
@@ -281,13 +281,13 @@ class TrialRule(Controller):
             or (self.judged and best is higher and not self._far_behind(same, higher))
         ):
             self._next()
-            return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)"
+            return 0.0, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, kept)", None
         octaves = math.copysign(max(0.0, abs(to) - this.margin), to)
         if abs(to) >= (this.above if to > 0 else this.below):
             self._repeat(lowered=False)
         else:
             self._next()
-        return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})"
+        return octaves, f"best peak {low:.2g} to {high:.2g} after {steps} steps (in force: {peak:.2g}, now {peak * 2**octaves:.2g})", None
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
