@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
 from tests.controllers.asking import Asking
 from tests.distributed import run_ranks
 from tests.harness import Run, batch, losses_of, model, probe, taught
@@ -192,12 +190,6 @@ def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_c
     for judges, held_out in ((False, True), (True, False)):
         with pytest.raises(ValueError, match="'dropout'.*held_out=True"):
             build(judges, held_out)
-
-
-def test_a_cycle_taken_back_lowers_rates_alone() -> None:
-    engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
-    engine.roll_back(0.5)
-    assert engine.corrections == [0.5, 1.0]
 
 
 # -- replicas in processes of their own ------------------------------------------------------------------------------------

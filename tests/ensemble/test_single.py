@@ -223,20 +223,6 @@ def test_a_probe_loss_that_no_rank_has_seen_is_named() -> None:
     assert losses.split([seen]) == [[4.0] * 8]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"chunks": 1}, "chunks"),
-        ({"average_every": 0}, "average_every"),
-        ({"average_from": 1.0}, "average_from"),
-        ({"batches": [1, 2]}, "batches holds 2"),
-    ],
-)
-def test_probe_settings_are_validated(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hdet.ProbeController(**{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings})
-
-
 # -- refusals and records ------------------------------------------------------------------------------------------------------
 
 
