@@ -23,6 +23,7 @@ from hdet.kernels.spec import rounding
 from .. import harness
 from ..adversary.common import bits
 from ..distributed import run_ranks
+from ..layouts.common import full
 from . import helpers
 from .helpers import Run, alone, ddp, mlp
 from .test_folder import Loader
@@ -119,11 +120,7 @@ def stock(rank: int, world: int, root: str, build: Callable[..., Run]) -> Any:
     folder = checkpoint.save(f"{root}/ours", run.state, 13)
     bare = mlp(seed=5)
     dcp.load({"model": bare.state_dict()}, checkpoint_id=folder)
-    return refused, same, all(torch.equal(a, whole(b)) for a, b in zip(bare.parameters(), run.net.parameters(), strict=True))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return refused, same, all(torch.equal(a, full(b)) for a, b in zip(bare.parameters(), run.net.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("build", "world"), [(ddp, 2), (helpers.hsdp, 4), (helpers.local, 2)])

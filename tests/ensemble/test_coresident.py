@@ -49,25 +49,17 @@ def values(net: nn.Module) -> list[torch.Tensor]:
 def test_inside_of_use_the_model_is_that_replica_and_outside_it_is_itself() -> None:
     net = model()
     own, before, keys = list(net.parameters()), values(net), list(net.state_dict())
-    replicas = apart(net)
-    for k in (2, 0, 1, 1):
+    replicas, places = apart(net), {}
+    for k in (2, 0, 1, 1, 2):
         with replicas.use(k):
             assert replicas.index == k and replicas.in_use
+            place = [p.data_ptr() for p in net.parameters()]
+            assert places.setdefault(k, place) == place, "switching copies nothing"
             assert [torch.equal(p, b + k) for p, b in zip(net.parameters(), before, strict=True)] == [True] * 4
             assert list(net.state_dict()) == keys
         assert all(a is b for a, b in zip(net.parameters(), own, strict=True)) and not replicas.in_use and replicas.index == 0
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before, strict=True))
-
-
-def test_switching_copies_nothing() -> None:
-    net = model()
-    replicas = apart(net, 2)
-    places = []
-    for _ in range(2):
-        with replicas.use(1):
-            places.append([p.data_ptr() for p in net.parameters()])
-    assert places[0] == places[1]
 
 
 def test_nested_and_interleaved_uses_and_exceptions_end_at_the_model() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdet
-from tests.harness import Run, batch, loss_of, model, policies, probe
+from tests.harness import Run, batch, loss_of, model, probe
 
 from ..distributed import run_ranks
 from .helpers import flat
@@ -228,19 +228,16 @@ def test_a_state_without_other_replicas_makes_all_equal_to_the_model(order: tupl
 # -- the drop-in -----------------------------------------------------------------------------------------------------------------
 
 
-def drop_in(count: int, **settings: Any) -> tuple[Any, Any, Any]:
+def test_the_drop_in_takes_co_resident_replicas() -> None:
     net = model()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
-    replicas = hdet.CoresidentReplicas(net, count)
-    scheduler = hdet.OneCycleAutoLR(
-        optimizer, 1e-3, total_steps=20, cycle_momentum=False, ensemble_lr_spread_ratio=0.3, model_sync_interval=5, replicas=replicas,
-        auto_lr_warmup_steps=0, enable_auto_lr=True, loss_scale=1e-3, **policies(**settings),
-    )  # fmt: skip
-    return net, optimizer, scheduler
-
-
-def test_the_drop_in_takes_co_resident_replicas() -> None:
-    net, optimizer, scheduler = drop_in(4, rank=0, world_size=1)
+    settings: dict[str, Any] = {
+        "total_steps": 20, "cycle_momentum": False, "ensemble_lr_spread_ratio": 0.3, "model_sync_interval": 5, "auto_lr_warmup_steps": 0,
+        "replicas": hdet.CoresidentReplicas(net, 4), "enable_auto_lr": True, "loss_scale": 1e-3,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="world_size is 4"):
+        hdet.OneCycleAutoLR(optimizer, 1e-3, **settings, world_size=4)
+    scheduler = hdet.OneCycleAutoLR(optimizer, 1e-3, **settings, rank=0, world_size=1)
     for step in range(20):
         for k in range(4):
             with scheduler.ensemble.replicas.use(k):
@@ -252,5 +249,3 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
         scheduler.step()
     assert scheduler.ensemble.cycle == 4 and scheduler.in_sync
     assert scheduler.ensemble.corrections["lr"] != 1.0
-    with pytest.raises(ValueError, match="world_size is 4"):
-        drop_in(4, world_size=4)
