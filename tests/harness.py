@@ -136,7 +136,7 @@ class Run:
             with self.replicas.use(k):
                 loss = self.losses(data).mean()
                 self.ensemble.observe((report or {}).get(k, loss.detach()))
-            (loss / self.replicas.count).backward()
+                (loss / self.replicas.count).backward()
             found.append(loss.detach())
         return torch.stack(found).mean()
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hdet
 
 from .distributed import run_ranks
-from .docs_toys import run, run_on_rank
+from .docs_toys import batches, run, run_on_rank
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -130,3 +131,15 @@ def test_long_sentences_are_found() -> None:
         "One code two.", "Three four!", "five", "six",
     ]  # fmt: skip
     assert mean_length("a " * 19 + "b.") == 20 and mean_length("# x") == 0
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").split()) < 900
+
+
+def test_the_quickstart_has_ten_lines_and_raises_a_rate_that_is_far_too_low() -> None:
+    quickstart = next(block for block in blocks(PAGES[0]) if "AutoLR" in block.source)
+    assert len([line for line in quickstart.source.splitlines() if line.strip()]) <= 10
+    torch.manual_seed(0)
+    ensemble = run(quickstart.source, "README.md", model=torch.nn.Linear(4, 1), loader=batches(400, 0))["ensemble"]
+    assert ensemble.corrections["lr"] > 1

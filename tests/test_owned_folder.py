@@ -96,14 +96,6 @@ def test_a_mark_that_is_no_file_is_no_mark(tmp_path: Path, elsewhere: Path, how:
     assert elsewhere.read_text() == "theirs"
 
 
-@pytest.fixture
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of somebody else."""
-    file = tmp_path_factory.mktemp("elsewhere") / "file"
-    file.write_text("theirs")
-    return file
-
-
 def test_removing_a_folder_follows_no_link(tmp_path: Path, elsewhere: Path) -> None:
     folder = tmp_path / "ours"
     (folder / "inner").mkdir(parents=True)

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,9 +63,18 @@ def bits(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value
 
 
+def tree(path: Path) -> Any:
+    """All that is there: contents by name, of links where they lead."""
+    if path.is_symlink():
+        return ("link", os.readlink(path))
+    if path.is_dir():
+        return {entry.name: tree(entry) for entry in sorted(path.iterdir())}
+    return path.read_bytes() if path.exists() else None
+
+
 JUNK: list[Any] = [None, True, -1, 0, 3, 10**30, 1.5, -0.0, math.nan, math.inf, -math.inf, "", "x", "1", [], [1], {}, {"x": 1}, b"x", ()]
 """What may stand where something else belongs."""
-JSON_JUNK = [value for value in JUNK if not isinstance(value, (bytes, tuple))]
+JSON_JUNK = [*(value for value in JUNK if not isinstance(value, (bytes, tuple))), 10**400, "../x", "/dev/zero", "\ud800"]
 
 
 @st.composite

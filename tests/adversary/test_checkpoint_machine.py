@@ -26,7 +26,7 @@ from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
 
 from ..checkpoint.helpers import alone, plain_sgd, torch_adamw
-from .common import bits, quiet, trial
+from .common import bits, quiet, tree, trial
 
 HARMLESS = ["notes.txt", "other/", ".x.partial", "stepping-00000001/"]
 FOREIGN = [
@@ -211,15 +211,6 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 # -- small things ------------------------------------------------------------------------------------------------------------
-
-
-def tree(path: Path) -> Any:
-    """All that is there: contents by name, of links where they lead."""
-    if path.is_symlink():
-        return ("link", os.readlink(path))
-    if path.is_dir():
-        return {entry.name: tree(entry) for entry in sorted(path.iterdir())}
-    return path.read_bytes() if path.exists() else None
 
 
 @contextmanager

@@ -491,34 +491,30 @@ class EnsembleMachine(RuleBasedStateMachine):
         self.optimizer.bomb = False
         assert self.facts() == before
 
+    def exploring(self, call: Callable[[], Any]) -> None:
+        with self.replica(0), self.ensemble.explore():
+            call()
+
     def refused(self, what: int) -> None:
         """What cannot be is refused, and nothing has changed."""
         before = self.facts()
         with quiet():
             state = self.ensemble.state_dict()
+        lacking = {key: value for key, value in state.items() if key != "cycle"}
+        calls: list[Callable[[], Any]] = [
+            lambda: self.ensemble.observe(torch.zeros(3), replica=0),
+            lambda: self.ensemble.observe(1.0, weight=-1.0, replica=0),
+            lambda: self.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]}),
+            lambda: hdet.Ensemble(self.optimizer, replicas=self.replicas),
+            lambda: self.ensemble.load_state_dict(lacking),
+            lambda: self.ensemble.load_state_dict({**state, "corrections": [float("nan")]}),
+            lambda: self.ensemble.load_state_dict({**state, "controller": "another"}),
+            lambda: self.exploring(self.ensemble.step),
+            lambda: self.exploring(self.ensemble.converge),
+            lambda: self.ensemble.value("no such knob"),
+        ]
         with pytest.raises((ValueError, TypeError)), quiet():
-            if what == 0:
-                self.ensemble.observe(torch.zeros(3), replica=0)
-            elif what == 1:
-                self.ensemble.observe(1.0, weight=-1.0, replica=0)
-            elif what == 2:
-                self.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-            elif what == 3:
-                hdet.Ensemble(self.optimizer, replicas=self.replicas)
-            elif what == 4:
-                self.ensemble.load_state_dict({key: value for key, value in state.items() if key != "cycle"})
-            elif what == 5:
-                self.ensemble.load_state_dict({**state, "corrections": [float("nan")]})
-            elif what == 6:
-                self.ensemble.load_state_dict({**state, "controller": "another"})
-            elif what == 7:
-                with self.replica(0), self.ensemble.explore():
-                    self.ensemble.step()
-            elif what == 8:
-                with self.replica(0), self.ensemble.explore():
-                    self.ensemble.converge()
-            else:
-                self.ensemble.value("no such knob")
+            calls[what]()
         assert self.facts() == before
 
     @precondition(lambda self: self.count > 1)

@@ -13,13 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata
 
 from hdet import checkpoint
-from hdet.checkpoint import CheckpointError
-from hdet.checkpoint.folder import read_manifest
 from hdet.checkpoint.reader import read_index
 
 from ..distributed import run_ranks
@@ -183,72 +179,3 @@ def test_a_file_of_another_size_is_not_even_read(folder: Path) -> None:
     assert f"has {1 << 42} bytes instead of" in refusal(folder, alone().steps(2))
     os.truncate(folder / "manifest.json", 1 << 42)
     assert "manifest.json" in refusal(folder, alone().steps(2))
-
-
-# -- whatever a manifest holds -----------------------------------------------------------------------------------------------
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([10**400, -1, "../x", "/dev/zero", "\ud800"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
-KEYS = ["format", "version", "hdet", "torch", "step", "replicas", "members", "files", "sha256"]
-
-
-@pytest.fixture(scope="module")
-def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("example")
-    saved(root, 3)
-    return root / "step-00000003"
-
-
-def readable(folder: Path) -> dict[str, Any] | None:
-    """The manifest; None where it is refused, in one line."""
-    try:
-        return read_manifest(folder)
-    except CheckpointError as error:
-        assert "\n" not in str(error) and len(str(error)) < 600 + 2 * len(str(folder))
-        return None
-
-
-def well_formed(manifest: dict[str, Any]) -> bool:
-    return (
-        all(type(manifest[key]) is int for key in ("version", "step", "replicas", "members"))
-        and manifest["step"] >= 0 < min(manifest["replicas"], manifest["members"])
-        and all(isinstance(manifest[key], str) for key in ("hdet", "torch"))
-        and all("/" not in name and type(facts["bytes"]) is int for name, facts in manifest["files"].items())
-    )
-
-
-fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@fuzz
-@given(key=st.sampled_from(KEYS), value=plain, signed=st.booleans(), inside=st.booleans())
-def test_any_value_in_a_manifest_is_right_or_refused(
-    saved_once: Path, tmp_path: Path, key: str, value: Any, signed: bool, inside: bool
-) -> None:
-    manifest = json.loads((saved_once / "manifest.json").read_text())
-    if inside and key == "files":
-        manifest["files"]["another"] = value
-    else:
-        manifest[key] = value
-    folder = tmp_path / "step-00000003"
-    folder.mkdir(exist_ok=True)
-    if signed:
-        write_signed(folder, manifest)
-    else:
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-    found = readable(folder)
-    assert found is None or well_formed(found)
-
-
-@fuzz
-@example(content=b"[" * 3000)
-@example(content=b"1" * 100_000)
-@given(content=st.binary(max_size=80))
-def test_any_bytes_for_a_manifest_are_refused(tmp_path: Path, content: bytes) -> None:
-    folder = tmp_path / "step-00000003"
-    folder.mkdir(exist_ok=True)
-    (folder / "manifest.json").write_bytes(content)
-    assert readable(folder) is None

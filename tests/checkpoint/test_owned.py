@@ -16,19 +16,12 @@ from torch.distributed import checkpoint as dcp
 from hdet import checkpoint
 from hdet.checkpoint import CheckpointError
 
+from ..adversary.common import tree
 from ..distributed import run_ranks
 from .helpers import alone, ddp, mlp
 from .test_folder import saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*holds a later checkpoint")
-
-
-def everything(root: Path) -> dict[str, Any]:
-    """What is below a folder, links as links: path -> where a link leads, or a file's contents."""
-    return {
-        str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        for path in sorted(root.rglob("*"))
-    }
 
 
 def anothers(folder: Path, **files: str) -> Path:
@@ -64,12 +57,12 @@ WAYS = ["a folder", "a file", "a link", "a link to a checkpoint", "a link to not
 @pytest.mark.parametrize("how", WAYS)
 def test_what_is_in_the_way_and_not_hdets_is_refused_before_anything_is_written(tmp_path: Path, how: str) -> None:
     in_the_way(tmp_path, how)
-    before, run = everything(tmp_path), alone().steps(5)
+    before, run = tree(tmp_path), alone().steps(5)
     facts = run.facts()
     with pytest.raises(CheckpointError, match="step-00000005.*was not written by hdet.*another") as caught:
         checkpoint.save(tmp_path, run.state, 5, keep=1)
     assert "\n" not in str(caught.value)
-    assert everything(tmp_path) == before and run.facts() == facts
+    assert tree(tmp_path) == before and run.facts() == facts
 
 
 def test_what_others_have_there_stays(tmp_path: Path) -> None:
@@ -81,12 +74,12 @@ def test_what_others_have_there_stays(tmp_path: Path) -> None:
     anothers(tmp_path / ".step-00000002.replaced", half="theirs")
     (tmp_path / ".step-00000003.partial").symlink_to(anothers(tmp_path / "elsewhere", half="theirs"))
     (tmp_path / ".step-00000004.partial").write_text("theirs")
-    before = everything(tmp_path)
+    before = tree(tmp_path)
     run = saved(tmp_path, 5, 6)
     checkpoint.save(tmp_path, run.steps(1).state, 7, keep=1)
-    found = everything(tmp_path)
+    found = tree(tmp_path)
     assert {name: found[name] for name in before} == before
-    assert {name.split("/")[0] for name in found.keys() - before.keys()} == {"step-00000007"}
+    assert found.keys() - before.keys() == {"step-00000007"}
     assert alone().resume(tmp_path).facts() == run.facts()
 
 
@@ -95,11 +88,11 @@ def test_a_checkpoint_that_was_linked_is_left_and_stops_no_save(tmp_path: Path) 
     run = saved(tmp_path, 3, 4)
     moved = (tmp_path / "step-00000003").rename(tmp_path / "moved")
     (tmp_path / "step-00000003").symlink_to(moved, target_is_directory=True)
-    before = everything(moved)
+    before = tree(moved)
     for step in (5, 6, 7):
         checkpoint.save(tmp_path, run.steps(1).state, step, keep=1)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["moved", "step-00000003", "step-00000007"]
-    assert everything(moved) == before
+    assert tree(moved) == before
     assert checkpoint.load(tmp_path / "step-00000003", run.state) == 3, "and reads as before"
 
 

@@ -125,8 +125,7 @@ def test_torchrun_with_another_number_of_processes(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["train", "--out", ""], ["train", "--resume", ""], ["train", "--data", ""], ["report", "x", "--out", ""], ["report", ""]],
+    "arguments", [["train", "--out", ""], ["train", "--resume", ""], ["train", "--data", ""], ["report", "x", "--out", ""], ["report", ""]]
 )
 def test_an_empty_name_is_no_folder(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]

@@ -13,19 +13,11 @@ from hdet.cli.job.processes import Workers
 from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, REPORT, SAMPLE, Recorder, truncate_history
 from hdet.cli.main import main
 
-from ..checkpoint.test_owned import everything
+from ..adversary.common import tree
 from .harness import Finished, one_line, run_cli, tiny
 from .test_resume import unended
 
 FILES = (HISTORY, CHECKPOINT, CONFIG, REPORT, SAMPLE)
-
-
-@pytest.fixture
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of somebody else."""
-    file = tmp_path_factory.mktemp("elsewhere") / "file"
-    file.write_text("theirs")
-    return file
 
 
 def test_overwriting_replaces_a_run_and_nothing_of_others(
@@ -33,16 +25,16 @@ def test_overwriting_replaces_a_run_and_nothing_of_others(
 ) -> None:
     """A run is known by its settings. Others' things may have names that were ours once: a download, a folder, links."""
     run = shutil.copytree(compared[0] / "hdet", tmp_path / "run")
-    ours = set(everything(run))
+    ours = set(tree(run))
     (run / f".{CONFIG}.partial" / "inner").mkdir(parents=True)
     (run / ".download.partial").write_text("theirs")
     (run / f".{CHECKPOINT}.partial").symlink_to(elsewhere)
     (run / f".{HISTORY}.partial").symlink_to(run / "nothing")
-    theirs = {name: content for name, content in everything(run).items() if name not in ours}
+    theirs = {name: content for name, content in tree(run).items() if name not in ours}
     finished = run_cli("train", *tiny(text_folder), "--schedule-only", "--out", str(run), "--overwrite")
     assert finished.code == 0 and finished.err == "", finished.err
     assert json.loads((run / CONFIG).read_text())["mode"] == "fixed"
-    after = everything(run)
+    after = tree(run)
     assert {name: after[name] for name in theirs} == theirs and elsewhere.read_text() == "theirs"
     assert after.keys() - theirs.keys() == set(FILES)
 
@@ -64,10 +56,10 @@ def test_what_others_have_in_the_way_is_not_replaced(
         place.write_text('{"name": "my project"}')
     else:
         place.symlink_to(elsewhere if what == "a link" else elsewhere.with_name("nothing"))
-    before = everything(run), everything(elsewhere.parent)
+    before = tree(run), tree(elsewhere.parent)
     message = one_line(capsys, "train", *tiny(text_folder), "--out", str(run), *options)
     assert f"out is '{run}', which holds {place.name}" in message and "was not written by hdet train: pass another --out" in message
-    assert (everything(run), everything(elsewhere.parent)) == before
+    assert (tree(run), tree(elsewhere.parent)) == before
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -82,9 +74,9 @@ def test_a_comparison_replaces_no_picture_of_others_and_no_part_of_it_begins(
     both = tmp_path / "both"
     shutil.copytree(compared[0], both)
     (both / "hdet" / CONFIG).write_text('{"name": "my project"}')
-    before = everything(both)
+    before = tree(both)
     one_line(capsys, "train", "--compare", *tiny(text_folder), "--out", str(both), *options)
-    assert everything(both) == before, "the fixed run's files too"
+    assert tree(both) == before, "the fixed run's files too"
 
 
 # -- links -------------------------------------------------------------------------------------------------------------------
@@ -136,8 +128,8 @@ def test_a_second_writer_is_refused_by_name(
     found: list[object] = []
 
     def intrude(workers: Workers) -> None:
-        before = everything(run)
-        found.extend([one_line(capsys, "train", *second), everything(run) == before])
+        before = tree(run)
+        found.extend([one_line(capsys, "train", *second), tree(run) == before])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Workers, "__enter__", intrude)

@@ -13,7 +13,7 @@ from hdet.measure import Measurement
 from tests.distributed import run_ranks
 from tests.harness import Run, losses_of, model
 
-from .asking import Asking, LossAt, Scaled
+from .asking import Asking
 from .runs import run
 
 
@@ -120,8 +120,3 @@ def test_an_error_of_the_closures_own_passes_and_weights_stay() -> None:
     with pytest.raises(RuntimeError, match="mine"):
         ran.step()
     assert torch.equal(ran.weights(), calls[0]) and not torch.equal(calls[1], calls[0])
-
-
-def test_a_question_is_plain_data_that_names_its_measurement() -> None:
-    assert LossAt("scaled", 2.0) == LossAt("scaled", 2.0) and LossAt("scaled", 2.0).measurement == "scaled"
-    assert isinstance(Asking(model()).measurements["scaled"], Scaled)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import hdet
-from tests.harness import Run, losses_of, model, taught
+from tests.harness import Run, model
 
-from ..distributed import run_ranks
 from .runs import run
 
 TOTAL = 1500
@@ -63,21 +62,11 @@ def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCapture
     assert "yours 0.0001, now 0.0064" in auto(1e-4).steps().controller.report()
 
 
-def test_the_lines_of_the_readme_are_enough() -> None:
+def test_a_closure_is_asked_for_in_the_first_step() -> None:
+    """Though the first trial is to come at the three hundredth."""
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=3000, controller=hdet.AutoLR(net))
-    for step in range(200):
-        data = taught(step)
-        loss = losses_of(net, data).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step(loss, closure=lambda data=data: losses_of(net, data))
-    ensemble.close()
-    ensemble = hdet.Ensemble(optimizer, None, total_steps=3000, controller=hdet.AutoLR(net))
-    with pytest.raises(TypeError, match="closure"):  # in the first step, though the first trial is to come at the three hundredth
+    ensemble = hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=1e-3), total_steps=3000, controller=hdet.AutoLR(net))
+    with pytest.raises(TypeError, match="closure"):
         ensemble.step(1.0)
 
 
@@ -108,13 +97,3 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
     again = auto(1e-4).loaded(part.saved()).steps(200)
     assert whole.ensemble.corrections == again.ensemble.corrections != {"lr": 1.0}
     assert torch.equal(whole.weights(), again.weights())
-
-
-def on_two_ranks(rank: int, world: int) -> Any:
-    ran = run(lambda net: hdet.AutoLR(net, budget=0.12), together=1, rank=rank, lr=1e-4, spread=0.0, total=TOTAL).steps(300)
-    return ran.ensemble.corrections, ran.weights()
-
-
-def test_two_ranks_decide_alike() -> None:
-    (corrections, weights), (others, other_weights) = run_ranks(on_two_ranks, 2)
-    assert corrections == others != {"lr": 1.0} and torch.equal(weights, other_weights)

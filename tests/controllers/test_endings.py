@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import hdet
 from tests.distributed import run_ranks
 from tests.harness import Run, Scripted, losses_of, model
 
+from ..adversary.common import bits
 from .runs import run
 
 KEPT = hdet.Plan(end=hdet.Keep())
@@ -50,6 +53,31 @@ def test_a_snapshot_of_a_cycle_after_a_kept_one_is_taken_at_its_first_step() -> 
     assert torch.equal(run.weights(), at) and run.equal()
 
 
+def test_a_snapshot_lasts_as_long_as_plans_name_it() -> None:
+    run = planned(
+        [hdet.Plan(), hdet.Plan(snapshots=START), hdet.Plan(snapshots=START, end=hdet.Restore("start")), hdet.Plan()], together=1
+    ).steps(10)
+    begin = run.weights()
+    for _ in range(19):
+        assert not torch.equal(run.steps(1).weights(), begin)
+    assert torch.equal(run.steps(1).weights(), begin)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize(
+    ("dtype", "masters"),
+    [(torch.float32, None), (torch.float64, None), (torch.bfloat16, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split")],
+)
+def test_weights_masters_and_moments_are_taken_back_to_the_last_bit(dtype: torch.dtype, masters: str | None, place: str) -> None:
+    """After a cycle: masters are beside their weights by then."""
+    back = hdet.Plan(snapshots={"start": hdet.SnapshotOf(place)}, end=hdet.Restore("start"))
+    optimizer = partial(hdet.FusedAdamW, master_weights=masters) if masters else torch.optim.AdamW
+    run = planned([hdet.Plan(), back], together=1, lr=1e-2, dtype=dtype, optimizer=optimizer).steps(10)
+    held = bits([run.weights(), run.optimizer.state_dict()["state"]])
+    assert bits([run.steps(9).weights(), run.optimizer.state_dict()["state"]]) != held
+    assert bits([run.steps(1).weights(), run.optimizer.state_dict()["state"]]) == held
+
+
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_an_average_after_a_kept_cycle_is_one(replicas: int) -> None:
     run = planned([KEPT], [None, hdet.Average()], together=replicas).steps(19)
@@ -62,7 +90,11 @@ def test_an_average_after_a_kept_cycle_is_one(replicas: int) -> None:
     ("plan", "end", "message"),
     [
         (hdet.Plan(end=hdet.Restore("x")), None, "asks for the snapshot 'x'"), (hdet.Plan(end=hdet.Adopt(9)), None, "replica 9 to be adopted"),
-        (hdet.Plan(), hdet.Restore("x"), "asks for the snapshot 'x'"), (KEPT, hdet.Adopt(-1), "replica -1 to be adopted"),
+        (hdet.Plan(), hdet.Restore("x"), r"asks for the snapshot 'x', but its plan keeps \[\]"), (KEPT, hdet.Adopt(-1), "replica -1 to be adopted"),
+        (hdet.Plan(snapshots=START), hdet.Restore("x"), r"asks for the snapshot 'x', but its plan keeps \['start'\]"),
+        (hdet.Plan(), hdet.Adopt(4), "replica 4 to be adopted, but there are 4"), (hdet.Plan(steps=0), None, "plans a cycle of 0 steps"),
+        *((hdet.Plan(multipliers=[row]), None, "give 1 knobs times 4 replicas, all positive") for row in ([1.0], [1.0, 1.0, 1.0, -1.0], [1.0, 1.0, 1.0, math.nan])),
+        (hdet.Plan(measure={"z": None}), None, "'scripted' measures 'z', and has no measurement of that name"),
     ],
 )  # fmt: skip
 def test_an_ending_that_cannot_be_is_refused_before_anything_of_it_is_done(plan: hdet.Plan, end: Any, message: str) -> None:

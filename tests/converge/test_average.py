@@ -13,17 +13,6 @@ from ..distributed import run_ranks
 from .helpers import account
 
 
-def bfloat16_mean_keeps_small_differences(rank: int, world: int) -> float:
-    # In bf16, ((1 + 1) + 1) + 1.0078125 * 64 loses the last bits; summed in fp32 the mean rounds once, to the nearest bf16.
-    tensor = torch.full((64,), 1.0 if rank < 3 else 1.03125, dtype=torch.bfloat16)
-    BucketedAverage([tensor], Replicas.from_group())()
-    return float(tensor[0])
-
-
-def test_bfloat16_is_summed_in_fp32() -> None:
-    assert set(run_ranks(bfloat16_mean_keeps_small_differences, 4)) == {1.0078125}
-
-
 def two_replicas(rank: int, world: int, weights: list[float]) -> Any:
     """A tensor that is reduced where it lies, and one that goes into a bucket."""
     value = float("nan") if weights[rank] == 0 else 2.0 + 2 * rank
@@ -74,12 +63,6 @@ def test_collectives_and_extra_memory_are_bounded(shapes: list[tuple[int, ...]],
 def test_what_cannot_be_averaged_is_refused_by_name(last: torch.Tensor, settings: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BucketedAverage([torch.ones(2), last], Replicas.single(), *settings)
-
-
-def test_a_single_replica_is_left_untouched() -> None:
-    tensor = torch.tensor([0.1, float("nan")])
-    BucketedAverage([tensor], Replicas.single())()
-    assert tensor[0] == torch.tensor(0.1) and tensor[1].isnan()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -2,13 +2,13 @@
 
 | | defect | its test |
 |---|---|---|
-| 1, 3 | the spread scaled a list that nobody read; without the controller neither spread nor average | `ensemble/test_processes.py::test_replicas_differ_as_rho_before_and_are_equal_after_a_converge` |
+| 1, 3 | the spread scaled a list that nobody read; without the controller neither spread nor average | `reference/test_ensemble.py::test_ensemble_follows_the_golden_trajectory` |
 | 4, 7 | `get_last_lr` did not exist with default arguments; a length by epochs | `schedulers/test_same_as_torch.py::test_bitwise_the_same_run` |
 | 5 | gamma was negative | here, and `reference/test_ensemble.py::test_ensemble_follows_the_golden_trajectory` |
 | 6 | runs shorter than the default warm-up | `schedulers/test_published_loop.py::test_missing_total_is_refused_only_when_a_controller_acts` |
-| 10 | ranks that disagree | here, and `ensemble/test_odd_moments.py::test_every_setting_that_matters_is_compared` |
-| 11 | the state held one rank's multiplier | `ensemble/test_processes.py::test_state_is_the_same_on_every_rank_and_continues_with_another_number_of_replicas` |
-| 12 | a step without a loss, a loss that is a number | `ensemble/test_processes.py::test_a_replica_without_a_usable_loss_is_left_out_and_recorded`, `schedulers/test_published_loop.py::test_loss_may_be_a_number_a_tensor_or_absent` |
+| 10 | ranks that disagree | here, and `ensemble/test_agreement.py::test_what_differs_is_named_before_anything_is_averaged` |
+| 11 | the state held one rank's multiplier | `checkpoint/test_run_state.py::test_another_number_of_replicas_goes_on_with_values_corrections_and_velocities` |
+| 12 | a step without a loss, a loss that is a number | `faults/test_survived.py::test_one_replica_under_ddp`, `schedulers/test_published_loop.py::test_loss_may_be_a_number_a_tensor_or_absent` |
 | 15 | averages over the whole world, whatever the layout | `ensemble/test_processes.py::test_a_group_keeps_the_shards_of_other_ranks_apart`, `replicas/test_refusals.py::test_one_dimensional_fsdp_has_no_replicas` |
 | others | | here, by their numbers |
 """

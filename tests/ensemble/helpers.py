@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,16 +68,6 @@ def on_all_ranks(tensor: torch.Tensor) -> bool:
     everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, tensor)
     return all(torch.equal(tensor, other) for other in everyones)
-
-
-def check_spread(rhos: Sequence[float], weights: Sequence[torch.Tensor], in_sync: bool, end: bool) -> None:
-    """At the end of a cycle replicas are equal; before, theta_r = mean + (1 - rho_r) s: the displacements are one vector, scaled."""
-    assert in_sync == end == all(torch.equal(w, weights[0]) for w in weights)
-    assert sorted(rhos) == pytest.approx([1 + 0.3 * (2 * r / (len(rhos) - 1) - 1) for r in range(len(rhos))])
-    if not end:
-        mean = torch.stack(list(weights)).mean(0)
-        s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
-        assert s[0].abs().max() > 1e-5 and all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
 
 
 def told(act: Callable[[], Any]) -> str:

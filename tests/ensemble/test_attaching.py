@@ -14,19 +14,6 @@ import hdet
 from tests.harness import Run
 
 
-def test_a_second_ensemble_after_close_explores_alone() -> None:
-    run = Run(together=2).steps(3)
-    run.ensemble.close()
-    assert run.optimizer.multipliers == [[1.0], [1.0]]
-    run.replicas.attach(run.optimizer)
-    second = hdet.Ensemble(run.optimizer, replicas=run.replicas, knobs=[hdet.LearningRate(0.5)])
-    assert sorted(row[0] for row in run.optimizer.multipliers) == [0.5, 1.5]
-    run.backward()
-    run.optimizer.step()
-    second.step()
-    assert second.engine.step == 1 and run.ensemble.engine.step == 3
-
-
 def test_a_run_goes_on_with_new_replicas_after_close() -> None:
     run = Run(together=2).steps(5)
     converged = run.all_weights()[0]
@@ -38,15 +25,6 @@ def test_a_run_goes_on_with_new_replicas_after_close() -> None:
     assert len({w.numpy().tobytes() for w in run.all_weights()}) == 3
     run.steps(1)
     assert run.ensemble.cycle == 1 and len({w.numpy().tobytes() for w in run.all_weights()}) == 1
-
-
-def test_a_refused_second_ensemble_leaves_the_first_as_it_was() -> None:
-    run = Run(together=2).steps(3)
-    before = [list(row) for row in run.optimizer.multipliers]
-    with pytest.raises(ValueError, match="already driven"):
-        hdet.Ensemble(run.optimizer, replicas=hdet.CoresidentReplicas(run.net, 2))
-    assert run.optimizer.multipliers == before and before != [[1.0], [1.0]]
-    run.steps(2)
 
 
 def test_a_converged_run_continues_with_another_number_of_replicas() -> None:

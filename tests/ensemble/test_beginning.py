@@ -105,17 +105,6 @@ def test_weights_that_are_nan_are_taken_back(make: Callable[[], nn.Module]) -> N
     assert all(value.isfinite().all() for value in run.steps(100).net.state_dict().values())
 
 
-def test_of_co_resident_replicas_all_are_taken_back() -> None:
-    net = model()
-    run = short(net, together=3)
-    begin = run.weights()
-    run.steps(2)
-    with run.replica(2), torch.no_grad():
-        next(net.parameters()).fill_(math.nan)
-    run.steps(2)
-    assert run.equal() and torch.equal(run.weights(), begin) and run.ensemble.in_sync
-
-
 def test_copies_of_the_parameters_in_an_optimizer_are_followed() -> None:
     net = model()
     copied = nn.ParameterList([p.detach().clone() for p in net.parameters()])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hdet
 from tests.harness import batch, loss_of, model
@@ -25,6 +25,20 @@ def apart(net: nn.Module, count: int = 3) -> hdet.CoresidentReplicas:
     return replicas
 
 
+def by_hand(make: Callable[[], nn.Module], count: int) -> list[torch.Tensor]:
+    """Gradients: one copy of the model for each replica of `apart`, added up in order."""
+    totals: list[torch.Tensor] = []
+    for k in range(count):
+        plain = make()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.add_(k)
+        (loss_of(plain, batch(k)) / count).backward()
+        own = [p.grad for p in plain.parameters()]
+        totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]
+    return totals
+
+
 def values(net: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
@@ -35,25 +49,17 @@ def values(net: nn.Module) -> list[torch.Tensor]:
 def test_inside_of_use_the_model_is_that_replica_and_outside_it_is_itself() -> None:
     net = model()
     own, before, keys = list(net.parameters()), values(net), list(net.state_dict())
-    replicas = apart(net)
-    for k in (2, 0, 1, 1):
+    replicas, places = apart(net), {}
+    for k in (2, 0, 1, 1, 2):
         with replicas.use(k):
             assert replicas.index == k and replicas.in_use
+            place = [p.data_ptr() for p in net.parameters()]
+            assert places.setdefault(k, place) == place, "switching copies nothing"
             assert [torch.equal(p, b + k) for p, b in zip(net.parameters(), before, strict=True)] == [True] * 4
             assert list(net.state_dict()) == keys
         assert all(a is b for a, b in zip(net.parameters(), own, strict=True)) and not replicas.in_use and replicas.index == 0
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before, strict=True))
-
-
-def test_switching_copies_nothing() -> None:
-    net = model()
-    replicas = apart(net, 2)
-    places = []
-    for _ in range(2):
-        with replicas.use(1):
-            places.append([p.data_ptr() for p in net.parameters()])
-    assert places[0] == places[1]
 
 
 def test_nested_and_interleaved_uses_and_exceptions_end_at_the_model() -> None:
@@ -121,21 +127,7 @@ def test_modules_that_keep_lists_of_their_own_weights_are_exchanged_too() -> Non
 # -- gradients ---------------------------------------------------------------------------------------------------------------
 
 
-def expected_gradients(net: nn.Module, count: int) -> list[torch.Tensor]:
-    """One copy of the model for each replica, gradients added up in order."""
-    totals: list[torch.Tensor] = []
-    for k in range(count):
-        plain = model()
-        with torch.no_grad():
-            for p in plain.parameters():
-                p.add_(k)
-        (loss_of(plain, batch(k)) / count).backward()
-        own = [p.grad.clone() for p in plain.parameters()]
-        totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]
-    return totals
-
-
-@pytest.mark.parametrize("where", ["inside", "outside", "at the end"])
+@pytest.mark.parametrize("where", ["inside", "outside", "at the end", "inside of another"])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_gradients_of_all_replicas_add_up_in_the_models_own(where: str, zeros: bool) -> None:
     net = model()
@@ -153,26 +145,16 @@ def test_gradients_of_all_replicas_add_up_in_the_models_own(where: str, zeros: b
         if where == "outside":
             loss.backward()
         losses.append(loss)
-    if where == "at the end":
-        for loss in losses:
-            loss.backward()
-    for p, total in zip(net.parameters(), expected_gradients(net, 3), strict=True):
+    if where in ("at the end", "inside of another"):
+        with replicas.use(1) if where == "inside of another" else nullcontext():
+            for loss in losses:
+                loss.backward()
+    for p, total in zip(net.parameters(), by_hand(model, 3), strict=True):
         assert torch.equal(p.grad, total)
     if zeros:
         assert all(p.grad is h for p, h in zip(net.parameters(), held, strict=True)), "added up in place"
     for tensors in replicas.sets(list(net.parameters()))[1:]:
         assert all(t.grad is None for t in tensors), "one gradient, not K"
-
-
-def test_activation_checkpointing_runs_the_right_replica_again() -> None:
-    net = model()
-    replicas = apart(net, 2)
-    for k in range(2):
-        with replicas.use(k):
-            x, y = batch(k)
-            (nn.functional.mse_loss(checkpoint(net, x, use_reentrant=False), y) / 2).backward()
-    for p, total in zip(net.parameters(), expected_gradients(net, 2), strict=True):
-        assert torch.equal(p.grad, total)
 
 
 class WithNorm(nn.Module):
@@ -344,12 +326,3 @@ def test_stock_optimizers_and_foreign_parameters_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="parameter 4 of group 0 is not in the model"):
         hdet.Ensemble(optimizer, replicas=replicas)
     assert optimizer.multipliers == [[1.0]]
-
-
-def test_the_models_state_holds_nothing_of_the_replicas() -> None:
-    net = model()
-    apart(net)
-    file = io.BytesIO()
-    torch.save(net.state_dict(), file)
-    file.seek(0)
-    assert all(torch.equal(a, b) for a, b in zip(torch.load(file, weights_only=True).values(), model().parameters(), strict=True))

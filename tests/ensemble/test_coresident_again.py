@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hdet
-from tests.harness import batch
+from tests.harness import Batch, Run, batch, loss_of
 
-from .test_coresident import apart
+from .test_coresident import apart, by_hand
 
 BOTH = pytest.mark.parametrize("reentrant", [False, True])
 REMEDY = r"call backward inside the same `with replicas.use\(k\):`"
@@ -37,23 +36,18 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
+def differentiable(key: int) -> Batch:
+    x, y = batch(key)
+    return x.requires_grad_(), y
+
+
 def loss_at(net: nn.Module, k: int) -> torch.Tensor:
-    x, y = batch(k)
-    return nn.functional.mse_loss(net(x.requires_grad_()), y)
+    return loss_of(net, differentiable(k))
 
 
-def by_hand(count: int) -> list[torch.Tensor]:
-    """A model of its own for each replica, and no checkpointing."""
-    totals: list[torch.Tensor] = []
-    for k in range(count):
-        net = Blocks(None)
-        with torch.no_grad():
-            for p in net.parameters():
-                p.add_(k)
-        (loss_at(net, k) / count).backward()
-        own = [p.grad for p in net.parameters()]
-        totals = own if not totals else [a + b for a, b in zip(totals, own, strict=True)]
-    return totals
+def plain() -> nn.Module:
+    """Without checkpointing."""
+    return Blocks(None)
 
 
 @BOTH
@@ -64,7 +58,7 @@ def test_inside_of_use_gradients_are_those_of_training_by_hand(reentrant: bool, 
     for k in range(3):
         with replicas.use(k):
             (loss_at(net, k) / 3).backward()
-    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))
+    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(plain, 3), strict=True))
 
 
 @BOTH
@@ -114,21 +108,8 @@ def test_the_model_by_itself_is_replica_zero_with_or_without_use(reentrant: bool
         if closed:
             ensemble.close()
         loss_at(net, 0).backward()
-        expected = by_hand(1)
+        expected = by_hand(plain, 1)
         assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))
-
-
-def test_without_checkpointing_backward_may_be_anywhere() -> None:
-    net = Blocks(None)
-    replicas = apart(net)
-    losses = []
-    for k in range(3):
-        with replicas.use(k):
-            losses.append(loss_at(net, k) / 3)
-    with replicas.use(1):
-        for loss in losses:
-            loss.backward()
-    assert all(torch.equal(p.grad, total) for p, total in zip(net.parameters(), by_hand(3), strict=True))
 
 
 @pytest.mark.parametrize("way", ["whole", "blocks"])
@@ -143,7 +124,7 @@ def test_compiled_models_have_the_gradients_of_training_by_hand(way: str) -> Non
     for k in range(3):
         with replicas.use(k):
             (loss_at(run, k) / 3).backward()
-    assert all(torch.allclose(p.grad, total, rtol=1e-4) for p, total in zip(net.parameters(), by_hand(3), strict=True))
+    assert all(torch.allclose(p.grad, total, rtol=1e-4) for p, total in zip(net.parameters(), by_hand(plain, 3), strict=True))
     if way == "blocks":
         with replicas.use(1):
             loss = loss_at(run, 1)
@@ -160,26 +141,12 @@ def test_a_copy_or_a_pickle_of_the_model_is_a_model() -> None:
     file.seek(0)
     for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
         loss_at(other, 0).backward()
-        assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), by_hand(1), strict=True))
-
-
-def train(net: nn.Module, replicas: Any, optimizer: Any) -> list[torch.Tensor]:
-    ensemble = hdet.Ensemble(optimizer, knobs=[hdet.LearningRate(0.3)], replicas=replicas, sync=hdet.Sync(3))
-    for step in range(6):
-        for k in range(3):
-            with replicas.use(k):
-                loss = loss_at(net, 10 * step + k)
-                ensemble.observe(loss.detach())
-                (loss / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ensemble.step()
-    return [p.detach().clone() for p in net.parameters()]
+        assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), by_hand(plain, 1), strict=True))
 
 
 @BOTH
 def test_whole_runs_are_those_without_checkpointing_to_the_bit(reentrant: bool) -> None:
     ends = []
     for net in (Blocks(None), Blocks(reentrant, first_too=True)):
-        ends.append(train(net, hdet.CoresidentReplicas(net, 3), hdet.FusedAdamW(net.parameters(), lr=1e-2)))
+        ends.append(Run(net=net, together=3, lr=1e-2, every=3, scheduler=None, data=differentiable).steps(6).all_weights())
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

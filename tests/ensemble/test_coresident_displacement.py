@@ -9,10 +9,7 @@ import pytest
 import torch
 
 import hdet
-from hdet.core.plan import Adopt, Keep, Plan
-from tests.harness import Run, loss_of, model, probe
-
-from .test_coresident_ensemble import ORDERS
+from tests.harness import Run, Scripted, model, probe
 
 ADAMW = partial(hdet.FusedAdamW, decay_at="base")
 SGD = partial(hdet.FusedSGD, momentum=0.9)
@@ -49,29 +46,11 @@ def test_bfloat16_is_the_run_with_masters(optimizer: Any) -> None:
     """A weight that is rounded the other way is off by 2^-8 for a step, in one of hundreds, and so are gradients. Losses are as near as that."""
     settings = {"optimizer": optimizer, "dtype": torch.bfloat16, "lr": 1e-3, "controller": "probe"}
     ours, theirs = pair(settings, optimizer=partial(optimizer, master_weights="fp32"))
-    histories = []
-    for run in (ours, theirs):
-        losses: list[list[float]] = []
-        run.ensemble.log = lambda record, step, losses=losses: losses.append(record["losses"])
-        run.steps(20)
-        histories.append(losses)
+    histories = [[record["losses"] for record in run.steps(20).records] for run in (ours, theirs)]
     assert len(histories[0]) == 4
     for one, other in zip(*histories, strict=True):
         assert one == pytest.approx(other, rel=2.0**-7)
-    assert len({w.numpy().tobytes() for w in (w.float() for w in ours.all_weights())}) == 1
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)], ids=["at the end of a cycle", "in the middle"])
-def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, dtype: torch.dtype, order: tuple[str, ...]) -> None:
-    settings = {"optimizer": ADAMW, "weight_decay": 0.1, "controller": controller, "dtype": dtype, "storage": "displacement"}
-    straight = Run(together=3, **settings).steps(at)
-    state = straight.saved()
-    straight.steps(12)
-    resumed = Run(together=3, **settings).loaded(state, order).steps(12)
-    assert all(torch.equal(a, b) for a, b in zip(straight.all_weights(), resumed.all_weights(), strict=True))
-    assert straight.saved()["ensemble"] == resumed.saved()["ensemble"]
+    assert ours.equal()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,24 +73,9 @@ def test_a_cycle_that_is_taken_back_leaves_what_was_before_it(dtype: torch.dtype
     assert run.ensemble.in_sync
 
 
-class Ends(hdet.Controller):
-    """Every cycle ends in the same way."""
-
-    name = "ends"
-
-    def __init__(self, end: Any) -> None:
-        super().__init__()
-        self.end = end
-
-    def plan(self, moment: Any) -> Plan:
-        return Plan(end=self.end)
-
-    def learn(self, evidence: Any) -> hdet.Learned:
-        return hdet.Learned([hdet.Decision() for _ in evidence.knobs])
-
-
 def test_adopting_a_replica_makes_all_of_them_it() -> None:
-    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=lambda net: Ends(Adopt(2))).steps(4)
+    adopt = Scripted(plans=[hdet.Plan(end=hdet.Adopt(2))])
+    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=adopt).steps(4)
     run.backward()
     run.optimizer.step()
     expected = run.all_weights()[2]
@@ -119,34 +83,22 @@ def test_adopting_a_replica_makes_all_of_them_it() -> None:
     assert all(torch.equal(w, expected) for w in run.all_weights())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_snapshot_s_weights_become_the_base(dtype: torch.dtype) -> None:
+    back = Scripted(plans=[hdet.Plan(snapshots={"start": hdet.SnapshotOf()}, end=hdet.Restore("start"))])
+    run = Run(together=2, optimizer=ADAMW, storage="displacement", controller=back, dtype=dtype, lr=1e-2)
+    before = run.weights()
+    assert not torch.equal(run.steps(4).weights(), before)
+    assert all(torch.equal(w, before) for w in run.steps(1).all_weights())
+    assert all(torch.equal(run.optimizer.state[p]["base"], p.float()) for p in run.net.parameters())
+
+
 def test_replicas_that_are_kept_apart_cannot_get_other_rates() -> None:
-    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=lambda net: Ends(Keep())).steps(5)
+    run = Run(together=3, optimizer=ADAMW, storage="displacement", controller=Scripted(plans=[hdet.Plan(end=hdet.Keep())])).steps(5)
     before = run.all_weights()
     with pytest.raises(ValueError, match=r"multipliers changed .* while the replicas are apart"):
         run.steps(1)
     assert all(torch.equal(a, b) for a, b in zip(before, run.all_weights(), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_snapshot_s_weights_become_the_base(dtype: torch.dtype) -> None:
-    net = model().to(dtype)
-    before = [p.detach().clone() for p in net.parameters()]
-    optimizer = ADAMW(net.parameters(), lr=1e-3)
-    replicas = hdet.CoresidentReplicas(net, 2, storage="displacement")
-    ensemble = hdet.Ensemble(optimizer, replicas=replicas, total_steps=40, sync=hdet.Sync(4))
-    snapshots = ensemble._snapshots
-    snapshots.begin_cycle({"start": hdet.core.plan.SnapshotOf()})
-    snapshots.on_cycle_start()
-    for k in range(2):
-        with replicas.use(k):
-            loss_of(net, (torch.ones(4, 6), torch.ones(4, 1))).backward()
-    optimizer.step()
-    snapshots.restore("start")
-    ensemble.weights.took_back()
-    for k in range(2):
-        with replicas.use(k):
-            assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
-    assert all(torch.equal(optimizer.state[p]["base"], b.float()) for p, b in zip(net.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +126,10 @@ def test_bounds_and_unknown_storage_are_refused() -> None:
 
 def test_the_probe_sees_the_value_behind_rounded_parameters() -> None:
     """At a tiny rate the parameters stand still."""
-    run = Run(together=2, optimizer=ADAMW, dtype=torch.bfloat16, lr=1e-7, storage="displacement", controller=probe_of).steps(3)
+    run = Run(
+        together=2, optimizer=ADAMW, dtype=torch.bfloat16, lr=1e-7, storage="displacement", controller=partial(probe, average_every=1)
+    ).steps(3)
     for k in range(2):
         values = run.optimizer.masters(list(run.net.parameters()), k)
         for value, param in zip(values, run.net.parameters(), strict=True):
             assert value is not None and not torch.equal(value, param.float()) and torch.equal(value.bfloat16(), param)
-
-
-def probe_of(net: Any) -> Any:
-    return probe(net, average_every=1)

@@ -10,39 +10,26 @@ import pytest
 import torch
 
 import hdet
-from tests.harness import Run, batch, loss_of, model, policies, probe
+from tests.harness import Run, batch, loss_of, model, probe
 
 from ..distributed import run_ranks
+from .helpers import flat
 
 TIMES = ("converge_ms", "probe_ms")
 
 
-def controller_of(name: str | None) -> Any:
-    """The probe samples each replica's average three times in a cycle of five steps."""
-    return {"softmax": hdet.SoftmaxController(1e-3, decay=None), "probe": partial(probe, average_every=2)}.get(name or "", name)
+def traced(steps: int, settings: dict[str, Any], **more: Any) -> Any:
+    """Weights of each replica here after every step, records, values, the state. The probe samples an average three times in a cycle of five
+    steps."""
+    controllers = {"softmax": hdet.SoftmaxController(1e-3, decay=None), "probe": partial(probe, average_every=2), None: None}
+    run = Run(**{"optimizer": hdet.FusedAdamW, **settings, **more, "controller": controllers[settings.get("controller")]})
+    weights = [run.steps(1).all_weights() for _ in range(steps)]
+    records = [{key: value for key, value in record.items() if key not in TIMES} for record in run.records]
+    return weights, records, run.ensemble.values(), run.ensemble.state_dict()
 
 
 def process(rank: int, world: int, steps: int, settings: dict[str, Any]) -> Any:
-    """Weights of this rank after every step, records, values."""
-    records: list[Any] = []
-    run = Run(rank, **{"optimizer": hdet.FusedAdamW, **settings, "controller": controller_of(settings.get("controller"))})
-    run.ensemble.log = lambda record, step: records.append({key: value for key, value in record.items() if key not in TIMES})
-    weights = []
-    for _ in range(steps):
-        run.step()
-        weights.append(run.weights())
-    return weights, records, run.ensemble.values(), run.ensemble.state_dict()
-
-
-def coresident(count: int, steps: int, settings: dict[str, Any]) -> Any:
-    records: list[Any] = []
-    run = Run(together=count, **{**settings, "controller": controller_of(settings.get("controller"))})
-    run.ensemble.log = lambda record, step: records.append({key: value for key, value in record.items() if key not in TIMES})
-    weights = []
-    for _ in range(steps):
-        run.step()
-        weights.append(run.all_weights())
-    return weights, records, run.ensemble.values(), run.ensemble.state_dict()
+    return traced(steps, settings, rank=rank)
 
 
 CASES = {
@@ -71,10 +58,10 @@ def test_two_replicas_are_two_processes_to_the_bit(case: str) -> None:
     """Weights of every replica after every step, records and states: g0 / 2 + g1 / 2 is what DDP computes for two."""
     steps, settings = 40 if case == "probe" else 12, CASES[case]
     ranks = run_ranks(process, 2, steps, settings)
-    ours = coresident(2, steps, settings)
+    ours = traced(steps, settings, together=2)
     for step in range(steps):
         for k in range(2):
-            assert torch.equal(ours[0][step][k], ranks[k][0][step]), (step, k)
+            assert torch.equal(ours[0][step][k], ranks[k][0][step][0]), (step, k)
     assert ours[1:] == ranks[0][1:]
     if case == "probe":
         assert ours[1][-1]["corrections"]["lr"] != 1.0, "the case should decide something"
@@ -92,10 +79,10 @@ def nearly(a: Any, b: Any) -> bool:
 def test_four_replicas_are_four_processes_up_to_the_order_of_a_sum() -> None:
     settings = {"controller": "probe"}
     ranks = run_ranks(process, 4, 20, settings)
-    ours = coresident(4, 20, settings)
+    ours = traced(20, settings, together=4)
     for step in range(20):
         for k in range(4):
-            assert torch.allclose(ours[0][step][k], ranks[k][0][step], rtol=1e-6, atol=1e-6), (step, k)
+            assert torch.allclose(ours[0][step][k], ranks[k][0][step][0], rtol=1e-6, atol=1e-6), (step, k)
     assert nearly(ours[1], ranks[0][1])
 
 
@@ -110,11 +97,20 @@ def test_no_spread_is_plain_gradient_accumulation_to_the_bit() -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    plain = torch.cat([p.detach().flatten() for p in net.parameters()])
-    assert all(torch.equal(weights, plain) for weights in run.all_weights())
+    assert all(torch.equal(weights, flat(net)) for weights in run.all_weights())
 
 
 # -- a cycle -----------------------------------------------------------------------------------------------------------------
+
+
+def check_spread(rhos: list[float], weights: list[torch.Tensor], in_sync: bool, end: bool) -> None:
+    """At the end of a cycle replicas are equal; before, theta_r = mean + (1 - rho_r) s: the displacements are one vector, scaled."""
+    assert in_sync == end == all(torch.equal(w, weights[0]) for w in weights)
+    assert sorted(rhos) == pytest.approx([0.7, 0.9, 1.1, 1.3])
+    if not end:
+        mean = torch.stack(weights).mean(0)
+        s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
+        assert s[0].abs().max() > 1e-5 and all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
 
 
 def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
@@ -124,15 +120,8 @@ def test_replicas_differ_as_rho_and_are_equal_after_a_converge() -> None:
         for k in range(4):
             with run.replicas.use(k):
                 rhos.append(run.ensemble.multipliers["lr"])
-        assert sorted(rhos) == pytest.approx([0.7, 0.9, 1.1, 1.3])
         assert [row[0] for row in run.optimizer.multipliers] == rhos
-        run.step()
-        weights = run.all_weights()
-        assert run.ensemble.in_sync == (step % 5 == 4) == all(torch.equal(w, weights[0]) for w in weights)
-        if step % 5 != 4:
-            mean = torch.stack(weights).mean(0)
-            s = [(w - mean) / (1 - rho) for w, rho in zip(weights, rhos, strict=True)]
-            assert s[0].abs().max() > 1e-5 and all(torch.allclose(x, s[0], rtol=2e-2, atol=2e-6) for x in s)
+        check_spread(rhos, run.steps(1).all_weights(), run.ensemble.in_sync, step % 5 == 4)
     run.ensemble.close()
     assert run.optimizer.multipliers == [[1.0]] * 4
 
@@ -150,10 +139,12 @@ def test_a_loss_belongs_to_the_replica_in_use_or_named() -> None:
         run.ensemble.observe(2.0)
         with pytest.raises(ValueError, match="once per optimizer step"):
             run.ensemble.step()
+        with pytest.raises(ValueError, match=r"ensemble.converge\(\) was called inside"):
+            run.ensemble.converge()
     loss_of(run.net, batch(0)).backward()
     run.optimizer.step()
     run.ensemble.step()
-    assert run.ensemble.history is not None and run.ensemble.history["losses"] == [2.0, 4.0]
+    assert run.history["losses"] == [2.0, 4.0]
 
 
 def test_a_process_with_one_replica_takes_no_other_number() -> None:
@@ -163,71 +154,20 @@ def test_a_process_with_one_replica_takes_no_other_number() -> None:
         run.ensemble.observe(1.0, replica=1)
 
 
-def test_a_frozen_parameter_may_be_in_the_optimizer_and_stays() -> None:
-    net = model()
-    net[0].weight.requires_grad_(False)
-    frozen = net[0].weight.detach().clone()
-    run = Run(net=net, together=2, lr=1e-3, every=2, scheduler=None, controller="probe").steps(4)
-    assert torch.equal(net[0].weight, frozen) and run.ensemble.in_sync and net[0].weight not in run.optimizer.state
-    for k in range(2):
-        with run.replica(k):
-            assert torch.equal(net[0].weight, frozen)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_replica_without_a_usable_loss_is_left_out_and_recorded(bad: float) -> None:
     run = Run(together=4, controller="probe")
     for i in range(5):
         run.step({1: bad} if i == 2 else None)
-    assert run.ensemble.history is not None
-    assert run.ensemble.history["losses"][1] is None and run.ensemble.history["left_out"] == [1]
-    assert run.ensemble.history["slopes"]["lr"] is not None
-
-
-def spoil(run: Run, k: int) -> None:
-    with run.replicas.use(k), torch.no_grad():
-        next(run.net.parameters())[0, 0] = math.nan
-
-
-def test_a_replica_that_is_not_finite_is_left_out_of_the_average_and_healed() -> None:
-    run = Run(together=4).steps(4)
-    run.backward()
-    run.optimizer.step()
-    expected = torch.stack([w for k, w in enumerate(run.all_weights()) if k != 2]).mean(0)
-    spoil(run, 2)
-    run.ensemble.step()
-    assert run.ensemble.history is not None
-    assert any("replica 2 left out of the average" in note for note in run.ensemble.history["notes"])
-    assert all(torch.allclose(w, expected, rtol=1e-5, atol=1e-6) for w in run.all_weights())
-    assert len({w.numpy().tobytes() for w in run.all_weights()}) == 1
-
-
-def test_if_no_replica_is_finite_it_stops_naming_the_cycle() -> None:
-    run = Run(together=2).steps(4)
-    run.backward()
-    run.optimizer.step()
-    spoil(run, 0), spoil(run, 1)
-    with pytest.raises(hdet.ReplicasDiverged, match=r"cycle 0 \(step 5\)"):
-        run.ensemble.step()
-
-
-def test_converge_on_demand_gives_the_mean() -> None:
-    run = Run(together=2).steps(3)
-    before = run.all_weights()
-    with pytest.warns(UserWarning, match="middle of a cycle"):
-        run.ensemble.state_dict()
-    with run.replicas.use(1), pytest.raises(ValueError, match=r"ensemble.converge\(\) was called inside"):
-        run.ensemble.converge()
-    run.ensemble.converge()
-    assert run.ensemble.in_sync and torch.equal(run.all_weights()[0], run.all_weights()[1])
-    assert torch.allclose(run.all_weights()[0], (before[0] + before[1]) / 2, rtol=1e-6, atol=1e-7)
+    assert run.history["losses"][1] is None and run.history["left_out"] == [1]
+    assert run.history["slopes"]["lr"] is not None
 
 
 def test_a_converge_before_the_first_step_is_of_the_model_as_it_is() -> None:
     run = Run(together=2)
     with torch.no_grad():
         next(run.net.parameters()).fill_(1.0)
-    before = torch.cat([p.detach().flatten() for p in run.net.parameters()]).clone()
+    before = run.weights()
     run.ensemble.converge()
     assert all(torch.equal(w, before) for w in run.all_weights())
 
@@ -259,13 +199,17 @@ def test_masters_that_differ_behind_equal_parameters_are_averaged() -> None:
 ORDERS = [("net", "optimizer", "ensemble"), ("ensemble", "optimizer", "net")]
 
 
+ON_A_LINE = {"optimizer": partial(hdet.FusedAdamW, decay_at="base"), "weight_decay": 0.1, "storage": "displacement"}
+
+
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("settings", [{}, ON_A_LINE, {**ON_A_LINE, "dtype": torch.bfloat16}], ids=["stored", "line", "line of bfloat16"])
 @pytest.mark.parametrize(("at", "controller"), [(20, "probe"), (18, None)], ids=["at the end of a cycle", "in the middle"])
-def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, order: tuple[str, ...]) -> None:
-    straight = Run(together=3, controller=controller).steps(at)
+def test_a_resumed_run_is_the_same_run(at: int, controller: str | None, settings: dict[str, Any], order: tuple[str, ...]) -> None:
+    straight = Run(together=3, controller=controller, **settings).steps(at)
     state = straight.saved()
     straight.steps(12)
-    resumed = Run(together=3, controller=controller).loaded(state, order).steps(12)
+    resumed = Run(together=3, controller=controller, **settings).loaded(state, order).steps(12)
     assert all(torch.equal(a, b) for a, b in zip(straight.all_weights(), resumed.all_weights(), strict=True))
     assert straight.saved()["ensemble"] == resumed.saved()["ensemble"]
 
@@ -284,19 +228,16 @@ def test_a_state_without_other_replicas_makes_all_equal_to_the_model(order: tupl
 # -- the drop-in -----------------------------------------------------------------------------------------------------------------
 
 
-def drop_in(count: int, **settings: Any) -> tuple[Any, Any, Any]:
+def test_the_drop_in_takes_co_resident_replicas() -> None:
     net = model()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-3)
-    replicas = hdet.CoresidentReplicas(net, count)
-    scheduler = hdet.OneCycleAutoLR(
-        optimizer, 1e-3, total_steps=20, cycle_momentum=False, ensemble_lr_spread_ratio=0.3, model_sync_interval=5, replicas=replicas,
-        auto_lr_warmup_steps=0, enable_auto_lr=True, loss_scale=1e-3, **policies(**settings),
-    )  # fmt: skip
-    return net, optimizer, scheduler
-
-
-def test_the_drop_in_takes_co_resident_replicas() -> None:
-    net, optimizer, scheduler = drop_in(4, rank=0, world_size=1)
+    settings: dict[str, Any] = {
+        "total_steps": 20, "cycle_momentum": False, "ensemble_lr_spread_ratio": 0.3, "model_sync_interval": 5, "auto_lr_warmup_steps": 0,
+        "replicas": hdet.CoresidentReplicas(net, 4), "enable_auto_lr": True, "loss_scale": 1e-3,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="world_size is 4"):
+        hdet.OneCycleAutoLR(optimizer, 1e-3, **settings, world_size=4)
+    scheduler = hdet.OneCycleAutoLR(optimizer, 1e-3, **settings, rank=0, world_size=1)
     for step in range(20):
         for k in range(4):
             with scheduler.ensemble.replicas.use(k):
@@ -308,5 +249,3 @@ def test_the_drop_in_takes_co_resident_replicas() -> None:
         scheduler.step()
     assert scheduler.ensemble.cycle == 4 and scheduler.in_sync
     assert scheduler.ensemble.corrections["lr"] != 1.0
-    with pytest.raises(ValueError, match="world_size is 4"):
-        drop_in(4, world_size=4)

@@ -1,9 +1,8 @@
-"""A replica that diverged is left out; a cycle that diverged as a whole is taken back; and what else a cycle looks after."""
+"""What is kept for a cycle that diverges, and what else a cycle looks after. (Divergence in processes: tests/faults/test_survived.py.)"""
 
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from functools import partial
 from typing import Any
@@ -13,56 +12,16 @@ import torch
 import torch.distributed as dist
 
 import hdet
+from hdet.core.clock import Clock
+from hdet.core.engine import Engine, KnobSpec
 from hdet.run.moments import Moments
 from hdet.run.snapshot import Snapshot, keeps_weights
-from tests.harness import Run, batch, loss_of, model
+from tests.harness import Run, Scripted, model
 
 from ..distributed import run_ranks
 from .helpers import STOCK, all_reduces, same, told, trained
 
 # -- taken back ----------------------------------------------------------------------------------------------------------------
-
-
-def explosion(rank: int, world: int, place: str, fused: bool, local: bool) -> Any:
-    """From the third cycle on the rate is absurd: the loss explodes for everybody, until the base value has come down."""
-    settings = {"gradients": "local", "moments": "keep", "ddp": False} if local else {}
-    run = Run(
-        rank, every=4, total=400, lr=1e-3, optimizer=hdet.FusedAdamW if fused else torch.optim.AdamW,
-        divergence=hdet.Divergence(rollback=place, lower=0.1), **settings,
-    )  # fmt: skip
-    run.steps(8)
-    before, level = run.weights(), run.ensemble.engine.level
-    moment = run.optimizer.state[next(run.net.parameters())]["exp_avg"].clone()
-    for group in run.optimizer.param_groups:
-        group["max_lr"] = group["initial_lr"] = 1000.0  # OneCycleLR reads it
-    run.steps(4)
-    out = [run.history["rolled_back"], run.history["rollbacks"], torch.equal(run.weights(), before)]
-    out.append(torch.equal(run.optimizer.state[next(run.net.parameters())]["exp_avg"], moment))
-    values = run.ensemble.corrections["lr"]
-    while run.history["rolled_back"] and run.index < 80:
-        run.steps(4)
-    return out, values, level, run.weights(), run.history["rollbacks"], run.history["losses"], run.ensemble.engine.rollbacks_in_row
-
-
-@pytest.mark.parametrize(("place", "fused", "local"), [("device", False, False), ("host", True, False), ("device", False, True)])
-def test_a_cycle_that_diverged_as_a_whole_is_taken_back_with_a_lower_base_value(place: str, fused: bool, local: bool) -> None:
-    ranks = run_ranks(explosion, 2, place, fused, local)
-    for out, correction, level, weights, rollbacks, losses, in_row in ranks:
-        assert out[:2] == [True, 1] and out[3], "state as before the cycle"
-        assert out[2], "and parameters"
-        assert correction == pytest.approx(0.1)
-        assert 2 <= rollbacks <= 8 and in_row == 0
-        assert weights.isfinite().all() and torch.equal(weights, ranks[0][3])
-        assert statistics.median(losses) < 2 * level
-
-
-def test_attempts_are_bounded() -> None:
-    run = Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device", attempts=3))
-    run.steps(2)
-    with pytest.raises(hdet.ReplicasDiverged, match="3 cycles in a row"):
-        for _ in range(20):
-            run.step(report=math.nan)
-    assert run.ensemble.engine.rollbacks == 3
 
 
 def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
@@ -97,6 +56,39 @@ def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
     assert run.ensemble.engine.rollbacks_in_row == 3 and run.weights().unique().tolist() == [0.5]
 
 
+def test_a_cycle_taken_back_lowers_rates_alone() -> None:
+    engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
+    engine.roll_back(0.5)
+    assert engine.corrections == [0.5, 1.0]
+
+
+def rising() -> Engine:
+    """Its controller asks for eight times the rate, by and by."""
+    controller = Scripted()
+    controller.learn = lambda evidence: hdet.Learned([hdet.Decision(factor=8.0, ramp=8)])  # type: ignore[method-assign]
+    return Engine([KnobSpec("lr", 0.0)], 1, Clock(2, total_steps=100), controller)
+
+
+def test_a_rollback_lowers_what_is_in_force_and_not_what_was_on_its_way() -> None:
+    engine = rising()
+    engine.tick(), engine.tick()
+    engine.close([1.0], scheduled=[1.0])
+    assert engine.corrections == [8.0] and engine.in_force(0) == pytest.approx(8 ** (1 / 8))
+    before = engine.in_force(0)
+    engine.roll_back(0.5)
+    assert engine.in_force(0) == pytest.approx(before / 2)
+
+
+@pytest.mark.parametrize(
+    "ramps", [[[1.0, "x", 0]], [[1.0, 0, 0], [1.0, 0, 0]], [[0.0, 0, 0]], [[math.inf, 0, 0]], [[1.0, -1, 0]], [[1.0, 0]], [1.0]]
+)
+def test_a_damaged_easing_is_refused_before_anything_changes(ramps: list[Any]) -> None:
+    engine = rising()
+    with pytest.raises(ValueError, match="ramps"):
+        engine.load_state_dict({**engine.state_dict(), "ramps": ramps, "corrections": [3.0]})
+    assert engine.corrections == [1.0]
+
+
 def test_counts_and_level_are_part_of_the_state() -> None:
     run, other = (Run(0, every=2, total=100, divergence=hdet.Divergence(rollback="device")) for _ in range(2))
     run.steps(2)
@@ -121,19 +113,6 @@ def test_coresident_replicas_are_taken_back_too() -> None:
 
 
 # -- moments under local gradients ---------------------------------------------------------------------------------------------
-
-
-def test_moments_begin_anew_after_a_reset() -> None:
-    """Counters too, so that bias correction fits; a master stays."""
-    net = model().bfloat16()
-    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, master_weights="fp32")
-    loss_of(net, batch(0)).backward()
-    optimizer.step()
-    master = optimizer.state[next(net.parameters())]["master_param"].clone()
-    Moments("reset", optimizer, hdet.Replicas(0, 2), 1 << 20).reset()
-    state = optimizer.state[next(net.parameters())]
-    assert not state["exp_avg"].any() and not state["exp_avg_sq"].any() and state["step"] == 0
-    assert torch.equal(state["master_param"], master)
 
 
 class Counting(torch.optim.SGD):
@@ -181,9 +160,14 @@ def test_any_optimizer_begins_anew_and_goes_back(name: str) -> None:
     assert torch.equal(trained(net, optimizer, range(3, 6)), later)
     snapshots[0].restore()
     assert torch.equal(trained(net, optimizer, range(3)), expected), "to where there was no state yet"
+    kept = [state["master_param"].clone() for state in optimizer.state.values() if "master_param" in state]
     moments.reset()
     other.load_state_dict(net.state_dict())
-    if name != "masters":  # which stay
+    if name == "masters":  # which stay
+        states = list(optimizer.state.values())
+        assert all(torch.equal(state["master_param"], master) for state, master in zip(states, kept, strict=True))
+        assert not any(state[key].any() for state in states for key in ("exp_avg", "exp_avg_sq", "step"))
+    else:
         assert torch.equal(trained(net, optimizer, range(3)), trained(other, make(other.parameters(), lr=1e-2), range(3)))
 
 
@@ -258,35 +242,6 @@ def test_a_step_with_rate_zero_counts_nothing_and_parts_nobody() -> None:
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------------
-
-
-def tied(rank: int, world: int) -> Any:
-    """2 replicas of 2 stages, whose copies of one tensor have drifted by an ulp."""
-    replica, stage = divmod(rank, 2)
-    peers = [dist.new_group([0, 2]), dist.new_group([1, 3])][stage]
-    copies = [dist.new_group([0, 1]), dist.new_group([2, 3])][replica]
-    own, shared = torch.nn.Parameter(torch.full((3,), float(stage))), torch.nn.Parameter(torch.full((5,), 1.0 + stage * 2.0**-23))
-    optimizer = torch.optim.SGD([own, shared], lr=0.1)
-    written = []
-    replicas = hdet.Replicas(replica, 2, peers, ranks=[[0, 1], [2, 3]], member=stage, world_group=dist.group.WORLD)
-    ensemble = hdet.Ensemble(
-        optimizer, replicas=replicas, knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(2, tied=[(shared, copies)], refresh=lambda: written.append(1))
-    )  # fmt: skip
-    for _ in range(2):
-        own.grad, shared.grad = torch.ones(3), torch.ones(5)
-        optimizer.step()
-        ensemble.step(None if stage == 0 else 2.0 + replica)  # only the last stage sees a loss
-    assert ensemble.history is not None
-    return own.detach(), shared.detach(), ensemble.history["losses"], len(written)
-
-
-def test_tied_copies_are_made_equal_and_only_the_last_stage_needs_a_loss() -> None:
-    ranks = run_ranks(tied, 4)
-    for own, shared, losses, written in ranks:
-        assert torch.equal(shared, ranks[0][1])
-        assert losses == [2.0, 3.0] and written == 1
-        assert torch.equal(own, ranks[0][0]) or torch.equal(own, ranks[1][0])
-    assert torch.allclose(ranks[0][0], torch.full((3,), -0.2)) and torch.allclose(ranks[1][0], torch.full((3,), 0.8))
 
 
 def tied_state(rank: int, world: int, masters: str | None, moments: str | None) -> list[torch.Tensor]:

@@ -9,10 +9,9 @@ import torch
 
 import hdet
 from hdet.run.snapshot import keeps_weights, reset_moments
-from tests.harness import Run, TwoReplicas, losses_of, model, policies, taught
+from tests.harness import Run, TwoReplicas, model, policies
 
 from ..distributed import run_ranks
-from .test_beginning import short
 
 schedulefree = pytest.importorskip("schedulefree", reason="the peer is not installed")
 NET = model()
@@ -76,20 +75,3 @@ def test_replicas_evaluate_the_same_weights() -> None:
     one, two = run_ranks(evaluated, 2)
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
     assert not torch.equal(one[0], one[1]) and not torch.equal(one[2], two[2])
-
-
-def test_what_is_taken_back_begins_as_a_new_run_would() -> None:
-    """Its z is the weights, and not zeros; its counters are where they were."""
-    run = short(model(), optimizer=free)
-    before = run.weights()
-    run.steps(4)
-    assert torch.equal(run.weights(), before)
-    group = run.optimizer.param_groups[0]
-    assert not run.optimizer.state and (group["k"], group["weight_sum"], group["lr_max"]) == (0, 0.0, -1.0)
-
-    net = model()
-    optimizer = free(net.parameters(), group["lr"])
-    losses_of(net, taught(run.index)).mean().backward()
-    optimizer.step()
-    run.steps(1)
-    assert torch.equal(run.weights(), torch.cat([p.detach().flatten() for p in net.parameters()]))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import hdet
 from hdet.converge import BucketedAverage
-from tests.harness import Run, TwoReplicas, sgd
+from hdet.run.cycle_stats import gather_stats, local_replicas
+from tests.harness import Run, TwoReplicas, model, sgd
 
 from ..distributed import run_ranks
-from .helpers import on_all_ranks, told
+from .helpers import on_all_ranks, told, trained
 
 # -- the base value is at rest whatever happened -----------------------------------------------------------------------------
 
@@ -128,19 +133,34 @@ def test_a_backward_pass_through_weights_from_before_an_average_is_an_error() ->
     assert all("modified by an inplace operation" in text for text in run_ranks(backward_through_averaged, 2))
 
 
+# -- what is compared: parameters, and the masters that stand for them ---------------------------------------------------------
+
+
+def test_a_digest_knows_what_was_written_to_parameters_with_masters() -> None:
+    digests = []
+    for key in (0, 1):
+        net = model().bfloat16()
+        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, master_weights="fp32")
+        trained(net, optimizer, [key])
+        members = local_replicas(hdet.Replicas.single(), optimizer, list(net.parameters()))
+        for fill in (False, True):
+            if fill:
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.fill_(1.0)
+            digests.append(gather_stats(hdet.Replicas.single(), members, None, compare=True)[0].digest)
+    assert digests[1] == digests[3] and len(set(digests)) == 3
+
+
+def test_a_foreign_optimizers_masters_are_not_taken_for_ours() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    parameters = list(net.parameters())
+    optimizer.state[parameters[0]]["master_param"] = torch.full_like(parameters[0], 5.0)
+    assert local_replicas(hdet.Replicas.single(), optimizer, parameters)[0].masters() == [None] * len(parameters)
+
+
 # -- votes -------------------------------------------------------------------------------------------------------------------
-
-
-def broken_loss_with_a_probe(rank: int, world: int) -> Any:
-    run = Run(rank, controller="probe", every=2).steps(1)
-    run.step(report=float("nan") if rank == 1 else None)
-    return run.history
-
-
-def test_a_replica_whose_training_loss_broke_has_no_vote_in_the_probe_either() -> None:
-    for record in run_ranks(broken_loss_with_a_probe, 4):
-        assert record["left_out"] == [1] and record["losses"][1] is None
-        assert record["slopes"]["lr"] is not None, "the other three still measure"
 
 
 def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule() -> None:
@@ -152,3 +172,70 @@ def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule(
     ensemble.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
     assert ensemble.knobs[0].peak_and_floor() == before == (0.1, 0.0)
+
+
+# -- a model of eight bits, a process group that is gone ---------------------------------------------------------------------
+
+
+# -- eight bits ----------------------------------------------------------------------------------------------------------------
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(6, 1)
+        self.weight = nn.Parameter(torch.ones(6, 6).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scale", torch.ones(3).to(torch.float8_e5m2))
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(x @ self.weight.float())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_a_frozen_parameter_in_8_bits_is_refused_in_the_optimizer(make: Any) -> None:
+    net = Quantised()
+    with pytest.raises(ValueError, match="parameter 0 has dtype torch.float8_e4m3fn.*leave it out of the optimizer"):
+        hdet.Ensemble(make(net.parameters(), lr=1e-3))
+
+
+def test_and_stays_as_it_is_in_the_model() -> None:
+    net = Quantised()
+    run = Run(
+        net=net, optimizer=lambda *_, **__: torch.optim.AdamW(net.adapter.parameters(), lr=1e-3), scheduler=None, every=10, total=200, buffers=net,
+        controller=hdet.AutoLR(net, budget=0.5), closure=True, divergence=hdet.Divergence(rollback="host"),
+    )  # fmt: skip
+    run.losses = lambda data: (net(data[0]) - data[1]).square().mean(1)
+    assert [b.shape[0] for b in run.ensemble.parameters.buffers] == [3] and run.ensemble.parameters.buffers[0] is net.mean
+    run.steps(60)
+    assert torch.equal(net.weight.float(), torch.ones(6, 6)) and run.controller.state_dict()["found"]
+
+
+# -- a process group that is gone ------------------------------------------------------------------------------------------------
+
+
+def destroyed(rank: int, world: int, again: bool, folder: str) -> list[str]:
+    run = Run(rank).steps(3)
+    dist.barrier()
+    dist.destroy_process_group()
+    if again:  # another one, of which the Ensemble knows nothing
+        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, str(rank))), 1), rank=0, world_size=1)
+    run.wrapped = run.net
+    said = []
+    for act in (lambda: run.steps(2), run.ensemble.converge):
+        try:
+            act()
+        except RuntimeError as error:
+            said.append(str(error))
+    run.ensemble.close()
+    if not again:
+        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, str(rank))), 1), rank=0, world_size=1)
+    return said
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_group_destroyed_under_a_live_ensemble_is_named(again: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, said in enumerate(run_ranks(destroyed, 2, again, folder)):
+            assert len(said) == 2, said
+            assert all(f"the process group of replica {rank} has been destroyed" in text and "make a new one" in text for text in said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,60 +39,31 @@ def points(trajectory: Sequence[torch.Tensor], first: int, length: int, rhos: Se
     return [anchor + rho * (average - anchor) for rho in rhos]
 
 
-class Grouped:
-    """Co-resident replicas; rates of two parameter groups."""
+class Grouped(Run):
+    """Co-resident replicas; rates of two parameter groups. ``trajectory``: the mean weights before the first step and after each; ``rhos``: for
+    each weight that of its group."""
 
     def __init__(self, count: int, controller: Callable[[torch.nn.Module], Any], **settings: Any) -> None:
-        self.net = model().to(settings.pop("dtype", torch.float32))
-        self.replicas = hdet.CoresidentReplicas(self.net, count)
-        groups = [{"params": list(self.net[0].parameters())}, {"params": list(self.net[2].parameters()), "lr": 3e-3}]
-        self.optimizer = hdet.FusedAdamW(groups, lr=1e-2, weight_decay=settings.pop("weight_decay", 0.0))
-        self.controller = controller(self.net)
-        self.ensemble = hdet.Ensemble(
-            self.optimizer,
-            replicas=self.replicas,
-            controller=self.controller,
-            **policies(**({"knobs": [hdet.LearningRate(0.3, groups="each")], "every": 4, "total_steps": 40} | settings)),
-        )
-        self.index = 0
-        self.trajectory = [self.mean()]
-        self.rhos: list[list[torch.Tensor]] = []
+        def two_groups(parameters: Any, lr: float, weight_decay: float) -> hdet.FusedAdamW:
+            own = list(parameters)
+            return hdet.FusedAdamW([{"params": own[:2]}, {"params": own[2:], "lr": 3e-3}], lr=lr, weight_decay=weight_decay)
 
-    def step(self, report: float | None = None) -> None:
+        settings = {"knobs": [hdet.LearningRate(0.3, groups="each")], "every": 4, "lr": 1e-2, "scheduler": None} | settings
+        super().__init__(together=count, controller=controller, optimizer=two_groups, **settings)
+        self.trajectory, self.rhos = [self.mean()], []
+        self.optimizer.register_step_post_hook(lambda *_: self.trajectory.append(self.mean()))
+
+    def backward(self, report: dict[int, float] | None = None) -> torch.Tensor:
         self.rhos.append([])
         for k in range(self.replicas.count):
             with self.replicas.use(k):
-                self.rhos[-1].append(self.rho(list(self.ensemble.multipliers.values())))
-                loss = loss_of(self.net, batch(100 * self.index + k))
-                self.ensemble.observe(loss if report is None else report)
-            (loss / self.replicas.count).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.trajectory.append(self.mean())
-        self.ensemble.step()
-        self.index += 1
-
-    def steps(self, count: int, report: float | None = None) -> Grouped:
-        for _ in range(count):
-            self.step(report)
-        return self
-
-    def weights(self) -> list[torch.Tensor]:
-        found = []
-        for k in range(self.replicas.count):
-            with self.replicas.use(k):
-                found.append(torch.cat([p.detach().double().flatten() for p in self.net.parameters()]))
-        return found
+                one, *two = self.ensemble.multipliers.values()
+            of_each = [torch.full((p.numel(),), one if i < 2 else [one, *two][-1]).double() for i, p in enumerate(self.net.parameters())]
+            self.rhos[-1].append(torch.cat(of_each))
+        return super().backward(report)
 
     def mean(self) -> torch.Tensor:
-        return torch.stack(self.weights()).mean(0)
-
-    def rho(self, multipliers: Sequence[float]) -> torch.Tensor:
-        """For each weight that of its group."""
-        one, two = multipliers if len(multipliers) == 2 else 2 * list(multipliers)
-        return torch.cat(
-            [torch.full((p.numel(),), one if i < 2 else two, dtype=torch.float64) for i, p in enumerate(self.net.parameters())]
-        )
+        return torch.stack(self.all_weights()).double().mean(0)
 
 
 # -- the line ------------------------------------------------------------------------------------------------------------
@@ -120,9 +90,7 @@ def test_every_replica_is_scored_on_the_line_by_hand(design: str, settings: dict
 
 def test_scoring_leaves_replicas_as_they_were() -> None:
     def weights(interval: int) -> list[torch.Tensor]:
-        run = Grouped(4, lambda net: Scored(net, interval=interval, rule=Waits()))
-        run.steps(25)
-        return run.weights()
+        return Grouped(4, lambda net: Scored(net, interval=interval, rule=Waits())).steps(25).all_weights()
 
     assert all(map(torch.equal, weights(3), weights(1)))
 
@@ -142,18 +110,9 @@ class Waits(hdet.ProbeRule):
 def processes(rank: int, world: int) -> Any:
     run = Run(rank, controller=lambda net: Scored(net, interval=2), every=6, optimizer=torch.optim.SGD, weight_decay=0.1, lr=1e-2)
     trajectory, rhos = [run.weights()], []
-    for _ in range(12):
-        rhos.append(run.ensemble.multipliers["lr"])
-        loss = loss_of(run.wrapped, batch(100 * run.index + rank))
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        trajectory.append(run.weights())
-        run.ensemble.step(loss)
-        run.index += 1
-    controller = run.ensemble.engine.controller
-    assert isinstance(controller, Scored)
-    return trajectory, rhos, controller.seen
+    run.optimizer.register_step_pre_hook(lambda *_: rhos.append(run.ensemble.multipliers["lr"]))
+    run.optimizer.register_step_post_hook(lambda *_: trajectory.append(run.weights()))
+    return trajectory, rhos, run.steps(12).controller.seen
 
 
 def test_ranks_score_one_line() -> None:
@@ -170,8 +129,7 @@ def test_ranks_score_one_line() -> None:
 
 
 def test_the_rule_is_asked_at_the_ends_of_intervals_and_believes_them_to_be_cycles() -> None:
-    run = Grouped(4, lambda net: Scored(net, interval=3, rule=Waits()), knobs=[hdet.LearningRate(0.3)], total_steps=44)
-    run.steps(44)
+    run = Grouped(4, lambda net: Scored(net, interval=3, rule=Waits()), knobs=[hdet.LearningRate(0.3)], total=44).steps()
     asked = run.controller.rule.asked
     assert [evidence.step for evidence in asked] == [12, 24, 36]
     assert all("probe" in evidence.measured and evidence.sync_interval == 12 for evidence in asked)
@@ -189,20 +147,8 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
         measured = {"probe": [[1.0] * 8] * 4} if cycle % cycles == 0 and not controller.idle else {}
         controller.learn(
             hdet.Evidence(
-                cycle=cycle,
-                step=cycle,
-                total_steps=100,
-                warmup_steps=0,
-                sync_interval=1,
-                knobs=["lr"],
-                multipliers=[[0.7, 0.9, 1.1, 1.3]],
-                losses=[1.0] * 4,
-                measured=measured,
-                scheduled=[phase],
-                peak=[1.0],
-                floor=[0.0],
-                values=[phase],
-                corrections=[1.0],
+                cycle=cycle, step=cycle, total_steps=100, warmup_steps=0, sync_interval=1, knobs=["lr"], multipliers=[[0.7, 0.9, 1.1, 1.3]],
+                losses=[1.0] * 4, measured=measured, scheduled=[phase], peak=[1.0], floor=[0.0], values=[phase], corrections=[1.0],
             )
         )  # fmt: skip
         idle_from = cycle if controller.idle and idle_from is None else idle_from
@@ -210,7 +156,7 @@ def test_a_peak_inside_of_an_interval_is_seen(cycles: int) -> None:
 
 
 def test_a_rise_takes_two_intervals() -> None:
-    run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80, every=4, warmup_steps=0)
+    run = Grouped(4, lambda net: probe(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80, warmup_steps=0)
     run.optimizer.param_groups[0]["lr"] = run.optimizer.param_groups[1]["lr"] = 1e-5
     corrections = [run.ensemble.corrections["lr"] for _ in range(4) if run.steps(4)]
     assert corrections[:3] == [1.0] * 3 and corrections[3] > 1.5
@@ -232,15 +178,11 @@ def test_an_average_in_between_changes_nothing_of_the_line() -> None:
 
 
 def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
-    run = Grouped(
-        4,
-        lambda net: Scored(net, interval=2),
-        knobs=[hdet.LearningRate(0.3)],
-        divergence=hdet.Divergence(rollback="device"),
-        total_steps=100,
-    )
-    run.steps(4)
-    assert run.steps(4, report=1e9).ensemble.engine.rollbacks == 1
+    settings = {"knobs": [hdet.LearningRate(0.3)], "divergence": hdet.Divergence(rollback="device"), "total": 100}
+    run = Grouped(4, lambda net: Scored(net, interval=2), **settings).steps(4)
+    for _ in range(4):
+        run.step(dict.fromkeys(range(4), 1e9))
+    assert run.ensemble.engine.rollbacks == 1
     begun, before = run.index, len(run.controller.seen)
     run.trajectory[begun] = run.mean()
     run.steps(4)
@@ -252,18 +194,12 @@ def test_a_cycle_that_is_taken_back_begins_the_interval_anew() -> None:
 
 def test_a_resumed_run_keeps_what_was_learned_and_begins_its_interval_anew() -> None:
     def make() -> Grouped:
-        run = Grouped(4, lambda net: Scored(net, interval=2), knobs=[hdet.LearningRate(0.3)], total_steps=80)
-        return run
+        return Grouped(4, lambda net: Scored(net, interval=2), knobs=[hdet.LearningRate(0.3)], total=80)
 
     run = make().steps(20)  # two and a half intervals
-    state = json.loads(json.dumps(run.ensemble.state_dict()))
-    other = make()
-    other.net.load_state_dict(run.net.state_dict())
-    other.optimizer.load_state_dict(run.optimizer.state_dict())
-    other.ensemble.load_state_dict(state)
+    other = make().loaded(run.saved())
     assert other.controller.rule.last == run.controller.rule.last != [0.0]
     other.trajectory = [other.mean()]
-    other.index = run.index
     other.steps(4)
     assert not other.controller.seen
     other.steps(4)
@@ -323,8 +259,12 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
         ({"place": "disk"}, "place"),
         ({"dtype": torch.int8}, "dtype"),
         ({"interval": 1, "dtype": torch.bfloat16}, "it would stand still"),
+        ({"chunks": 1}, "chunks"),
+        ({"average_every": 0}, "average_every"),
+        ({"average_from": 1.0}, "average_from"),
+        ({"batches": [1, 2]}, "batches holds 2"),
     ],
 )
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        probe(model(), **settings)
+        hdet.ProbeController(**{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings})

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
 from tests.controllers.asking import Asking
 from tests.distributed import run_ranks
 from tests.harness import Run, batch, losses_of, model, probe, taught
@@ -194,12 +192,6 @@ def test_a_knob_that_the_training_loss_cannot_judge_needs_two_controllers_that_c
             build(judges, held_out)
 
 
-def test_a_cycle_taken_back_lowers_rates_alone() -> None:
-    engine = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
-    engine.roll_back(0.5)
-    assert engine.corrections == [0.5, 1.0]
-
-
 # -- replicas in processes of their own ------------------------------------------------------------------------------------
 
 
@@ -207,13 +199,7 @@ def two_processes(rank: int, world: int) -> Any:
     """[(handed over, weights are equal on all ranks) before the end of each step], and the corrections in the end."""
     run = chained(hdet.SoftmaxController(1e-3, decay=None), rank=rank, ddp=True)
     seen: list[tuple[bool, bool]] = []
-    step = run.ensemble.step
-
-    def looked_at(loss: torch.Tensor) -> None:
-        seen.append((run.controller.handed_over, on_all_ranks(run.weights())))
-        step(loss)
-
-    run.ensemble.step = looked_at  # type: ignore[method-assign]
+    run.optimizer.register_step_post_hook(lambda *_: seen.append((run.controller.handed_over, on_all_ranks(run.weights()))))
     run.steps(60)
     return seen, run.ensemble.corrections
 

@@ -16,65 +16,54 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import batch, model, policies, probe
+from tests import harness
+from tests.harness import model, probe
 
 TOTAL, INTERVAL, STEPS = 60, 5, 7
 
 
-class Run:
-    """Three replicas in this process, or one with trials; or a OneCycleAutoLR."""
+def two_groups(parameters: Any, lr: float, **_: Any) -> hdet.FusedAdamW:
+    own = list(parameters)
+    return hdet.FusedAdamW([{"params": own[:2]}, {"params": own[2:]}], lr=lr)
+
+
+class Run(harness.Run):
+    """Three replicas in this process, or one with trials; ``whole``: the Ensemble, or a OneCycleAutoLR around it."""
 
     def __init__(self, controller: Any, scheduler: Any, knobs: Any = None, *, auto: bool = False, total: int = TOTAL) -> None:
-        self.net, self.index = model(), 0
-        self.controller = controller(self.net)
-        self.replicas = None if "auto" in getattr(self.controller, "name", "") else hdet.CoresidentReplicas(self.net, 3)
-        parameters = list(self.net.parameters())
-        self.optimizer = hdet.FusedAdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=3e-3)
-        settings = {"replicas": self.replicas, "controller": self.controller}
+        net = model()
+        controller = controller(net)
+        together = 1 if "auto" in getattr(controller, "name", "") else 3
+        more = {"knobs": knobs} if knobs else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            super().__init__(
+                net=net, together=together, controller=None if auto else controller, scheduler=scheduler, optimizer=two_groups, total=total,
+                every=INTERVAL, **more,
+            )  # fmt: skip
             if auto:
-                self.scheduler = self.whole = hdet.OneCycleAutoLR(
-                    self.optimizer,
-                    3e-3,
-                    TOTAL,
-                    auto_lr_warmup_steps=0,
-                    ensemble_lr_spread_ratio=0.3,
-                    model_sync_interval=INTERVAL,
-                    **policies(**settings),
-                )
-                self.ensemble = self.whole.ensemble
-            else:
-                self.scheduler = scheduler(self.optimizer)
-                self.whole = self.ensemble = hdet.Ensemble(
-                    self.optimizer, self.scheduler, knobs=knobs or [hdet.LearningRate(0.3)], total_steps=total,
-                    **policies(every=INTERVAL, **settings),
+                self.ensemble.close()
+                self.replicas.attach(self.optimizer)
+                self.scheduler = hdet.OneCycleAutoLR(
+                    self.optimizer, 3e-3, TOTAL, auto_lr_warmup_steps=0, ensemble_lr_spread_ratio=0.3, model_sync_interval=INTERVAL,
+                    replicas=self.replicas, controller=controller,
                 )  # fmt: skip
+                self.ensemble = self.scheduler.ensemble
+        self.whole = self.scheduler if auto else self.ensemble
+        self.controller = controller
 
     def steps(self, count: int) -> Run:
         for _ in range(count):
             if self.ensemble.schedule.is_over:
                 break
-            self.optimizer.zero_grad()
-            self.index += 1
-            if self.replicas is None:
-                losses = self._losses(self.index)
-                losses.mean().backward()
-                self.optimizer.step()
-                self.whole.step(losses.mean().detach(), closure=functools.partial(self._losses, self.index))
-                continue
-            for k in range(self.replicas.count):
-                with self.replicas.use(k):
-                    loss = self._losses(self.index + 1000 * k).mean()
-                    self.ensemble.observe(loss.detach())
-                    loss.backward()
+            loss = self.backward()
             self.optimizer.step()
-            self.whole.step()
+            if self.replicas is None:
+                self.whole.step(loss, closure=functools.partial(self.losses, self.batches()[0]))
+            else:
+                self.whole.step()
+            self.index += 1
         return self
-
-    def _losses(self, key: int) -> torch.Tensor:
-        x, y = batch(key)
-        return (self.net(x) - y).square().mean(-1)
 
     def everything(self) -> str:
         """All that a load could have changed, to the last bit."""

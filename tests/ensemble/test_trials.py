@@ -20,7 +20,7 @@ from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
 
 from ..distributed import run_ranks
-from .helpers import STOCK, same, state_of
+from .helpers import STOCK, flat, same, state_of
 
 STEPS, SCORES = 10, 4
 
@@ -63,8 +63,8 @@ def tries(rank: int = 0, **settings: Any) -> Run:
     return Run(rank, net=net, controller=controller, closure=True, spread=0.0, **settings)
 
 
-def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base") -> tuple[nn.Module, list[float]]:
-    """An arm, as a loop of its own from the beginning of the run; its scores."""
+def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base", ranks: int = 1) -> tuple[nn.Module, list[float]]:
+    """An arm, as a loop of its own from the beginning of the run, on the mean gradient of so many; its scores."""
     net = model()
     run = Run(net=copy.deepcopy(net), optimizer=optimizer, spread=0.0)
     first, peak = run.rate, 3e-3
@@ -74,7 +74,7 @@ def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "b
     for i in range(STEPS):
         own.param_groups[0]["lr"] = first + (top - first) * ((i + 1) / rise) if i < rise else top * ((STEPS - i) / (STEPS - rise + 1))
         own.zero_grad()
-        loss_of(net, batch(100 * i)).backward()
+        torch.stack([loss_of(net, batch(100 * i + rank)) for rank in range(ranks)]).mean().backward()
         own.step()
     with torch.no_grad():
         return net, [float(losses_of(net, batch(100 * i)).double().mean()) for i in range(STEPS, STEPS + SCORES)]
@@ -188,35 +188,24 @@ def test_a_shadow_measures_without_a_trace() -> None:
     assert shadow.controller.rule.told[1][0][1 : 1 + SCORES] == by_hand(0.5)[1]
 
 
-class Loop:
-    """A loop of its own over `noisy`, with whatever is around it; ``multiples`` of None: without trials."""
-
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, multiples: tuple[float, ...] | None, wrapped: Any = None) -> None:
-        self.net, self.optimizer, self.wrapped = net, optimizer, net if wrapped is None else wrapped
-        controller = None if multiples is None else Tries(Trials(self.wrapped), multiples)
-        self.ensemble = hdet.Ensemble(optimizer, total_steps=100, replicas=hdet.Replicas.single(), controller=controller)
-        self.controller = controller
-
-    def step(self, index: int, **zero: Any) -> None:
-        data = batch(100 * index)
-        losses_of(self.wrapped, data).mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(**zero)
-        self.ensemble.step(1.0, closure=lambda: losses_of(self.wrapped, data))
+def sgd(parameters: Any, **_: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
 
 
 def test_a_second_optimizer_over_the_model_gets_no_gradients_of_arms() -> None:
     weights = []
-    for multiples in (None, (0.5, 30.0)):
+    for settings in ({}, {"controller": lambda net: Tries(Trials(net), (0.5, 30.0))}):
         net = model()
-        first = Loop(net, torch.optim.AdamW(net[0].parameters(), lr=1e-2), multiples)
         second = torch.optim.SGD(net[2].parameters(), lr=1e-2)
-        for index in range(STEPS + SCORES):
-            first.step(index)
+        first = Run(
+            net=net, optimizer=lambda *_, net=net, **__: sgd(net[0].parameters()), closure=True, scheduler=None, spread=0.0, **settings
+        )
+        for _ in range(STEPS + SCORES):
+            first.step()
             second.step()
             second.zero_grad()
-        weights.append([p.detach().clone() for p in net.parameters()])
-    assert same(*weights)
+        weights.append(first.weights())
+    assert torch.equal(*weights)
 
 
 def bucket_views(rank: int, world: int, to_none: bool) -> Any:
@@ -224,9 +213,15 @@ def bucket_views(rank: int, world: int, to_none: bool) -> Any:
     for multiples in (None, (0.5, 30.0)):
         net = model()
         wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True)
-        loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9), multiples, wrapped)
+        controller = None if multiples is None else Tries(Trials(wrapped), multiples)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        ensemble = hdet.Ensemble(optimizer, total_steps=100, replicas=hdet.Replicas.single(), controller=controller)
         for index in range(STEPS + SCORES):
-            loop.step(index, set_to_none=to_none)
+            data = batch(100 * index)
+            losses_of(wrapped, data).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            ensemble.step(1.0, closure=lambda wrapped=wrapped, data=data: losses_of(wrapped, data))
         found.append([p.detach().clone() for p in net.parameters()] + [p.grad for p in net.parameters() if p.grad is not None])
     return same(*found)
 
@@ -239,101 +234,70 @@ def test_gradients_that_are_views_of_ddps_buckets_are_left_as_they_were(to_none:
 def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None:
     told = []
     for outside in (False, True):
-        net = model()
-        loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2), (0.5, 30.0))
-        plain = loop.wrapped
+        run = tries(net=model(), multiples=(0.5, 30.0), optimizer=sgd, scheduler=None)
 
-        def under(x: torch.Tensor, plain: Any = plain) -> torch.Tensor:
+        def under(data: Any, run: Run = run) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                return plain(x)
+                return ((run.net(data[0]).float() - data[1]) ** 2).mean(1)
 
-        for index in range(STEPS + SCORES):
-            data = batch(100 * index)
+        run.losses = under
+        for _ in range(STEPS + SCORES):
             with torch.autocast("cpu", torch.bfloat16, enabled=outside):
-                ((under(data[0]).float() - data[1]) ** 2).mean().backward()
-                loop.optimizer.step()
-                loop.optimizer.zero_grad()
-                loop.ensemble.step(1.0, closure=lambda data=data: ((under(data[0]).float() - data[1]) ** 2).mean(1))
-                inside = under(data[0])
-            assert torch.equal(inside, under(data[0]))  # the run's weights, not the last arm's
-        assert loop.controller is not None
-        told.append(loop.controller.told[0][0])
+                inside = under(run.steps(1).data(0))
+            assert torch.equal(inside, under(run.data(0)))  # the run's weights, not the last arm's
+        told.append(run.controller.told[0][0])
     assert told[0] == pytest.approx(told[1], rel=0.02) and told[1][1 : 1 + SCORES] != told[1][1 + SCORES :]
 
 
 def test_a_model_that_raises_on_an_arm_that_has_broken_does_not_end_the_run() -> None:
-    net = model()
-    loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2), (1e30, 1.0))
+    run = tries(net=model(), multiples=(1e30, 1.0), optimizer=sgd, scheduler=None)
 
     def losses(data: Any) -> torch.Tensor:
-        found = losses_of(net, data)
+        found = losses_of(run.net, data)
         if not torch.isfinite(found).all():
             raise FloatingPointError("not finite")
         return found
 
-    for index in range(STEPS + SCORES):
-        data = batch(100 * index)
-        losses(data).mean().backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        loop.ensemble.step(1.0, closure=lambda data=data: losses(data))
-    assert loop.controller is not None
-    ((_, *row),) = loop.controller.told[0]
+    run.losses = losses
+    ((_, *row),) = run.steps(STEPS + SCORES).controller.told[0]
     assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
 
 
-def test_a_group_that_is_still_frozen_by_its_schedule_does_not_move_in_an_arm() -> None:
-    for place in (0, 1):
-        net = model()
-        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
-        groups[place]["lr"] = 0.0  # type: ignore[assignment]
-        loop = Loop(net, torch.optim.SGD(groups, lr=1e-2), (1.0, 4.0))  # type: ignore[arg-type]
-        assert loop.controller is not None
-        loop.controller.end = hdet.Restore("arm 1")
-        before = state_of(net[2 * place])
-        other = state_of(net[2 - 2 * place])
-        for index in range(STEPS + SCORES):
-            loop.step(index)
-        assert same(state_of(net[2 * place]), before) and not same(state_of(net[2 - 2 * place]), other)
-        row = loop.controller.told[0][0]
-        assert row[1 : 1 + SCORES] != row[1 + SCORES :]
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_group_that_is_still_frozen_by_its_schedule_does_not_move_in_an_arm(place: int) -> None:
+    net = model()
+    groups: list[dict[str, Any]] = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+    groups[place]["lr"] = 0.0
+    run = tries(net=net, multiples=(1.0, 4.0), optimizer=lambda *_, **__: sgd(groups), scheduler=None, end=hdet.Restore("arm 1"))
+    before, other = state_of(net[2 * place]), state_of(net[2 - 2 * place])
+    run.steps(STEPS + SCORES)
+    assert same(state_of(net[2 * place]), before) and not same(state_of(net[2 - 2 * place]), other)
+    row = run.controller.told[0][0]
+    assert row[1 : 1 + SCORES] != row[1 + SCORES :]
 
 
 def test_what_follows_a_step_in_a_hook_is_not_told_of_arms() -> None:
-    net, counted = model(), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    optimizer.register_step_post_hook(lambda *_: counted.append(1))
-    loop = Loop(net, optimizer, (0.5, 2.0))
-    for index in range(STEPS + SCORES):
-        loop.step(index)
+    run, counted = tries(net=model(), multiples=(0.5, 2.0)), []
+    run.optimizer.register_step_post_hook(lambda *_: counted.append(1))
+    run.steps(STEPS + SCORES)
     assert len(counted) == STEPS + SCORES
 
 
 def test_a_score_that_raised_and_was_caught_loses_the_trial() -> None:
-    net = model()
-    loop = Loop(net, torch.optim.SGD(net.parameters(), lr=1e-2), (1.0, 2.0))
+    run = tries(net=model(), multiples=(1.0, 2.0)).steps(STEPS)
 
-    def losses(index: int) -> torch.Tensor:
-        if index == STEPS and not torch.is_grad_enabled():
+    def fails(data: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
             raise ZeroDivisionError
-        return losses_of(net, batch(100 * index))
+        return losses_of(run.net, data)
 
-    def step(index: int) -> list[torch.Tensor]:
-        losses(index).mean().backward()
-        loop.optimizer.step()
-        before = [p.detach().clone() for p in net.parameters()]
-        loop.ensemble.step(1.0, closure=lambda: losses(index))
-        return before
-
-    for index in range(STEPS):
-        step(index)
+    run.losses, plain = fails, run.losses
     with pytest.raises(ZeroDivisionError):
-        step(STEPS)
-    assert net.training
-    for index in range(STEPS + 1, 2 * (STEPS + SCORES) + 1):
-        step(index)
-    assert loop.controller is not None
-    first, second = loop.controller.told
+        run.step()
+    assert run.net.training
+    run.losses = plain
+    run.steps(STEPS + 2 * SCORES)
+    first, second = run.controller.told
     assert not first and len(second[0]) == 1 + 2 * SCORES
 
 
@@ -418,15 +382,5 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     (told, weights, wrapped), (others, others_weights, _) = ranks
     assert wrapped == (reduce == "ddp") and told == others and len(told) == 2 and told[0] != told[1]
     assert torch.equal(weights, others_weights)
-    if reduce != "local":  # the arm was trained on the mean gradient of both
-        net = model()
-        run = Run(net=copy.deepcopy(net), spread=0.0, ddp=False, replicas=hdet.Replicas.single())
-        first, rise = run.rate, round(RISE * STEPS)
-        own = torch.optim.AdamW(net.parameters(), lr=first, weight_decay=0.0)
-        own.param_groups[0]["betas"] = run.optimizer.param_groups[0]["betas"]
-        for i in range(STEPS):
-            own.param_groups[0]["lr"] = first + 3 * first * ((i + 1) / rise) if i < rise else 4 * first * ((STEPS - i) / (STEPS - rise + 1))
-            own.zero_grad()
-            ((loss_of(net, batch(100 * i)) + loss_of(net, batch(100 * i + 1))) / 2).backward()
-            own.step()
-        assert torch.allclose(weights, torch.cat([p.detach().flatten() for p in net.parameters()]), atol=1e-5)
+    if reduce != "local":
+        assert torch.allclose(weights, flat(by_hand(4.0, ranks=2)[0]), atol=1e-5)

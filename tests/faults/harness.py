@@ -45,6 +45,30 @@ class Outcome:
     traceback: str = ""
 
 
+def check_left(one: Outcome, phase: str, cycle: int, step: int) -> None:
+    """A rank that is left after replica 1 - that is rank 1, or 0 where this is it - was killed: one error of the right name, in time."""
+    dead = 0 if one.rank == 1 else 1
+    assert (one.exitcode, one.kind) == (0, "ReplicaLost"), one
+    assert (one.phase, one.cycle, one.step, one.lost) == (phase, cycle, step, (dead,)), one.text
+    assert f"cycle {cycle} (step {step})" in one.text and f"replica {dead} (rank {dead}) is gone (ended: pid " in one.text
+    assert f"this is replica {one.rank} (rank {one.rank})" in one.text
+    assert one.seconds < HANG_S / 2, "long before the collectives' timeout"
+    for said in one.afterwards.split(" | "):
+        assert "has lost a replica" in said and "from the last checkpoint" in said
+
+
+def refusals(ensemble: Any) -> str:
+    """What a broken Ensemble says to whoever goes on regardless."""
+    said = []
+    for attempt in (ensemble.step, ensemble.state_dict, ensemble.converge):
+        try:
+            attempt()
+            said.append("goes on")
+        except RuntimeError as error:
+            said.append(str(error))
+    return " | ".join(said)
+
+
 def run_faulty(
     scenario: Callable[..., Any], world_size: int, folder: Path, *, timeout: float = HANG_S, store: str = "file", **settings: Any
 ) -> list[Outcome]:

@@ -14,7 +14,7 @@ import hdet
 import hdet.converge
 
 from ..harness import Batch, Run, batch, losses_of
-from .harness import World
+from .harness import World, refusals
 
 INTERVAL = 4
 
@@ -34,12 +34,12 @@ class Training(Run):
     ) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
-        settings = ({"gradients": "local", "moments": "average"} if local else {}) | {"every": INTERVAL, **settings}
+        sgd = partial(torch.optim.SGD, momentum=0.9)
+        settings = ({"gradients": "local", "moments": "average"} if local else {}) | {"every": INTERVAL, "optimizer": sgd, **settings}
         scheduler = None
         if jump is not None:
             scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: jump[1] if step >= jump[0] else 1.0)
-        sgd = partial(torch.optim.SGD, momentum=0.9)
-        super().__init__(rank, net=net, ddp=not local, optimizer=sgd, scheduler=scheduler, lr=lr, data=wave, **settings)
+        super().__init__(rank, net=net, ddp=not local, scheduler=scheduler, lr=lr, data=wave, **settings)
         self.poison = 1.0
         self.losses = lambda data: self.poison * losses_of(self.wrapped, data)
 
@@ -61,18 +61,11 @@ class Training(Run):
 
     def state(self) -> list[float]:
         """All of the optimizer's tensors."""
-        return [x for values in self.optimizer.state.values() for x in values["momentum_buffer"].flatten().tolist()]
+        tensors = [value for values in self.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+        return [x for tensor in tensors for x in tensor.flatten().tolist()]
 
     def refuses(self) -> str:
-        """What a broken Ensemble says to whoever goes on regardless."""
-        said = []
-        for attempt in (self.ensemble.step, self.ensemble.state_dict, self.ensemble.converge):
-            try:
-                attempt()
-                said.append("goes on")
-            except RuntimeError as error:
-                said.append(str(error))
-        return " | ".join(said)
+        return refusals(self.ensemble)
 
 
 def killed_in_a_cycle(world: World, *, local: bool = False, victim: int = 1, at: int = 6) -> None:

@@ -66,3 +66,25 @@ CASES = [
     # rank = tp + 2 pp + 8 dp; the last stage is pp = 3.
     Case(16, {"tp": 2, "pp": 4, "order": "tp-pp-dp"}, HALVES, pairs(0, 7, 8), [[6, 7], [14, 15]], [[0, 6], [1, 7], [8, 14], [9, 15]]),
 ]
+
+
+def shown(ranks: list[int]) -> str:
+    """Runs of three and more are shortened."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "{" + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs) + "}"
+
+
+def row(case: Case) -> str:
+    """As the page has it; printed by `python -m tests.replicas.tables`."""
+    sizes = ", ".join(f'{name}="{size}"' if isinstance(size, str) else f"{name}={size}" for name, size in case.sizes.items())
+    columns = [" ".join(map(shown, table)) or "-" for table in (case.replicas, case.peers, case.losses, case.tied)]
+    return f"| `from_layout({sizes})` | {case.world} | " + " | ".join(columns) + " |"
+
+
+if __name__ == "__main__":
+    print("\n".join(map(row, CASES)))

@@ -287,6 +287,7 @@ def test_what_all_ranks_get_wrong_is_their_own_error(call: Any, message: str) ->
 def test_without_processes() -> None:
     for make_one in (
         lambda: hdet.Replicas.from_layout(),
+        lambda: hdet.Replicas.from_group(),
         lambda: hdet.Replicas.from_group([[0], [1]]),
         lambda: hdet.Replicas.from_mesh(None),
     ):

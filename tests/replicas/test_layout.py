@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from hdet.replicas.layout import Layout, brief, closure, paired
 
-from .tables import CASES, Case
+from .tables import CASES, Case, row
+
+PAGE = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
 
 
 def lists(table: Any) -> list[list[int]]:
@@ -26,6 +29,11 @@ def test_worked_tables(case: Case) -> None:
     assert lists(layout.peers) == case.peers
     assert lists(layout.losses) == case.losses
     assert lists(layout.tied) == case.tied
+    assert row(case) in PAGE.splitlines()
+
+
+def test_the_page_has_no_other_table() -> None:
+    assert len(CASES) == PAGE.count("| `from_layout(")
 
 
 def test_an_unknown_axis_is_refused() -> None:

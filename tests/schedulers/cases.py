@@ -43,6 +43,10 @@ def adamw_tensor_lr(params: Params) -> Optimizer:
     return AdamW([{**group, "lr": torch.tensor(0.5)} for group in params], lr=0.5, foreach=False)
 
 
+def fused(params: Params) -> Optimizer:
+    return hdet.FusedAdamW(params, lr=0.5, weight_decay=0.1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     name: str
@@ -73,6 +77,7 @@ CASES = [
     _case("betas cycled, Adam", adam, max_lr=0.01),
     _case("betas cycled, AdamW with decay, linear", adamw, max_lr=[0.01, 0.02], anneal_strategy="linear"),
     _case("betas per group, AdamW, three phases", adamw, base_momentum=[0.8, 0.7], max_momentum=[0.9, 0.95], three_phase=True),
+    _case("betas cycled, FusedAdamW", fused, max_lr=0.01),
     _case("momentum left alone", sgd, cycle_momentum=False),
     _case("betas left alone", adamw, cycle_momentum=False, max_lr=0.01),
     _case("tensor lr", sgd_tensor_lr),

@@ -100,13 +100,6 @@ def test_without_a_scheduler_the_optimizers_own_values_are_the_base():
     assert found == [[0.5, 0.5]] * 3 + [[1.0, 1.0]] * 5
 
 
-def test_a_plateau_scheduler_needs_a_metric():
-    """ReduceLROnPlateau.step(metric) cannot be stepped by an Ensemble; it must be refused, or the first step must name the reason."""
-    toy = Toy(sgd)
-    with pytest.raises((TypeError, ValueError), match="metrics|ReduceLROnPlateau"):
-        hdet.Ensemble(toy.optimizer, torchs.ReduceLROnPlateau(toy.optimizer)).step(toy.step())
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_multiplier_exists_only_inside_the_step(fails):
     """At rest the base value, inside the step base * rho, and the base again when the step raises."""
@@ -167,6 +160,12 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
         ensemble.step(toy.step())
     still = 6 if name == "starts at zero" else 0  # steps that move nothing count nothing
     assert ensemble.cycle == (STEPS - still) // 3
+
+
+def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
+    toy = Toy(sgd)
+    noam = torchs.LambdaLR(toy.optimizer, lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
+    assert hdet.Ensemble(toy.optimizer, noam, total_steps=200).schedule.peaks_and_floors()[0] == [pytest.approx(0.008)]
 
 
 def test_a_decay_that_cannot_work_is_refused_at_once():

@@ -74,24 +74,6 @@ def test_loss_may_be_a_number_a_tensor_or_absent():
     assert scheduler.last_epoch == 7
 
 
-def test_loss_may_come_by_observe():
-    losses = []
-    for by_observe in (False, True):
-        toy, records = Toy(sgd), []
-        scheduler = hdet.OneCycleAutoLR(toy.optimizer, 0.01, 30, model_sync_interval=3)
-        for _ in range(6):
-            loss = toy.step()
-            if by_observe:
-                scheduler.observe(loss)
-                scheduler.step()
-            else:
-                scheduler.step(loss)
-            records.append(scheduler.ensemble.history)
-        losses.append([record["losses"] if record else None for record in records])
-    assert losses[0] == losses[1]
-    assert losses[0][-1] is not None
-
-
 def test_missing_total_is_refused_only_when_a_controller_acts():
     hdet.OneCycleAutoLR(Toy(sgd).optimizer, 0.01, 50)  # default warm-up: 100 000
     optimizer = Toy(sgd).optimizer

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Run, Scripted, TwoReplicas, force, policies
+from tests.harness import Scripted, TwoReplicas, force, policies
 from tests.schedulers.cases import Toy, adamw, adamw_tensor_lr, exact, hyperparameters, played, rates, sgd, sgd_tensor_lr
 from tests.schedulers.test_any_scheduler import SCHEDULERS
 
@@ -65,6 +65,10 @@ def one_after_the_other(*schedulers: Any) -> Any:
     return SimpleNamespace(step=lambda: [scheduler.step() for scheduler in schedulers])
 
 
+def four_steps(scheduler: Any) -> Any:
+    return one_after_the_other(*[scheduler] * 4)
+
+
 def told_its_epoch(name: str) -> Callable[[Optimizer], Any]:
     def build(optimizer: Optimizer) -> Any:
         scheduler = SCHEDULERS[name](optimizer)
@@ -100,6 +104,13 @@ USERS: dict[str, Callable[[Optimizer], Any]] = {
     "StepLR that is told its epoch": told_its_epoch("StepLR"),
     "CosineAnnealingLR that is told its epoch": told_its_epoch("CosineAnnealingLR"),
     "ExponentialLR that is told its epoch": told_its_epoch("ExponentialLR"),
+    # as accelerate steps those that it has prepared
+    "CosineAnnealingLR, four steps": lambda opt: four_steps(torchs.CosineAnnealingLR(opt, 100, eta_min=1e-2)),
+    "CosineAnnealingLR, four steps, past its end": lambda opt: four_steps(torchs.CosineAnnealingLR(opt, 30)),
+    "StepLR, four steps": lambda opt: four_steps(torchs.StepLR(opt, 5, 0.5)),
+    "ExponentialLR, four steps": lambda opt: four_steps(torchs.ExponentialLR(opt, 0.95)),
+    "LambdaLR, four steps": lambda opt: four_steps(torchs.LambdaLR(opt, lambda t: 0.97**t)),
+    "LinearLR, four steps": lambda opt: four_steps(torchs.LinearLR(opt, 0.1, 1, 50)),
 }
 
 
@@ -198,22 +209,6 @@ def test_corrections_after_a_write_are_relative_to_it() -> None:
     assert rates(toy.optimizer) == [0.75, 2.0] and ensemble.corrections == {"lr": 4.0}
 
 
-@pytest.mark.filterwarnings("ignore:lr was set")
-def test_a_scheduler_of_the_users_beside_the_ensembles_own() -> None:
-    """A warm-up by hand on top of what the Ensemble steps: the next value of a recursive scheduler goes on from it."""
-    toy, plain = Toy(sgd), Toy(sgd)
-    steps = [torchs.ExponentialLR(t.optimizer, 0.9) for t in (toy, plain)]
-    ensemble = hdet.Ensemble(toy.optimizer, steps[0], sync=hdet.Sync(STEPS), controller=Scripted([2.0]))
-    for step in range(9):
-        plain.step()
-        steps[1].step()
-        ensemble.step(toy.step())
-        if step == 5:
-            times(plain.optimizer, 0.5)
-            times(toy.optimizer, 0.5)
-    assert rates(toy.optimizer) == pytest.approx([2 * rate for rate in rates(plain.optimizer)], rel=1e-13)
-
-
 # -- what cannot be told apart ------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +286,18 @@ def test_a_scheduler_of_another_optimizer_and_one_that_is_gone_say_nothing() -> 
     assert rates(toy.optimizer) == [0.25, 0.25]
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in", "ignore:Detected call of")
+def test_several_steps_of_one_that_is_made_of_others_are_refused_where_they_lead_elsewhere() -> None:
+    toy = Toy(sgd)
+    members = [torchs.LinearLR(toy.optimizer, 0.1, 1, 9), torchs.CosineAnnealingLR(toy.optimizer, 100)]
+    scheduler = four_steps(torchs.SequentialLR(toy.optimizer, members, [9]))
+    ensemble = ensemble_on(toy, [4.0])
+    with pytest.raises(ValueError, match=r"SequentialLR has stepped several times.*rescheduling"):
+        for _ in range(5):
+            epoch(toy, ensemble)
+            scheduler.step()
+
+
 # -- the way out -----------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +327,26 @@ def test_a_scheduler_that_is_built_inside_rescheduling_begins_at_the_schedules_o
             late.step()
             ensemble.step(toy.step())
         assert rates(toy.optimizer) == pytest.approx([1 / (1 + t)] * 2)
+
+
+def test_a_schedule_that_is_built_after_many_writes_by_hand_is_found() -> None:
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, [0.5])
+    epoch(toy, ensemble)
+    times(toy.optimizer, 0.99)
+    with pytest.warns(UserWarning, match=TAKEN):
+        epoch(toy, ensemble)
+    for _ in range(40):
+        times(toy.optimizer, 0.99)
+        epoch(toy, ensemble)
+    times(toy.optimizer, 0.99)
+    with ensemble.rescheduling():
+        began = toy.optimizer.param_groups[0]["lr"]
+        scheduler = torchs.LambdaLR(toy.optimizer, lambda t: 0.9**t)
+    for t in range(1, 11):
+        ensemble.step(toy.step())
+        scheduler.step()
+        assert ensemble.value("lr") == pytest.approx(0.5 * began * 0.9**t, rel=1e-9)
 
 
 def test_rescheduling_puts_corrections_back_after_an_error() -> None:
@@ -426,22 +453,6 @@ def test_a_base_value_off_the_schedule_is_set_by_hand_too() -> None:
     toy.optimizer.param_groups[1]["lr"] *= 0.5
     with pytest.raises(ValueError, match="groups"):
         toy.step()
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
-def test_corrections_by_the_cycle_and_a_cosine_of_the_users_once_an_epoch() -> None:
-    run = Run(scheduler=None, controller=Scripted([2.0, 1.5, 0.5] * 8), every=10, total=240, lr=1e-3)
-    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    schedulers = [torchs.CosineAnnealingLR(opt, 12) for opt in (run.optimizer, plain)]
-    for _ in range(12):
-        for _ in range(20):
-            with silent():
-                run.step()
-            in_force = run.ensemble.engine.in_force(0)
-            assert rates(run.optimizer) == pytest.approx([rate * in_force for rate in rates(plain)], rel=1e-12)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert run.ensemble.corrections["lr"] == pytest.approx(1.5**8)
 
 
 def test_bounds_hold_what_is_written() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
+from tests.distributed import run_ranks
 from tests.schedulers.cases import CASES, Toy, exact, hyperparameters, pair, sgd, sgd_shared_tensor_lr
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -49,6 +50,27 @@ def test_bitwise_the_same_run(case, spread):
         auto.step(ours.step())
     assert_same((toy, scheduler), (ours, auto), "at the end")
     assert exact(ours.parameters()) != start
+
+
+def trace(rank, case, build):
+    """After each step: the groups' settings, what get_last_lr says, the parameters."""
+    toy, scheduler = pair(build, case, rank)
+    found = []
+    for _ in range(case.steps):
+        loss = toy.step()
+        scheduler.step(*[] if build is OneCycleLR else [loss])
+        found.append((hyperparameters(toy.optimizer), exact(scheduler.get_last_lr()), exact(toy.parameters())))
+    return found
+
+
+def unequal(rank, world):
+    return [case.name for case in CASES if trace(rank, case, OneCycleLR) != trace(rank, case, hdet.OneCycleAutoLR)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_spread_zero_is_torch_under_ddp(world):
+    """Each replica has data of its own. 1/3 is not a binary fraction, so even an average of equal parameters would change them."""
+    assert run_ranks(unequal, world) == [[]] * world
 
 
 def test_past_the_end_it_raises_torchs_error():
