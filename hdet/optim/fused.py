@@ -11,13 +11,13 @@ from torch import Tensor
 from hdet.kernels import StepSettings
 from hdet.kernels.spec.arguments import normalised
 from hdet.kernels.spec.interface import COUPLED
-from hdet.kernels.spec.rank_one import mean_rho
+from hdet.kernels.spec.shared import mean_rho
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
 from . import displacement, lists
 from . import step_plans as plans
-from .finish import Averaging, ShardedClip, check_copies, local_gradients
+from .finish import Averaging, ShardedClip, check_copies
 from .state import LINE_KEYS, REPLICA_KEYS, kept_masters, like_first, reset_master, state_sets
 from .stepper import Stepper
 
@@ -111,7 +111,8 @@ class FusedOptimizer(Stepper):
 
     def _step_shards(self, planned: plans.Planned, gradients: list[Tensor | None], settings: list[tuple[StepSettings, ...]]) -> None:
         """A step on what lies on this rank: the kernels see shards alone."""
-        own = local_gradients(gradients, planned.params)
+        pairs = enumerate(zip(gradients, planned.params, strict=True))
+        own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
         if self._max_grad_norm is not None and len(planned.parts) == 1:
             if self._clip is None or not lists.same(self._clip.params, planned.params):
                 self._clip = ShardedClip(planned.params)

@@ -17,8 +17,8 @@ from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 
 from . import lists
+from .lists import VersionWatch
 from .state import REPLICA_KEYS, adopt, kept_masters, state_sets
-from .version_watch import VersionWatch
 
 Hyper = tuple[Any, ...]
 """lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of StepSettings, numbers or tensors"""

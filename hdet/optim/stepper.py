@@ -21,9 +21,9 @@ from . import group_checks as groups
 from . import step_plans as plans
 from .displacement import LineWatch
 from .finish import Averaging, ShardedClip
+from .lists import VersionWatch
 from .state import MASTER_KEYS, REPLICA_KEYS, Layout, replicas_for
 from .step_plans import Hyper, Part, Planned, Watch
-from .version_watch import VersionWatch
 
 # What a copy or a pickle keeps beside torch's parts.
 _OWN = (
@@ -141,7 +141,8 @@ class Stepper(Optimizer):
             name = f"parameter group {i} of the loaded state"
             for key, value in {**self._carried, "maximize": False}.items():
                 group.setdefault(key, value)
-            groups.require(group, self._keys, name, type(self).__name__)
+            if absent := [key for key in self._keys if key not in group]:
+                raise ValueError(f"{name} lacks {', '.join(absent)}: it is not that of a {type(self).__name__}")
             self._check_group(group, name)
         if "defaults" not in state:
             state = {**state, "state": self._loaded_state(state["state"])}

@@ -32,13 +32,6 @@ MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 """in the order of csrc/core/numbers.h: DType, Master"""
 
 
-def _codes(column: Column | None, count: int, codes: dict[torch.dtype | None, int], shift: int) -> list[int]:
-    """One field of Chunk::formats (csrc/core/numbers.h) for each tensor."""
-    if column is None:
-        return [0] * count
-    return [codes[None if tensor is None else tensor.dtype] << shift for tensor in column]
-
-
 def formats(
     count: int,
     gradients: Column | None = None,
@@ -48,16 +41,13 @@ def formats(
     exp_avg_sqs: Column | None = None,
     stochastic: bool = False,
 ) -> list[int]:
-    """Chunk::formats of each tensor: how its streams are stored."""
-    fields = (
-        _codes(gradients, count, DTYPES, 0),
-        _codes(params, count, DTYPES, 2),
-        _codes(masters, count, MASTERS, 4),
-        _codes(exp_avgs, count, DTYPES, 6),
-        _codes(exp_avg_sqs, count, DTYPES, 8),
-        [int(stochastic) << 10] * count,
-    )
-    return [sum(parts) for parts in zip(*fields, strict=True)]
+    """Chunk::formats of each tensor (csrc/core/numbers.h): how its streams are stored."""
+    packed = [int(stochastic) << 10] * count
+    fields = ((gradients, DTYPES, 0), (params, DTYPES, 2), (masters, MASTERS, 4), (exp_avgs, DTYPES, 6), (exp_avg_sqs, DTYPES, 8))
+    for column, codes, shift in fields:
+        for i, tensor in enumerate(column or ()):
+            packed[i] |= codes[None if tensor is None else tensor.dtype] << shift
+    return packed
 
 
 def only_float(*columns: Column | None) -> bool:

@@ -1,4 +1,4 @@
-"""An optimizer step by a native kernel."""
+"""An optimizer step by a native kernel, also of replicas on one line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import Tensor
 from ...profiling import ranged
 from .. import native
 from ..spec.arguments import check_gradients
-from ..spec.interface import PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
+from ..spec.interface import PLAIN, RULES, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options, count_settings
-
-if native.missing is None:
-    from hdet import _C
+from ..spec.shared import OnLine
 
 
 class NativeStepPlan:
@@ -27,7 +25,7 @@ class NativeStepPlan:
         self.memory = memory
         self.plan = self._new_plan()
         self.count = len(tensors.params[0])
-        self.gradients = _C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
+        self.gradients = native._C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
         self.gradient_types = [native.DTYPES[torch.float32]] * self.count
         self.chunks = self._chunks()
         self.placed_chunks = memory.place(self.chunks)
@@ -37,8 +35,8 @@ class NativeStepPlan:
         self._make_inputs()
 
     @staticmethod
-    def _new_plan() -> _C.StepPlan:
-        return _C.StepPlan()
+    def _new_plan() -> native._C.StepPlan:
+        return native._C.StepPlan()
 
     def _chunks(self) -> Tensor:
         t = self.tensors
@@ -84,10 +82,10 @@ class NativeStepPlan:
         plan = self.plan
         rows, replicas = plan.num_rows, plan.num_replicas
         parts = {
-            "control": _C.CONTROL_BYTES,
-            "rows": rows * _C.ROW_BYTES,
+            "control": native._C.CONTROL_BYTES,
+            "rows": rows * native._C.ROW_BYTES,
             "partials": 8 * plan.num_chunks,
-            "replica_rows": rows * replicas * _C.REPLICA_ROW_BYTES,
+            "replica_rows": rows * replicas * native._C.REPLICA_ROW_BYTES,
         }
         self.derived = self.memory.room(sum(parts.values()))
         address = self.derived.data_ptr()
@@ -97,7 +95,7 @@ class NativeStepPlan:
             else:
                 setattr(plan, name, address)
             address += size
-        control = self.derived[: _C.CONTROL_BYTES].view(torch.float32)
+        control = self.derived[: native._C.CONTROL_BYTES].view(torch.float32)
         self.skipped, self.norm = control[0], control[1]
 
     def _make_inputs(self) -> None:
@@ -143,12 +141,12 @@ class NativeStepPlan:
 
     def _write_gradients(self, gradients: Sequence[Tensor], changes: int) -> None:
         types = self.gradients.types
-        unusual = changes == _C.Gradients.UNUSUAL  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
-        if not unusual and changes & _C.Gradients.RETYPED:  # the first ones, mostly: to ask each step would take too long
+        unusual = changes == native._C.Gradients.UNUSUAL  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        if not unusual and changes & native._C.Gradients.RETYPED:  # the first ones, mostly: to ask each step would take too long
             unusual = any(map(Tensor.is_neg, gradients))  # DLPack does not tell
         if unusual:
             check_gradients(gradients, self.tensors.params[0])
-            _C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
+            native._C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
             types = [native.DTYPES[g.dtype] for g in gradients]
         else:
             self.gradients.write_addresses(self.gradient_table.data_ptr())
@@ -160,8 +158,8 @@ class NativeStepPlan:
             self._note_all_float()
 
     def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
-        _C.write_numbers(self.settings_table.data_ptr(), values)
-        _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
+        native._C.write_numbers(self.settings_table.data_ptr(), values)
+        native._C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
         self.memory.refresh(self.settings_table, self.placed_settings)
 
     def _take_options(self, options: StepOptions) -> None:
@@ -172,3 +170,31 @@ class NativeStepPlan:
         plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
         plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
         self._options = options
+
+
+class NativeRankOnePlan(OnLine, NativeStepPlan):
+    """A step of replicas on one line."""
+
+    plan: native._C.RankOnePlan
+    operation = "rank_one"
+
+    def __init__(self, tensors: RankOneTensors, memory: native.Memory) -> None:
+        super().__init__(tensors, memory)
+        plan, rows = self.plan, self.plan.num_rows
+        self.line_addresses = memory.place(native.address_table(tensors.bases, tensors.displacements))
+        plan.bases = self.line_addresses.data_ptr()
+        plan.displacements = plan.bases + 8 * plan.num_tensors
+        self.scales = memory.place(torch.tensor(tensors.scales or [1.0] * rows, dtype=torch.float64))
+        self.lines = memory.room(rows * native._C.REPLICA_ROW_BYTES)
+        self.mean_rho = torch.zeros(rows, dtype=torch.float64)
+        self.placed_mean_rho = memory.place(self.mean_rho)
+        plan.scales, plan.lines, plan.mean_rho = self.scales.data_ptr(), self.lines.data_ptr(), self.placed_mean_rho.data_ptr()
+
+    @staticmethod
+    def _new_plan() -> native._C.StepPlan:
+        return native._C.RankOnePlan()
+
+    def _meet(self, rhos: list[float]) -> None:
+        self.mean_rho.copy_(torch.tensor(rhos, dtype=torch.float64))
+        self.memory.refresh(self.mean_rho, self.placed_mean_rho)
+        self.memory.call("converge", self.plan)
