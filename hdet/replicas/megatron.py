@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,9 @@ def megatron_table(groups: Any, distributed_optimizer: bool) -> tuple[Table, Cal
     if distributed_optimizer:
         remedy += ", or let --num-distributed-optimizer-instances divide the data-parallel size without cp, and that of experts"
     more_than_one(table, "from_megatron", remedy)
-    return table, _existing(groups, table, found)
+    peers = set(zip(*table, strict=True))
+    name = next((name for name in _COPIES if set(found[name]) == peers), None)
+    return table, None if name is None else lambda: getattr(groups, name)  # all ranks have said that it is there
 
 
 def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> Request:
@@ -78,17 +80,3 @@ def _groups(places: Sequence[tuple[int, int, int] | None], name: str) -> Table:
                 "set it on all of its ranks, None elsewhere"
             )
     return tuple(tuple(rank for _, rank in sorted(members.items())) for _, members in sorted(found.items()))
-
-
-def _existing(groups: Any, table: Table, found: Mapping[str, Table]) -> Callable[[], dist.ProcessGroup] | None:
-    peers = set(zip(*table, strict=True))
-    name = next((name for name in _COPIES if set(found[name]) == peers), None)
-    if name is None:
-        return None
-
-    def existing() -> dist.ProcessGroup:
-        group = _group(groups, name)
-        assert group is not None  # all ranks have said so
-        return group
-
-    return existing

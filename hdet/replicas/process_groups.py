@@ -7,8 +7,10 @@ of a line of text a rank. A rank whose arguments are refused takes part in it to
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -65,10 +67,8 @@ Kind = TypeVar("Kind")
 def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.ProcessGroup] | None = None) -> Kind:
     """``kind(index, count, peer_group, ranks=, member=, world_group=)`` of this rank. All ranks of the world call it with one table.
 
-    ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or on none.
-
-    Raises:
-        ValueError: this rank is in no replica. The groups of the others are made by then.
+    ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or on none. Raises ValueError if this rank
+    is in no replica; the groups of the others are made by then.
     """
     rank = dist.get_rank()
     place = {rank: (r, m) for r, replica in enumerate(table) for m, rank in enumerate(replica)}
@@ -150,10 +150,7 @@ def _check_lists(lists: Sequence[Sequence[int]], world: int) -> None:
     """Raises ValueError unless the lists share out all ranks of the world, equally many to each."""
     if not lists or not all(isinstance(ranks, (list, tuple, range)) and all(type(rank) is int for rank in ranks) for ranks in lists):
         raise ValueError(f"group must be a process group, or lists of rank numbers such as [[0, 1], [2, 3]], got {lists!r}")
-    count: dict[int, int] = {}
-    for ranks in lists:
-        for rank in ranks:
-            count[rank] = count.get(rank, 0) + 1
+    count = Counter(chain.from_iterable(lists))
     twice, strange = [rank for rank in count if count[rank] > 1], [rank for rank in count if not 0 <= rank < world]
     if twice:
         raise ValueError(f"group has ranks {brief(twice)} more than once: a rank belongs to one replica")
