@@ -89,11 +89,7 @@ class Workers:
     # -- while they run ----------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What rank 0 reports, until all processes have ended well.
-
-        Raises:
-            WorkerError: one failed. The others are ended on leaving the context.
-        """
+        """What rank 0 reports, until all processes have ended well. Raises WorkerError if one fails; the others end with the context."""
         for rank, message in self._messages():
             if isinstance(message, dict):
                 yield message
