@@ -28,19 +28,6 @@ try:
 except ImportError:  # a system without POSIX locks
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "MARK",
-    "FolderError",
-    "OwnedFolder",
-    "atomic_file",
-    "atomic_path",
-    "decode_json",
-    "open_regular",
-    "read_regular",
-    "remove_leftovers",
-    "sync",
-]
-
 MARK = ".hdet"
 _LEFTOVER = re.compile(r"\..+\.hdet-[0-9a-f]{8}\.partial")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}

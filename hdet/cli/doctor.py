@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 
 import hdet
 
-__all__ = ["run"]
-
 Line = tuple[str, str]
 
 

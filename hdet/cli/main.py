@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 
 import hdet
 
-__all__ = ["main"]
-
 
 class _Parser(argparse.ArgumentParser):
     """One line for a wrong argument, instead of the usage in front of it."""

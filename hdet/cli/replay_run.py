@@ -13,8 +13,6 @@ from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_config,
 from hdet.cli.job.training import RunSpec, run_alone
 from hdet.core.replay import replay
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Prints a sentence for each difference; the exit code says if there are any. Raises RunFolderError for what is no run, or none that

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RunFiles", "find_runs", "plot", "print_table", "run"]
-
 # Okabe and Ito's colours, told apart with any kind of colour vision; what HDET is compared with stays grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#6B6B6B"

@@ -15,8 +15,6 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.rules.probe_rule import PROBE, ProbeRule
 
-__all__ = ["run"]
-
 DIRECTIONS, NOISE, INTERVAL, CHUNKS = 30, 0.3, 25, 8
 CURVATURES = [1 / (i + 1) for i in range(DIRECTIONS)]
 

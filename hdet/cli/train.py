@@ -26,8 +26,6 @@ from hdet.cli.job.training import RunSpec, run_alone, train_all
 from hdet.cli.report import RunFiles, find_runs, plot, print_table
 from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises ValueError for whatever the user can put right."""

@@ -12,8 +12,6 @@ from ..kernels.spec.arguments import FLOATS
 from ..tensors.dtensor import local_parts
 from .base import Masters
 
-__all__ = ["Buckets", "Filling", "Part", "parts_of"]
-
 DIRECT_BYTES = 4 << 20
 """A tensor this large is reduced where it lies: a copy into a bucket would cost more than its own collective."""
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from .base import Average, Task, all_gather
 from .plain import PlainAverage
 
-__all__ = ["BFloat16", "Compressed", "Int8"]
-
 
 @dataclass(frozen=True)
 class Compressed:

@@ -16,8 +16,6 @@ from .base import Average, Task
 from .health import digest
 from .plain import PlainAverage
 
-__all__ = ["ExactLocal"]
-
 
 @dataclass(frozen=True)
 class ExactLocal:

@@ -13,8 +13,6 @@ from ..replicas.process_groups import own_group
 from .base import Average, Task, all_gather, peers, reduce_scatter
 from .plain import PlainAverage
 
-__all__ = ["Hierarchical"]
-
 
 @dataclass(frozen=True)
 class Hierarchical:

@@ -14,8 +14,6 @@ from ..replicas.process_groups import own_group
 from .base import Average, Task, peers
 from .plain import PlainAverage
 
-__all__ = ["Overlapped"]
-
 
 @dataclass(frozen=True)
 class Overlapped:

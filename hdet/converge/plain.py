@@ -13,8 +13,6 @@ from .base import Average, Task
 from .bucketed_average import BucketedAverage
 from .buckets import Buckets, parts_of
 
-__all__ = ["Plain", "PlainAverage"]
-
 
 @dataclass(frozen=True)
 class Plain:

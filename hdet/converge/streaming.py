@@ -17,8 +17,6 @@ from .buckets import Buckets, Part, parts_of
 from .health import all_finite
 from .plain import PlainAverage
 
-__all__ = ["Streaming"]
-
 
 @dataclass(frozen=True)
 class Streaming:

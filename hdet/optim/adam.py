@@ -11,9 +11,8 @@ from typing_extensions import Unpack
 from hdet.kernels.spec.interface import DECOUPLED
 
 from . import group_checks as groups
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, Options
 from .step_plans import Hyper
-from .stepper import Options
 
 
 class AdamOptions(Options, total=False):

@@ -16,8 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from . import Replicas
 
-__all__ = ["CoresidentReplicas"]
-
 
 class CoresidentReplicas(Replicas):
     """``num_replicas`` replicas of an unmodified model in this process, for people with one GPU or none.

@@ -8,8 +8,6 @@ from functools import cached_property
 
 from ..core.validate import whole
 
-__all__ = ["Layout", "Ranks", "Table", "brief", "closure", "paired"]
-
 Ranks = tuple[int, ...]
 Table = tuple[Ranks, ...]
 """Rank numbers: of groups, or [replica][member]."""

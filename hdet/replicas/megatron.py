@@ -10,8 +10,6 @@ import torch.distributed as dist
 from .layout import Table, brief, paired
 from .process_groups import Request, more_than_one, together
 
-__all__ = ["megatron_table"]
-
 _SHARING = ("tp", "cp", "pp", "ep", "expt_tp", "embd")
 _INSTANCE = ("intra_dist_opt", "intra_dp_cp", "intra_expt_dp")  # of the distributed optimizer: they share one copy of its state
 _COPIES = ("inter_dist_opt", "expt_dp", "dp")  # they hold the same parameters
@@ -53,7 +51,7 @@ def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> 
         )
     own = {name: dist.get_process_group_ranks(group) for name in names if (group := _group(groups, name)) is not None}
     places = {name: (ranks[0], ranks.index(dist.get_rank()), len(ranks)) for name, ranks in own.items()}
-    return Request(f"(groups, distributed_optimizer={distributed_optimizer})", places)
+    return f"(groups, distributed_optimizer={distributed_optimizer})", places
 
 
 def _group(groups: Any, name: str) -> dist.ProcessGroup | None:

@@ -11,8 +11,6 @@ from .agreement import digest
 from .layout import Table, brief
 from .process_groups import Request, more_than_one, together
 
-__all__ = ["mesh_table"]
-
 
 def mesh_table(mesh: Any, replicate: str | Sequence[str]) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
     """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers, if the mesh has a group of them."""
@@ -42,12 +40,12 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
     call = f"(mesh {dims(mesh)} of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], replicate={', '.join(names)})"
     place = mesh.get_coordinate()
     if place is None:
-        return Request(call)
+        return call, None
     index, start = 0, list(place)
     for k, name in enumerate(known):
         if name in names:
             index, start[k] = index * mesh.mesh.shape[k] + place[k], 0
-    return Request(call, (index, int(mesh.mesh[tuple(start)])))
+    return call, (index, int(mesh.mesh[tuple(start)]))
 
 
 def _table(rows: Sequence[tuple[int, int] | None]) -> Table:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -19,21 +18,12 @@ import torch.distributed as dist
 from .agreement import ReplicaDisagreement, digest, who_has
 from .layout import Layout, Table, brief
 
-__all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "own_group", "together"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one rank asks for."""
-
-    call: str
-    """The arguments as people would write them; must be equal on all ranks. Shown shortened."""
-    own: Any = None
-    """What only this rank knows: plain data."""
+Request = tuple[str, Any]
+"""What one rank asks for: the arguments as people would write them, which must be equal on all ranks; and plain data that only this rank knows."""
 
 
 def together(name: str, ask: Callable[[], Request]) -> list[Any]:
-    """What each rank of the world asks of the constructor ``name``: its `Request.own`, by rank. All ranks of the world call it.
+    """What each rank of the world asks of the constructor ``name``: its own data, by rank. All ranks of the world call it.
 
     Raises:
         ValueError: there is no process group; or whatever ``ask`` raises, if it does so on all ranks.
@@ -43,14 +33,14 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
         raise ValueError(f"{name} needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()")
     refusal: Exception | None = None
     try:
-        request = ask()
-        text = f"{name}{request.call}"
+        call, own_data = ask()
+        text = f"{name}{call}"
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not be left waiting
-        refusal, request = error, Request("")
+        refusal, own_data = error, None
         text = f"{name} refused with {type(error).__name__}: {error}"
     text = text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]"
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (refusal is not None, text, request.own))
+    dist.all_gather_object(said, (refusal is not None, text, own_data))
     refused, texts, own = zip(*said, strict=True)
     if refusal is not None and all(refused):
         raise refusal
@@ -129,7 +119,7 @@ def layout_table(**sizes: Any) -> Table:
         layout = Layout(dist.get_world_size(), **sizes)
         remedy = "All ranks are tied together by what they share: start more ranks, or make tp, cp, pp, ep or shard smaller"
         more_than_one(layout.replicas, "from_layout", remedy)
-        return Request(f"({', '.join(f'{name}={value!r}' for name, value in sizes.items())})")
+        return f"({', '.join(f'{name}={value!r}' for name, value in sizes.items())})", None
 
     together("from_layout", ask)
     return Layout(dist.get_world_size(), **sizes).replicas
@@ -140,7 +130,7 @@ def listed_table(lists: Sequence[Sequence[int]]) -> Table:
 
     def ask() -> Request:
         _check_lists(lists, dist.get_world_size())
-        return Request(f"({[list(ranks) for ranks in lists]})")
+        return f"({[list(ranks) for ranks in lists]})", None
 
     together("from_group", ask)
     return tuple(tuple(ranks) for ranks in lists)

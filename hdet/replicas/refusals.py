@@ -15,8 +15,6 @@ from .layout import brief
 from .mesh import dims
 from .topology import Replicas
 
-__all__ = ["check_sharding", "check_wrapper"]
-
 _ZERO = {"ZeroRedundancyOptimizer", "OSS", "DistributedFusedAdam", "DistributedFusedLAMB"}  # torch, fairscale, apex
 _MEGATRON = {"MegatronOptimizer", "MixedPrecisionOptimizer", "ChainedOptimizer"}
 _HSDP = (

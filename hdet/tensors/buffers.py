@@ -14,8 +14,6 @@ from torch import nn
 
 from .dtensor import is_sharded, like, local, local_parts
 
-__all__ = ["Averaged", "BufferCopies", "Copy", "keep", "put"]
-
 
 def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
     """(module, name, tensor) of every buffer there is now; of one that has none yet, None."""

@@ -14,8 +14,6 @@ from hdet.cli.job.run_files import CHECKPOINT, Kinds, RunFolderError, check_kind
 from hdet.core.schema import COUNT, Instance, Number, Optional
 from hdet.owned_folder import atomic_file
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 FORMAT, VERSION = "hdet-train", 1
 DICT, TIME = Instance(dict), Number(low=0)
 KINDS: Kinds = {

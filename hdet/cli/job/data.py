@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch"]
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 SUFFIXES = (".py", ".txt", ".md")

@@ -13,8 +13,6 @@ import torch.distributed as dist
 import hdet
 from hdet.cli.job.config import TrainConfig
 
-__all__ = ["Place", "choose_device", "join", "launched_by_torchrun", "torchrun_place"]
-
 
 @dataclass(frozen=True)
 class Place:

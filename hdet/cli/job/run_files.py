@@ -13,22 +13,6 @@ from typing import Any
 from hdet.core.schema import Kind, Number
 from hdet.owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
 
-__all__ = [
-    "CHECKPOINT",
-    "CONFIG",
-    "HISTORY",
-    "REPORT",
-    "SAMPLE",
-    "Kinds",
-    "Recorder",
-    "RunFolderError",
-    "check_kinds",
-    "plain",
-    "read_config",
-    "read_history",
-    "truncate_history",
-]
-
 CONFIG, HISTORY, CHECKPOINT, SAMPLE, REPORT = "config.json", "history.jsonl", "checkpoint.pt", "sample.txt", "report.png"
 """the files in a run's folder"""
 

@@ -27,8 +27,6 @@ from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFol
 from hdet.core.controller import Controller
 from hdet.owned_folder import atomic_file
 
-__all__ = ["RunSpec", "run_alone", "train_all"]
-
 PROMPT = b"import "
 VALIDATION_WINDOWS = 32
 SHORT_VALIDATION = 16

@@ -32,21 +32,13 @@ MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 """in the order of csrc/core/numbers.h: DType, Master"""
 
 
-def formats(
-    count: int,
-    gradients: Column | None = None,
-    params: Column | None = None,
-    masters: Column | None = None,
-    exp_avgs: Column | None = None,
-    exp_avg_sqs: Column | None = None,
-    stochastic: bool = False,
-) -> list[int]:
-    """Chunk::formats of each tensor (csrc/core/numbers.h): how its streams are stored."""
+def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
+    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master, first and second moment are stored."""
     packed = [int(stochastic) << 10] * count
-    fields = ((gradients, DTYPES, 0), (params, DTYPES, 2), (masters, MASTERS, 4), (exp_avgs, DTYPES, 6), (exp_avg_sqs, DTYPES, 8))
-    for column, codes, shift in fields:
+    for place, column in enumerate(columns):
+        codes = MASTERS if place == 2 else DTYPES
         for i, tensor in enumerate(column or ()):
-            packed[i] |= codes[None if tensor is None else tensor.dtype] << shift
+            packed[i] |= codes[None if tensor is None else tensor.dtype] << 2 * place
     return packed
 
 

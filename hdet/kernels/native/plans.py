@@ -24,7 +24,7 @@ class NativeAveragePlan:
         self.memory = memory
         self.plan = plan = native._C.AveragePlan()
         count = len(params[0])
-        packed = native.formats(count, params=params[0], masters=None if masters is None else masters[0])
+        packed = native.formats(count, None, params[0], None if masters is None else masters[0])
         chunks = native.chunk_table(params[0], [0] * count, packed)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(*params, *(masters or [])))

@@ -18,12 +18,14 @@ from ..spec.shared import OnLine
 class NativeStepPlan:
     """An optimizer step whose tables are read by a native kernel."""
 
+    plan: native._C.StepPlan
+    kind = "StepPlan"
     operation = "step"
 
     def __init__(self, tensors: StepTensors, memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
-        self.plan = self._new_plan()
+        self.plan = getattr(native._C, self.kind)()
         self.count = len(tensors.params[0])
         self.gradients = native._C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
         self.gradient_types = [native.DTYPES[torch.float32]] * self.count
@@ -34,14 +36,10 @@ class NativeStepPlan:
         self._make_room()
         self._make_inputs()
 
-    @staticmethod
-    def _new_plan() -> native._C.StepPlan:
-        return native._C.StepPlan()
-
     def _chunks(self) -> Tensor:
         t = self.tensors
         masters = None if t.masters is None else t.masters[0]
-        packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, t.stochastic is not None)
+        packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, stochastic=t.stochastic is not None)
         packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
         return native.chunk_table(t.params[0], t.rows, packed)
 
@@ -176,6 +174,7 @@ class NativeRankOnePlan(OnLine, NativeStepPlan):
     """A step of replicas on one line."""
 
     plan: native._C.RankOnePlan
+    kind = "RankOnePlan"
     operation = "rank_one"
 
     def __init__(self, tensors: RankOneTensors, memory: native.Memory) -> None:
@@ -189,10 +188,6 @@ class NativeRankOnePlan(OnLine, NativeStepPlan):
         self.mean_rho = torch.zeros(rows, dtype=torch.float64)
         self.placed_mean_rho = memory.place(self.mean_rho)
         plan.scales, plan.lines, plan.mean_rho = self.scales.data_ptr(), self.lines.data_ptr(), self.placed_mean_rho.data_ptr()
-
-    @staticmethod
-    def _new_plan() -> native._C.StepPlan:
-        return native._C.RankOnePlan()
 
     def _meet(self, rhos: list[float]) -> None:
         self.mean_rho.copy_(torch.tensor(rhos, dtype=torch.float64))
