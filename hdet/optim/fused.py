@@ -521,12 +521,7 @@ class FusedOptimizer(Optimizer):
             if norm != self._plain.max_norm or zero != self._plain.zero_gradients:
                 self._plain = StepOptions(max_norm=norm, zero_gradients=zero)
             return self._plain
-        return StepOptions(
-            grad_scale=plans.scalar(scale, device),
-            found_inf=plans.scalar(found, device),
-            max_norm=norm,
-            zero_gradients=zero,
-        )
+        return StepOptions(plans.scalar(scale, device), plans.scalar(found, device), max_norm=norm, zero_gradients=zero)
 
     def _plan_for(self, params: list[Tensor], absent: list[bool]) -> Planned:
         sizes = [len(group["params"]) for group in self.param_groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -79,20 +80,10 @@ class NativeStepPlan:
         """Memory for what the derive phase writes."""
         plan = self.plan
         rows, replicas = plan.num_rows, plan.num_replicas
-        parts = {
-            "control": native._C.CONTROL_BYTES,
-            "rows": rows * native._C.ROW_BYTES,
-            "partials": 8 * plan.num_chunks,
-            "replica_rows": rows * replicas * native._C.REPLICA_ROW_BYTES,
-        }
-        self.derived = self.memory.room(sum(parts.values()))
-        address = self.derived.data_ptr()
-        for name, size in parts.items():
-            if name == "partials":
-                self.partials_address = address  # the plan points there in a step with a norm
-            else:
-                setattr(plan, name, address)
-            address += size
+        sizes = (native._C.CONTROL_BYTES, rows * native._C.ROW_BYTES, 8 * plan.num_chunks, rows * replicas * native._C.REPLICA_ROW_BYTES)
+        self.derived = self.memory.room(sum(sizes))
+        # The plan points to the partial sums in a step with a norm.
+        plan.control, plan.rows, self.partials_address, plan.replica_rows = accumulate(sizes[:-1], initial=self.derived.data_ptr())
         control = self.derived[: native._C.CONTROL_BYTES].view(torch.float32)
         self.skipped, self.norm = control[0], control[1]
 
