@@ -28,19 +28,6 @@ try:
 except ImportError:  # a system without POSIX locks
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "MARK",
-    "FolderError",
-    "OwnedFolder",
-    "atomic_file",
-    "atomic_path",
-    "decode_json",
-    "open_regular",
-    "read_regular",
-    "remove_leftovers",
-    "sync",
-]
-
 MARK = ".hdet"
 _LEFTOVER = re.compile(r"\..+\.hdet-[0-9a-f]{8}\.partial")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -57,11 +44,8 @@ class FolderError(ValueError):
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
     """A handle of a regular file, as `os.open` gives it; with O_CREAT it is made.
 
-    ``follow``: take what a symbolic link leads to, as is right for a path that the user has typed.
-
-    Raises:
-        FolderError: it is something else: a link, a folder, a pipe, a device (which could be read for ever).
-        OSError: it is not there, or may not be opened.
+    ``follow``: take what a symbolic link leads to, as is right for a path that the user has typed. Raises OSError, and FolderError for
+    something else: a link, a folder, a pipe, a device (which could be read for ever).
     """
     # Opening a pipe would wait for its other end.
     safe = getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
@@ -174,12 +158,8 @@ class OwnedFolder:
         return self.real and (self.path / MARK).is_file() and not (self.path / MARK).is_symlink()
 
     def hold(self) -> None:
-        """Mark the folder, which exists, and keep other processes from doing the same until `release`, or until this process ends.
-
-        Raises:
-            FolderError: another process holds it, which is named; or something that is not hdet's has the mark's name.
-            OSError: nothing can be written there.
-        """
+        """Mark the folder, which exists, and keep other processes from doing the same until `release`, or until this process ends. Raises
+        OSError, and FolderError if another process holds it, which is named, or something that is not hdet's has the mark's name."""
         assert self.handle is None
         mark = self.path / MARK
         while self.handle is None:

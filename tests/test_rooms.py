@@ -32,7 +32,6 @@ LAZY = "__init__"  # hdet/__init__.py loads a name's module when the name is ask
 # The same thing in two places; every other file's name stands for one thing.
 TWINS: dict[str, set[str]] = {
     "step": {"kernels.native", "kernels.triton", "kernels.reference", "triton_kernels"},
-    "rank_one": {"kernels.spec", "kernels.native", "kernels.triton", "triton_kernels"},
     "rules": {"kernels.reference", "triton_kernels"},
 }
 

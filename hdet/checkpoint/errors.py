@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["CheckpointError", "Together"]
-
 T = TypeVar("T")
 
 
@@ -25,11 +23,7 @@ class Together:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def all(self, function: Callable[[], T]) -> list[T]:
-        """What each rank's call returned, by rank of the group.
-
-        Raises:
-            CheckpointError: it failed on some rank; the text is that of the first one which did.
-        """
+        """What each rank's call returned, by rank of the group. Raises CheckpointError if it failed on some, with the first one's text."""
         result, error = _attempt(function)
         answers: list[Any] = [(result, error)]
         if self.group is not None:

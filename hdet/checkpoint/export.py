@@ -20,8 +20,6 @@ from .files import check_equal, digests
 from .keys import Inventory
 from .run_state import RunState
 
-__all__ = ["export_safetensors"]
-
 
 def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble: Ensemble) -> list[Path]:
     """Write the averaged model to ``path`` (name.safetensors), whole tensors under the model's names. Every rank calls it.

@@ -20,8 +20,6 @@ from .folder import checksums, claim, holds_none, publish, read_manifest, resolv
 from .keys import bare
 from .run_state import RunState, listed
 
-__all__ = ["check_equal", "digests", "load", "save"]
-
 
 def save(root: str | os.PathLike[str], state: RunState, step: int | None = None, *, keep: int = 2) -> Path:
     """Write ``root/step-XXXXXXXX``, durably and whole, or not at all. Every rank calls it; ``root`` is on a file system they all see.

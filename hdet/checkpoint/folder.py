@@ -15,8 +15,6 @@ from typing import Any
 from ..owned_folder import FolderError, OwnedFolder, decode_json, open_regular, read_regular, sync
 from .errors import CheckpointError, Together
 
-__all__ = ["MANIFEST", "checksums", "claim", "holds_none", "latest", "publish", "read_manifest", "resolve", "steps", "verify"]
-
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "hdet-checkpoint", 1
 _STEP = re.compile(r"step-(\d{8,})")
@@ -69,10 +67,8 @@ def claim(root: Path, final: Path) -> Iterator[None]:
     """Inside, an empty ``.step-XXXXXXXX.partial`` for ``final`` is there, and no other process saves in ``root``.
 
     What killed saves have left is removed before. Of a save that fails inside, the partial folder stays, for the next save to remove.
-
-    Raises:
-        FolderError: before anything is written: another process saves there; or what has the name of ``final``, or of its partial
-            folder, is not hdet's.
+    Raises FolderError, before anything is written, if another process saves there, or what has the name of ``final``, or of its partial
+    folder, is not hdet's.
     """
     partial = _partial(final)
     if os.path.lexists(final) and not _is_ours(final):

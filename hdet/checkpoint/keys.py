@@ -17,8 +17,6 @@ from torch import nn
 from ..replicas import Replicas
 from ..tensors.dtensor import is_sharded
 
-__all__ = ["Inventory", "Keys", "bare"]
-
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 _PREFIX = re.compile(r"(replica\d+/)?(member\d+/)?")
 

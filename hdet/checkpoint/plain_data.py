@@ -8,15 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_extra", "check_fits", "give_back", "pack", "take", "unpack"]
-
 
 def pack(value: Any, name: str) -> bytes:
-    """Plain data and tensors as bytes: one leaf, whatever its shape, so that another shape at loading time does not matter.
-
-    Raises:
-        ValueError: it could not be read again with weights_only.
-    """
+    """Plain data and tensors as bytes: one leaf, whatever its shape, so that another shape at loading time does not matter. Raises
+    ValueError if it could not be read again with weights_only."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -46,10 +41,8 @@ def _is_stateful(extra: Any) -> bool:
 
 
 def check_extra(extra: Any) -> None:
-    """Raises TypeError for another kind of argument, and ValueError, naming the key, for a value that cannot be saved.
-
-    The state of a Stateful is not taken here: a data loader may start its workers for it.
-    """
+    """Raises TypeError for another kind of argument, and ValueError, naming the key, for a value that cannot be saved. The state of a
+    Stateful is not taken here: a data loader may start its workers for it."""
     if extra is None or _is_stateful(extra):
         return
     if not isinstance(extra, dict):

@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 from ..owned_folder import open_regular
 from .errors import CheckpointError
 
-__all__ = ["Planner", "Reader", "read_index"]
-
 INDEX = ".metadata"
 
 

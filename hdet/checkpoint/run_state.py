@@ -18,8 +18,6 @@ from ..tensors.dtensor import is_sharded, like, local
 from .keys import Inventory, Keys, bare
 from .plain_data import check_extra, check_fits, give_back, pack, take, unpack
 
-__all__ = ["RunState", "listed"]
-
 
 class RunState:
     """All that a run needs to go on, as tensors under keys of which none stands for two different things.
@@ -99,14 +97,11 @@ class RunState:
         return tensors
 
     def mean(self) -> dict[int, torch.Tensor] | None:
-        """By id of what the Ensemble averages, its mean. None: the tensors themselves are the mean.
-
-        Raises:
-            ValueError: replicas have parted, and the mean is not known here.
-        """
+        """By id of what the Ensemble averages, its mean; None: the tensors themselves are. Raises ValueError if it is not known here."""
         ensemble = self.ensemble
         self._check_outside_use("state_dict")
-        if ensemble.in_sync or not _under_way(ensemble):
+        begun = ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.average.idle
+        if ensemble.in_sync or not begun:  # before the first step there is nothing to average
             return None
         mean = ensemble.mean()
         if mean is None:
@@ -220,9 +215,12 @@ class RunState:
         for key, values in state["optimizer"]["state"].items():
             entries.setdefault(bare(key), {}).update(values)
         numbered: dict[int, dict[str, Any]] = {}
+        further = getattr(self.optimizer, "num_replicas", 1) - 1
         for i, (name, param) in enumerate(zip(self.parameter_names(), listed(self.optimizer), strict=True)):
             if entries.get(name) and name not in about["unstarted"]:
-                numbered[i] = {**entries[name], **_further_replicas(self.optimizer, param)}
+                numbered[i] = dict(entries[name])
+                if further and param.requires_grad:  # the other replicas on this device begin as copies of the loaded model
+                    numbered[i]["replica_params"] = [param.detach()] * further
         numbers = iter(range(len(listed(self.optimizer))))
         groups = []
         for saved, present in zip(about["groups"], self.optimizer.param_groups, strict=True):
@@ -289,20 +287,9 @@ def _of_one_replica(entries: Mapping[str, Any], name: str, mean: bool) -> dict[s
     return kept
 
 
-def _further_replicas(optimizer: Any, param: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-    """The other replicas on this device begin as copies of the loaded model."""
-    count = getattr(optimizer, "num_replicas", 1)
-    return {"replica_params": [param.detach()] * (count - 1)} if count > 1 and param.requires_grad else {}
-
-
 # -- small things --------------------------------------------------------------------------------------------------------
 
 
 def _only(values: Mapping[str, Any]) -> Any:
     (value,) = values.values()
     return value
-
-
-def _under_way(ensemble: Ensemble) -> bool:
-    """Has the run begun, so that replicas may differ? Before its first step there is nothing to average."""
-    return bool(ensemble.parted or ensemble.engine.position or ensemble._fan_out.stepped or not ensemble.weights.average.idle)

@@ -13,8 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from hdet.cli.job.config import TrainConfig
 
-__all__ = ["CYCLE_HEADER", "Display", "cycle_line", "open_display"]
-
 Event = Mapping[str, Any]
 
 CYCLE_HEADER = f"{'cycle':>7}  {'step':>5}  {'base rate':>9}  {'correction':>10}  {'slope ± error':>20}  {'t':>6}  {'multipliers':<19}  {'converge':>8}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -13,9 +14,12 @@ from collections.abc import Callable, Iterator
 
 import hdet
 
-__all__ = ["report"]
-
 Line = tuple[str, str]
+
+
+def run(options: argparse.Namespace) -> int:
+    print(report())
+    return 0
 
 
 def report() -> str:

@@ -1,4 +1,5 @@
-"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. Torch is imported only when it is needed.
+"""The command line: `hdet train`, `hdet report`, `hdet replay`, `hdet doctor`, `hdet simulate`. A command is the function `run` of its
+module, which is imported when it is typed, and torch with it.
 
 Exit codes: 0 done; 1 a process failed, or a replayed run differs; 2 an error that the user can correct, in one line; 130 interrupted.
 """
@@ -6,19 +7,18 @@ Exit codes: 0 done; 1 a process failed, or a replayed run differs; 2 an error th
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import hdet
-
-__all__ = ["main"]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     with _terminated_like_interrupted():
         try:
-            return int(options.run(options))
+            missing = [name for name in options.needs if importlib.util.find_spec(name) is None]
+            if missing:
+                raise ValueError(f"{' and '.join(missing)} cannot be imported: pip install hdet[job]")
+            return int(importlib.import_module(f"hdet.cli.{options.module}").run(options))
         except ValueError as error:
             return _say(2, f"hdet {options.command}: {' '.join(str(error).split())}")
         except KeyboardInterrupt:
@@ -83,21 +86,22 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hdet {hdet.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(name: str, module: str, text: str, needs: Sequence[str] = ()) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
+        sub.set_defaults(module=module, needs=needs)
         return sub
 
-    _add_train_arguments(command("train", _train, "Train a small GPT on real text, with HDET or the fixed schedule."))
-    report = command("report", _report, "Draw runs beside each other and print their table.")
+    drawing = ("rich", "matplotlib")
+    _add_train_arguments(command("train", "train", "Train a small GPT on real text, with HDET or the fixed schedule.", drawing))
+    report = command("report", "report", "Draw runs beside each other and print their table.", drawing)
     report.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or a folder of such folders")
     report.add_argument(
         "--out", type=_path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
     )
-    again = command("replay", _replay, "Make a run's recorded decisions once more, without training, and compare them bit by bit.")
+    again = command("replay", "replay_run", "Make a run's recorded decisions once more, without training, and compare them bit by bit.")
     again.add_argument("folder", type=Path, metavar="RUN", help="folder of a run of hdet train")
-    command("doctor", _doctor, "Print versions, which backends can be used, and why the others cannot.")
-    simulation = command("simulate", _simulate, "Watch the controller on a noisy quadratic: pure Python, no training.")
+    command("doctor", "doctor", "Print versions, which backends can be used, and why the others cannot.")
+    simulation = command("simulate", "simulate", "Watch the controller on a noisy quadratic: pure Python, no training.")
     simulation.add_argument(
         "--start", type=float, default=1 / 30, metavar="FACTOR", help="how wrong the first rate is, 1 being right (default: 1/30)"
     )
@@ -146,63 +150,3 @@ def _name(text: str) -> str:
 
 def _path(text: str) -> Path:
     return Path(_name(text))
-
-
-# -- commands --------------------------------------------------------------------------------------------------------------
-
-
-def _need(*modules: str) -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} cannot be imported: pip install hdet[job]")
-
-
-def _train(options: argparse.Namespace) -> int:
-    _need("rich", "matplotlib")
-    from hdet.cli.train import train
-
-    return train(options)
-
-
-def _report(options: argparse.Namespace) -> int:
-    _need("rich", "matplotlib")
-    from hdet.cli.job.run_files import REPORT
-    from hdet.cli.report import find_runs, plot, print_table
-
-    runs = find_runs(options.runs)
-    folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
-    path = options.out or (folders.pop() if len(folders) == 1 else Path()) / REPORT
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"out is {str(path)!r}: its folder does not exist, create it first")
-    if path.is_dir():
-        raise ValueError(f"out is {str(path)!r}, which is a folder: pass a file in it, e.g. {path / REPORT}")
-    plot(runs, path)
-    print_table(runs)
-    print(f"picture: {path}")
-    return 0
-
-
-def _replay(options: argparse.Namespace) -> int:
-    from hdet.cli.replay_run import replayed
-
-    decisions, differences = replayed(options.folder)
-    for difference in differences:
-        print(difference)
-    if not differences:
-        print(f"{decisions} decisions replayed, all the same to the bit")
-    return int(bool(differences))
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from hdet.cli.doctor import report
-
-    print(report())
-    return 0
-
-
-def _simulate(options: argparse.Namespace) -> int:
-    from hdet.cli.simulate import simulate
-
-    for line in simulate(options.start, cycles=options.cycles, replicas=options.replicas, spread=options.spread, seed=options.seed):
-        print(line)
-    return 0

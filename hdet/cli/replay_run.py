@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -13,15 +13,11 @@ from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_config,
 from hdet.cli.job.training import RunSpec, run_alone
 from hdet.core.replay import replay
 
-__all__ = ["replayed"]
 
-
-def replayed(folder: Path) -> tuple[int, list[str]]:
-    """How many decisions were recorded, and a sentence for each difference.
-
-    Raises:
-        RunFolderError: no run, or none that has a controller and records of what it was told.
-    """
+def run(options: argparse.Namespace) -> int:
+    """Prints a sentence for each difference; the exit code says if there are any. Raises RunFolderError for what is no run, or none that
+    has a controller and records of what it was told."""
+    folder = options.folder
     settings = read_config(folder)
     try:
         config = TrainConfig.from_dict(settings)
@@ -38,4 +34,9 @@ def replayed(folder: Path) -> tuple[int, list[str]]:
     controller = ensemble.engine.controller
     controller.start(replace(ensemble.run, replicas=config.replicas))
     told = [record["record"] for record in records]
-    return sum(record["evidence"] is not None for record in told), list(replay(controller, told))
+    differences = list(replay(controller, told))
+    for difference in differences:
+        print(difference)
+    if not differences:
+        print(f"{sum(record['evidence'] is not None for record in told)} decisions replayed, all the same to the bit")
+    return int(bool(differences))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdet.cli.job.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
+from hdet.cli.job.run_files import CONFIG, HISTORY, REPORT, Kinds, RunFolderError, check_kinds, read_config, read_history
 from hdet.core.schema import POSITIVE, Instance, Number, Optional, Table
 from hdet.owned_folder import atomic_file
 
@@ -15,11 +16,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RunFiles", "find_runs", "plot", "print_table"]
-
 # Okabe and Ito's colours, told apart with any kind of colour vision; what HDET is compared with stays grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#6B6B6B"
+
+
+def run(options: argparse.Namespace) -> int:
+    runs = find_runs(options.runs)
+    folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
+    path = options.out or (folders.pop() if len(folders) == 1 else Path()) / REPORT
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"out is {str(path)!r}: its folder does not exist, create it first")
+    if path.is_dir():
+        raise ValueError(f"out is {str(path)!r}, which is a folder: pass a file in it, e.g. {path / REPORT}")
+    plot(runs, path)
+    print_table(runs)
+    print(f"picture: {path}")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -76,11 +89,8 @@ OTHER: Kinds = {"event": TEXT, "step": NUMBER}
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFiles]:
-    """The runs in these folders; a folder that holds several runs stands for all of them.
-
-    Raises:
-        RunFolderError: a folder is missing, or there is no run in it.
-    """
+    """The runs in these folders; one that holds several runs stands for all of them. Raises RunFolderError if it is missing or holds
+    none."""
     folders: list[Path] = []
     for path in paths:
         if not path.is_dir():

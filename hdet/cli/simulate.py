@@ -6,6 +6,7 @@ speed along the flat directions and noise along the steep ones, as in a network.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Iterator
@@ -14,20 +15,20 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.rules.probe_rule import PROBE, ProbeRule
 
-__all__ = ["simulate"]
-
 DIRECTIONS, NOISE, INTERVAL, CHUNKS = 30, 0.3, 25, 8
 CURVATURES = [1 / (i + 1) for i in range(DIRECTIONS)]
 
 Vector = list[float]
 
 
-def simulate(start: float, *, cycles: int, replicas: int, spread: float, seed: int) -> Iterator[str]:
-    """Lines that show the base rate's way from ``start`` times the best fixed peak rate.
+def run(options: argparse.Namespace) -> int:
+    for line in _lines(options.start, options.cycles, options.replicas, options.spread, options.seed):
+        print(line)
+    return 0
 
-    Raises:
-        ValueError: an argument out of its range.
-    """
+
+def _lines(start: float, cycles: int, replicas: int, spread: float, seed: int) -> Iterator[str]:
+    """They show the base rate's way from ``start`` times the best fixed peak rate. Raises ValueError for an argument out of its range."""
     if not 1e-6 <= start <= 1e6:  # also refuses NaN
         raise ValueError(f"start is {start!r}: it must be a factor from 1e-6 to 1e6, e.g. 0.03 for a rate 30 times too low")
     for name, value, least in (("cycles", cycles, 2), ("replicas", replicas, 2)):
@@ -35,10 +36,6 @@ def simulate(start: float, *, cycles: int, replicas: int, spread: float, seed: i
             raise ValueError(f"{name} is {value!r}: it must be at least {least}")
     if not 0 < spread < 1:
         raise ValueError(f"spread is {spread!r}: it must lie between 0 and 1, e.g. 0.3")
-    return _lines(start, cycles, replicas, spread, seed)
-
-
-def _lines(start: float, cycles: int, replicas: int, spread: float, seed: int) -> Iterator[str]:
     steps = cycles * INTERVAL
     grid = [2 ** (k / 2) for k in range(-12, 3)]
     losses = {peak: _Run(peak, steps, 1, 0.0, seed).finish() for peak in grid}

@@ -26,10 +26,8 @@ from hdet.cli.job.training import RunSpec, run_alone, train_all
 from hdet.cli.report import RunFiles, find_runs, plot, print_table
 from hdet.owned_folder import OwnedFolder, atomic_file, decode_json, read_regular, remove_leftovers
 
-__all__ = ["train"]
 
-
-def train(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises ValueError for whatever the user can put right."""
     typed = {name: value for name, value in vars(options).items() if name in TrainConfig.__dataclass_fields__}
     specs = _resumed(options.resume, options, typed) if options.resume else _fresh(options, typed)
@@ -49,10 +47,10 @@ def train(options: argparse.Namespace) -> int:
             _check_folders(specs, options.overwrite)
             for spec in specs:
                 _begin(spec)
-        return _run(specs, device, place, locks)
+        return _train(specs, device, place, locks)
 
 
-def _run(specs: Sequence[RunSpec], device: str, place: Place | None, locks: Sequence[int]) -> int:
+def _train(specs: Sequence[RunSpec], device: str, place: Place | None, locks: Sequence[int]) -> int:
     """Train in processes of our own, or, given a place among those of torchrun, in this one."""
     if place is not None and not place.is_first:
         with join(place):

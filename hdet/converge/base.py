@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from ..replicas import Replicas
 
-__all__ = ["Average", "Converge", "Masters", "Task", "all_gather", "peers", "reduce_scatter"]
-
 Masters = Callable[[], Sequence[torch.Tensor | None]]
 """Gives the master of each of some tensors, float32 or the lower half of the split form, or None; asked whenever they are needed."""
 

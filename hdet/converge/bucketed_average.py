@@ -17,8 +17,6 @@ from ..tensors.dtensor import local_parts
 from .base import Masters
 from .buckets import Buckets, parts_of
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketedAverage", "average", "check_averageable", "start_weighted_sum"]
-
 DEFAULT_BUCKET_BYTES = 32 << 20
 
 

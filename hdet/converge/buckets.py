@@ -12,8 +12,6 @@ from ..kernels.spec.arguments import FLOATS
 from ..tensors.dtensor import local_parts
 from .base import Masters
 
-__all__ = ["Buckets", "Filling", "Part", "parts_of"]
-
 DIRECT_BYTES = 4 << 20
 """A tensor this large is reduced where it lies: a copy into a bucket would cost more than its own collective."""
 
@@ -68,8 +66,8 @@ class Filling:
         tensors, values, lowers, masters = zip(*((p.tensor, p.value, p.lower, p.master) for p in self._parts), strict=True)
         native = all(t.dtype in FLOATS and t.is_contiguous() for t in tensors) and self.flat.dtype == torch.float32
         backend = "auto" if native and self.flat.device.type in ("cpu", "cuda") else "torch"
-        self._pack = kernels.pair_plan(values, self._views, source_lowers=_unless_empty(lowers), backend=backend)
-        self._unpack = kernels.pair_plan(self._views, tensors, masters=_unless_empty(masters), backend=backend)
+        self._pack = kernels.pair_plan(values, self._views, source_lowers=lowers, backend=backend)
+        self._unpack = kernels.pair_plan(self._views, tensors, masters=masters, backend=backend)
         self._versioned = [t for t in tensors if not t.is_inference()]
         return self
 
@@ -169,10 +167,6 @@ def _pieces(part: Part, capacity: int) -> Iterator[Part]:
     else:
         for row in tensor.unbind(0):
             yield from _pieces(Part(row), capacity)
-
-
-def _unless_empty(column: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
-    return column if any(tensor is not None for tensor in column) else None
 
 
 def _rounded_up(number: int, multiple: int) -> int:

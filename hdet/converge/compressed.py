@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .base import Average, Task, all_gather
-from .buckets import Buckets, parts_of
-from .plain import Plain, PlainAverage
-
-__all__ = ["BFloat16", "Compressed", "Int8"]
+from .plain import PlainAverage
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Compressed:
 
     def build(self, task: Task) -> Average:
         if task.replicas.count == 1:
-            return Plain().build(task)
+            return PlainAverage(task)
         return _Compressed(task, BFloat16() if self.dtype == "bf16" else Int8(self.block))
 
 
@@ -68,8 +65,7 @@ class _Compressed(PlainAverage):
     def __init__(self, task: Task, codec: BFloat16 | Int8) -> None:
         super().__init__(task)
         self._replicas, self._codec = task.replicas, codec
-        multiple = task.replicas.count * codec.granule
-        self._buckets = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, multiple=multiple)
+        self._buckets = self._make_buckets(multiple=task.replicas.count * codec.granule)
         self._kept: list[_Kept] = []
 
     def _forget(self) -> None:

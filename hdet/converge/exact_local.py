@@ -14,9 +14,7 @@ from ..optim.fused import FusedOptimizer
 from ..tensors.dtensor import local_parts
 from .base import Average, Task
 from .health import digest
-from .plain import Plain, PlainAverage
-
-__all__ = ["ExactLocal"]
+from .plain import PlainAverage
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ExactLocal:
         reason = _refusal(optimizer)
         if reason is not None:
             raise ValueError(f"ExactLocal: {reason}; or use Plain()")
-        return Plain().build(task) if task.replicas.count == 1 else _ExactLocal(task, optimizer, self.check_every)
+        return PlainAverage(task) if task.replicas.count == 1 else _ExactLocal(task, optimizer, self.check_every)
 
 
 def _refusal(optimizer: FusedOptimizer) -> str | None:
@@ -92,7 +90,7 @@ class _ExactLocal(PlainAverage):
 
     def __init__(self, task: Task, optimizer: FusedOptimizer, check_every: int) -> None:
         super().__init__(task)
-        self._task, self._optimizer, self._check_every = task, optimizer, check_every
+        self._optimizer, self._check_every = optimizer, check_every
         self._unchecked = True  # ranks may have begun with different parameters
         self._cycles = 0  # since the last check
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
@@ -140,15 +138,12 @@ class _ExactLocal(PlainAverage):
             return changed
         if self._unchecked or self._cycles >= self._check_every:
             self._unchecked, self._cycles = False, 0
-            if not self._peers_agree():
+            masters = [m for m in self._optimizer.masters(self._task.tensors, 1) if m is not None]
+            row = digest(local_parts([*self._optimizer.replica_parameters(1), *masters]))
+            rows = self._task.replicas.sum_rows(row.to(local_parts(self._task.tensors[:1])[0].device)).tolist()
+            if any(other != rows[0] for other in rows):
                 return "the mean tracks of the replicas differ"
         return None
-
-    def _peers_agree(self) -> bool:
-        masters = [m for m in self._optimizer.masters(self._task.tensors, 1) if m is not None]
-        row = digest(local_parts([*self._optimizer.replica_parameters(1), *masters]))
-        rows = self._task.replicas.sum_rows(row.to(local_parts(self._task.tensors[:1])[0].device)).tolist()
-        return all(other == rows[0] for other in rows)
 
     def complete(self, weights: Sequence[float]) -> None:
         super().complete(weights)

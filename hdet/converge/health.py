@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["DIGEST_BITS", "all_finite", "digest", "fingerprints"]
-
 DIGEST_BITS = 40
 """a digest's numbers are below 2^40, so that the sum over up to 8192 ranks of a replica is exact in float64"""
 

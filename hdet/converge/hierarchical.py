@@ -11,10 +11,7 @@ import torch.distributed as dist
 from ..core.validate import whole
 from ..replicas.process_groups import own_group
 from .base import Average, Task, all_gather, peers, reduce_scatter
-from .buckets import Buckets, parts_of
-from .plain import Plain, PlainAverage
-
-__all__ = ["Hierarchical"]
+from .plain import PlainAverage
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Hierarchical:
         """Raises ValueError unless replicas_per_node divides the number of replicas and is smaller."""
         n, count = self.replicas_per_node, task.replicas.count
         if count == 1:
-            return Plain().build(task)
+            return PlainAverage(task)
         if n == count:
             raise ValueError(f"replicas_per_node={n} puts all {count} replicas in one node: there is one level, use Plain()")
         if count % n:
@@ -53,7 +50,7 @@ class _Hierarchical(PlainAverage):
         across = [column[place::n] for column in columns for place in range(n)]
         self._inside: dist.ProcessGroup = own_group(nodes, task.replicas.ranks)
         self._across: dist.ProcessGroup = own_group(across, task.replicas.ranks)
-        self._buckets = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, multiple=n)
+        self._buckets = self._make_buckets(multiple=n)
 
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:

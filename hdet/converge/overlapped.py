@@ -12,10 +12,7 @@ import torch.distributed as dist
 from ..core.validate import whole
 from ..replicas.process_groups import own_group
 from .base import Average, Task, peers
-from .buckets import Buckets, parts_of
-from .plain import Plain, PlainAverage
-
-__all__ = ["Overlapped"]
+from .plain import PlainAverage
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Overlapped:
             raise ValueError(
                 f"steps={self.steps} must be less than sync_interval={task.sync_interval}: an average is to be applied before the next begins"
             )
-        return Plain().build(task) if task.replicas.count == 1 else _Overlapped(task, self.steps)
+        return PlainAverage(task) if task.replicas.count == 1 else _Overlapped(task, self.steps)
 
 
 class _Overlapped(PlainAverage):
@@ -54,7 +51,7 @@ class _Overlapped(PlainAverage):
         self._index, self._steps = task.replicas.index, steps
         # A communicator of its own: on a shared one the gradients of the next steps would queue behind the average.
         self._group = own_group([peers(task.replicas, member) for member in range(task.replicas.members)], task.replicas.ranks)
-        self._snapshots = Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, keep=True)
+        self._snapshots = self._make_buckets(keep=True)
         self._sums: list[torch.Tensor] = []
         self._works: list[Any] = []
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from .base import Average, Task
 from .bucketed_average import BucketedAverage
-
-__all__ = ["Plain", "PlainAverage"]
+from .buckets import Buckets, parts_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,18 @@ class PlainAverage:
     """Does it keep anything between calls, which is of no use once another state was loaded?"""
 
     def __init__(self, task: Task) -> None:
+        self._task = task
         self._plain = BucketedAverage(task.tensors, task.replicas, task.bucket_bytes, task.masters)
         self.idle = True
         self._hooks: list[RemovableHandle] = []
         register = getattr(task.optimizer, "register_load_state_dict_post_hook", None)
         if self.keeps_state and register is not None:
             self._hooks.append(register(lambda _: self._forget()))
+
+    def _make_buckets(self, **settings: Any) -> Buckets:
+        """For another way of sending the same tensors; ``settings``: of `Buckets`."""
+        task = self._task
+        return Buckets(lambda: parts_of(task.tensors, task.masters), task.bucket_bytes, **settings)
 
     def _forget(self) -> None:
         """Drop what is under way or kept back: another state was loaded, all was averaged in full, or this is the end."""

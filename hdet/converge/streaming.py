@@ -15,9 +15,7 @@ from .base import Average, Task
 from .bucketed_average import average
 from .buckets import Buckets, Part, parts_of
 from .health import all_finite
-from .plain import Plain, PlainAverage
-
-__all__ = ["Streaming"]
+from .plain import PlainAverage
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Streaming:
             raise ValueError(
                 f"fragments={self.fragments} is more than sync_interval={task.sync_interval}: at most one fragment is averaged after a step"
             )
-        return Plain().build(task) if task.replicas.count == 1 else _Streaming(task, self.fragments)
+        return PlainAverage(task) if task.replicas.count == 1 else _Streaming(task, self.fragments)
 
 
 class _Streaming(PlainAverage):
@@ -51,7 +49,7 @@ class _Streaming(PlainAverage):
 
     def __init__(self, task: Task, count: int) -> None:
         super().__init__(task)
-        self._task, self._position = task, 0
+        self._position = 0
         self.due = [-(-(f + 1) * task.sync_interval // count) for f in range(count)]
         """the step after which each fragment is averaged"""
         room = max(1024, task.bucket_bytes // count)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import native
 from .spec import arguments as checks
-from .spec import rank_one
+from .spec import shared
 from .spec.interface import (
     AveragePlan,
     Backend,
@@ -56,16 +56,12 @@ __all__ = [
 ]
 
 _BACKENDS = {
-    "cpu": "native.backend.CpuBackend",
+    "cpu": "native.plans.CpuBackend",
     "cuda": "native.cuda.CudaBackend",
     "triton": "triton.TritonBackend",
     "torch": "reference.TorchBackend",
 }
 USABLE = "usable"
-
-
-def _cpu_state(_: torch.device | None) -> str:
-    return native.missing or USABLE
 
 
 def _cuda_state(device: torch.device | None) -> str:
@@ -98,7 +94,7 @@ def _triton_state(_: torch.device | None) -> str:
 
 
 _STATES: dict[str, Callable[[torch.device | None], str]] = {
-    "cpu": _cpu_state,
+    "cpu": lambda _: native.missing or USABLE,
     "cuda": _cuda_state,
     "triton": _triton_state,
     "torch": lambda _: USABLE,
@@ -170,7 +166,7 @@ def rank_one_plan(tensors: RankOneTensors, backend: str = "auto") -> RankOnePlan
     if len(tensors.outputs) == 0 or len(tensors.outputs[0]) == 0:
         raise ValueError("there are no outputs to plan for")
     chosen = select(backend, checks.device_of(tensors.outputs[0][0], "output 0"))
-    rank_one.check_rank_one_tensors(tensors)
+    shared.check_rank_one_tensors(tensors)
     return chosen.rank_one_plan(tensors)
 
 

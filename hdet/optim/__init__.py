@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .adam import FusedAdam
-from .adamw import FusedAdamW
+from .adam import FusedAdam, FusedAdamW
 from .fused import FusedOptimizer
 from .lion import FusedLion
 from .sgd import FusedSGD

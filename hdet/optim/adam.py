@@ -1,4 +1,4 @@
-"""FusedAdam: torch.optim.Adam in one kernel call; and what it shares with FusedAdamW."""
+"""FusedAdam and FusedAdamW: torch.optim.Adam and AdamW in one kernel call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing_extensions import Unpack
 from hdet.kernels.spec.interface import DECOUPLED
 
 from . import group_checks as groups
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, Options
 from .step_plans import Hyper
-from .stepper import Options
 
 
 class AdamOptions(Options, total=False):
@@ -95,3 +94,61 @@ class FusedAdam(AdamFamily):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **options)
+
+
+class FusedAdamW(AdamFamily):
+    """AdamW (Loshchilov and Hutter 2019, Algorithm 2) as torch.optim.AdamW computes it: same arguments, results and state.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        m = beta1 * m + (1 - beta1) * g             exp_avg
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p * (1 - r * weight_decay) - r * u
+
+    Args:
+        decay_at: "replica": decay acts at r, the rate the replica steps with, as stock AdamW at that rate would. "base": at lr, so that
+            all replicas decay alike and differ along u only.
+        others: as torch.optim.AdamW and FusedOptimizer.
+
+    Raises ValueError or TypeError, before anything is changed, for arguments out of range or NaN, amsgrad, differentiable, and in a step
+    for tensors that cannot be used (sparse, not contiguous, of another dtype, overlapping), by name.
+
+    A bfloat16 model with exact float32 weights behind it, clipped gradients, and a schedule:
+
+    >>> model = torch.nn.Linear(8, 1).bfloat16()
+    >>> optimizer = hdet.FusedAdamW(model.parameters(), lr=3e-4, master_weights="split", max_grad_norm=1.0)
+    >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(4, 8, dtype=torch.bfloat16)).square().mean().backward()
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> sorted(optimizer.state[model.weight])
+    ['exp_avg', 'exp_avg_sq', 'remainder', 'step']
+    >>> optimizer.grad_norm.item() > 0, optimizer.step_skipped.item()
+    (True, 0.0)
+    """
+
+    rule = "adamw"
+    _carried: ClassVar[dict[str, Any]] = {**AdamFamily._carried, "decoupled_weight_decay": True}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[AdamOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, decay_at=decay_at, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["decoupled_weight_decay"] = True  # as torch.optim.AdamW, which also takes the state of an Adam
+        super().__setstate__(state)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .lists import VersionWatch
 from .state import state_sets
-from .version_watch import VersionWatch
 
 Lines = Iterable[tuple[Tensor, dict[str, Any]]]
 """parameters, and their states with the keys of state.LINE_KEYS"""
@@ -66,10 +66,15 @@ def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly
     Waits for the device. Raises ValueError, before anything is changed, for replicas that differ and are not on their line.
     """
     lines = list(lines)
-    flags = [(_on_line(param, state, rho_of(param)), _together(param, state)) for param, state in lines]
+    flags = []
+    for param, state in lines:
+        sets = state_sets(state, param)
+        on_line = [_alike(at(state, rho).to(own.dtype), own) for own, rho in zip(sets, rho_of(param), strict=True)]
+        flags.append(torch.stack((torch.stack(on_line).all(), torch.stack([_alike(own, param) for own in sets]).all())))
+    read = torch.stack([pair.to(flags[0].device) for pair in flags]).tolist() if flags else []
     moved = []
-    for (param, state), (on_line, together) in zip(lines, _read(flags), strict=True):
-        if on_line and not exactly:
+    for (param, state), (fits, together) in zip(lines, read, strict=True):
+        if fits and not exactly:
             continue
         if not together:
             raise ValueError(
@@ -81,19 +86,3 @@ def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly
     for param, state in moved:
         value, base = param.detach().to(torch.float32), state["base"]
         meet(param, state, value if exactly else torch.where(base.to(param.dtype) == param, base, value))
-
-
-def _on_line(param: Tensor, state: Mapping[str, Any], rho: Sequence[float]) -> Tensor:
-    sets = state_sets(state, param)
-    return torch.stack([_alike(at(state, r).to(own.dtype), own) for own, r in zip(sets, rho, strict=True)]).all()
-
-
-def _together(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    return torch.stack([_alike(own, param) for own in state_sets(state, param)]).all()
-
-
-def _read(flags: Sequence[tuple[Tensor, Tensor]]) -> list[list[bool]]:
-    if not flags:
-        return []
-    read: list[list[bool]] = torch.stack([torch.stack(pair).to(flags[0][0].device) for pair in flags]).tolist()
-    return read

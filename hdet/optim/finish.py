@@ -72,12 +72,6 @@ class ShardedClip:
         return replace(options, max_norm=0.0, grad_scale=scale.to(torch.float32), found_inf=skip)
 
 
-def local_gradients(gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
-    """The shards that belong to those of the parameters."""
-    pairs = enumerate(zip(gradients, params, strict=True))
-    return [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-
-
 def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Tensor]:
     """The K tensors of a parameter."""
     made = list(copies)
@@ -97,4 +91,4 @@ def values_to(destinations: Sequence[Tensor], params: Sequence[Tensor], masters:
     """Operations from the float32 values of parameters, which are those of their masters where there are any, to other tensors."""
     sources = [param if master is None or master.dtype == torch.int16 else master for param, master in zip(params, masters, strict=True)]
     lowers = [master if master is not None and master.dtype == torch.int16 else None for master in masters]
-    return kernels.pair_plan(sources, destinations, source_lowers=lowers if any(x is not None for x in lowers) else None, backend=backend)
+    return kernels.pair_plan(sources, destinations, source_lowers=lowers, backend=backend)

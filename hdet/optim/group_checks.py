@@ -12,12 +12,6 @@ from torch import Tensor
 from hdet.kernels.spec.arguments import FLOATS
 
 
-def require(group: dict[str, Any], keys: Sequence[str], name: str, optimizer: str) -> None:
-    absent = [key for key in keys if key not in group]
-    if absent:
-        raise ValueError(f"{name} lacks {', '.join(absent)}: it is not that of a {optimizer}")
-
-
 def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) -> None:
     for key in keys:
         value = group[key]

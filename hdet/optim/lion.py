@@ -9,9 +9,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from . import group_checks as groups
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, Options
 from .step_plans import Hyper
-from .stepper import Options
 
 
 class FusedLion(FusedOptimizer):

@@ -13,10 +13,12 @@ from hdet.kernels.reference.rules import wide_dtype
 from hdet.kernels.spec import rounding
 from hdet.tensors import dtensor as shards
 
+from . import lists
+
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
 LINE_KEYS = ("base", "displacement", "scale")
-"""of replicas on one line (line.py): two float32 tensors like the parameter, and a number, which all parameters of a row share"""
+"""of replicas on one line (displacement.py): two float32 tensors like the parameter, and a number, which all parameters of a row share"""
 WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *LINE_KEYS)
 """what a state has of the parameters themselves"""
 
@@ -58,7 +60,7 @@ class Layout:
             entries = shards.state_like(self._missing(own, shards.locals_of(sets), moments), param)
         else:
             entries = self._missing(state, sets, moments)
-        if len(sets) > 1 and not _are(state.get("replica_params"), sets[1:]):
+        if len(sets) > 1 and not lists.same(state.get("replica_params") or [], list(sets[1:])):
             entries["replica_params"] = list(sets[1:])
         return entries
 
@@ -113,8 +115,9 @@ class Layout:
         """
         if not self.on_line:
             values = _without_line(values, param, name)
-        floats = dict.fromkeys(("master_param", "base", "displacement"), torch.float32)
-        dtypes = {**dict.fromkeys(self.moments, self.moment_dtype), **floats, "remainder": torch.int16}
+        dtypes = {**dict.fromkeys(self.moments, self.moment_dtype), "remainder": torch.int16, "replica_params": param.dtype}
+        dtypes |= dict.fromkeys(("master_param", "base", "displacement"), torch.float32)
+        dtypes["replica_masters"] = torch.int16 if values.get("remainder") is not None else torch.float32
         placed: dict[str, Any] = {}
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
@@ -123,16 +126,22 @@ class Layout:
                 placed[key] = torch.tensor(float(value), dtype=torch.float32, device=param.device)
             elif key == "scale":
                 placed[key] = torch.tensor(float(value), dtype=wide_dtype(param.device), device=param.device)
+            elif key in REPLICA_KEYS:
+                placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
             elif key in dtypes:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
-            elif key in REPLICA_KEYS:
-                placed[key] = [_checked(v, param, _replica_dtype(key, values, param), f"{key} of {name}") for v in value]
             else:
                 placed[key] = value
         absent = [key for key in self.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
             raise ValueError(f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer")
-        if self.on_line and "base" not in placed and not _same_replicas(placed):
+        if (
+            self.on_line
+            and "base" not in placed
+            and not (  # as far as a state without the model can tell
+                _same_bits(placed.get("replica_params") or []) and _same_bits(kept_masters(placed))
+            )
+        ):
             raise ValueError(
                 f"the replicas in the loaded state of {name} are not equal and were not kept on one line: call ensemble.converge() before "
                 'saving, or load it with storage="parameters"'
@@ -196,11 +205,6 @@ def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mappin
         )
     kept = {key: value for key, value in values.items() if key not in LINE_KEYS}
     return kept if param.dtype == torch.float32 else {**kept, "master_param": values["base"] * float(values["scale"])}
-
-
-def _same_replicas(entries: Mapping[str, Any]) -> bool:
-    """As far as a state without the model can tell."""
-    return _same_bits(entries.get("replica_params") or []) and _same_bits(kept_masters(entries))
 
 
 def adopt(param: Tensor, master: Tensor) -> None:
@@ -276,15 +280,5 @@ def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor
     return shards.like(_placed(shards.local(value), shards.local(param), dtype), param)
 
 
-def _replica_dtype(key: str, values: Mapping[str, Any], param: Tensor) -> torch.dtype:
-    if key == "replica_params":
-        return param.dtype
-    return torch.int16 if values.get("remainder") is not None else torch.float32
-
-
 def _same_bits(tensors: Sequence[Tensor]) -> bool:
     return all(torch.equal(tensor, tensors[0]) and torch.equal(tensor.signbit(), tensors[0].signbit()) for tensor in tensors[1:])
-
-
-def _are(kept: object, tensors: Sequence[Tensor]) -> bool:
-    return isinstance(kept, list) and len(kept) == len(tensors) and all(one is other for one, other in zip(kept, tensors, strict=True))

@@ -17,8 +17,8 @@ from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
 
 from . import lists
+from .lists import VersionWatch
 from .state import REPLICA_KEYS, adopt, kept_masters, state_sets
-from .version_watch import VersionWatch
 
 Hyper = tuple[Any, ...]
 """lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of StepSettings, numbers or tensors"""
@@ -45,19 +45,12 @@ class Watch(VersionWatch):
         self.params = with_shards([param for param, _ in self.pairs])
         self.addresses = lists.addresses(shards.locals_of(self.sharded))
 
-    def _moved(self) -> bool:
-        return bool(self.sharded) and lists.addresses(shards.locals_of(self.sharded)) != self.addresses
-
-    def adopt(self) -> None:
-        for param, master in self.pairs:
-            adopt(param, master)
-        if self.sharded:
-            self._look()
-        self.refresh()
-
     def check(self) -> None:
-        if self.params and (self.written() or self._moved()):
-            self.adopt()
+        if self.params and (self.written() or lists.addresses(shards.locals_of(self.sharded)) != self.addresses):
+            for param, master in self.pairs:
+                adopt(param, master)
+            self._look()
+            self.refresh()
 
 
 @dataclass(frozen=True)

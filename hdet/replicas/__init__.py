@@ -1,5 +1,6 @@
 """Who is a replica, and the one small collective per cycle that replicas need beside the average."""
 
-from .topology import ReplicaDisagreement, Replicas
+from .agreement import ReplicaDisagreement
+from .topology import Replicas
 
 __all__ = ["ReplicaDisagreement", "Replicas"]

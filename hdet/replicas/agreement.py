@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from .layout import brief
 
-__all__ = ["ReplicaDisagreement", "compare", "digest", "gathered", "reachable", "who_has"]
-
 
 class ReplicaDisagreement(RuntimeError):
     """Ranks were started with different settings. Every rank raises it, naming the setting and who has which value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..tensors.module_hooks import Hook
 from . import Replicas
-
-__all__ = ["CoresidentReplicas"]
 
 
 class CoresidentReplicas(Replicas):
@@ -146,7 +144,7 @@ class CoresidentReplicas(Replicas):
     def _watch(self) -> None:
         self._leaves = {id(own): k for copies in self._sets.values() if copies[1] is not copies[0] for k, own in enumerate(copies)}
         if not self._checks:
-            hook = Hook(self._check_run_again)
+            hook = _Hook(self._check_run_again)
             hooked = [module for module in self.model.modules() if any(p in self._sets for p in module.parameters())]
             self._checks = [module.register_forward_pre_hook(hook) for module in hooked]
 
@@ -301,11 +299,7 @@ def _leaf(main: nn.Parameter) -> nn.Parameter:
     leaf: nn.Parameter = copy.deepcopy(main)
     leaf.__dict__.update(vars(main))  # marks that libraries leave on parameters
     leaf.grad = None
-    leaf.register_post_accumulate_grad_hook(_gives_to(main))
-    return leaf
 
-
-def _gives_to(main: nn.Parameter) -> Callable[[torch.Tensor], None]:
     @torch.no_grad()
     def hand_over(leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -314,7 +308,26 @@ def _gives_to(main: nn.Parameter) -> Callable[[torch.Tensor], None]:
         elif gradient is not None:
             main.grad.add_(gradient)
 
-    return hand_over
+    leaf.register_post_accumulate_grad_hook(hand_over)
+    return leaf
+
+
+class _Hook:
+    """On a user's module: calls a method without holding its object. A copy or a pickle of the module has one that does nothing, and so has
+    a compiled model."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = None if call is None else weakref.WeakMethod(call)
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = None if self._call is None else self._call()
+        if call is not None:
+            call(*args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ from functools import cached_property
 
 from ..core.validate import whole
 
-__all__ = ["Layout", "Ranks", "Table", "brief", "closure", "paired"]
-
 Ranks = tuple[int, ...]
 Table = tuple[Ranks, ...]
 """Rank numbers: of groups, or [replica][member]."""
@@ -156,11 +154,8 @@ def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
 
 def paired(ranks: Iterable[int], sharing: Mapping[str, Table], copies: Mapping[str, Table]) -> Table:
     """[replica][member] -> rank. ``sharing``: groups whose ranks belong to one replica; ``copies``: groups whose ranks hold the same
-    parameters, within which peers must be found. Groups are lists of ranks in their order, by axis.
-
-    Raises:
-        ValueError: replicas of unequal size or make; or peers that do not hold the same parameters, as when a group was left out.
-    """
+    parameters, within which peers must be found. Groups are lists of ranks in their order, by axis. Raises ValueError for replicas of
+    unequal size or make, and for peers that do not hold the same parameters, as when a group was left out."""
     replicas = closure(ranks, (group for groups in sharing.values() for group in groups))
     sizes = {len(replica) for replica in replicas}
     if len(sizes) > 1:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from .layout import Table, brief, paired
 from .process_groups import Request, more_than_one, together
-
-__all__ = ["megatron_table"]
 
 _SHARING = ("tp", "cp", "pp", "ep", "expt_tp", "embd")
 _INSTANCE = ("intra_dist_opt", "intra_dp_cp", "intra_expt_dp")  # of the distributed optimizer: they share one copy of its state
@@ -28,7 +26,9 @@ def megatron_table(groups: Any, distributed_optimizer: bool) -> tuple[Table, Cal
     if distributed_optimizer:
         remedy += ", or let --num-distributed-optimizer-instances divide the data-parallel size without cp, and that of experts"
     more_than_one(table, "from_megatron", remedy)
-    return table, _existing(groups, table, found)
+    peers = set(zip(*table, strict=True))
+    name = next((name for name in _COPIES if set(found[name]) == peers), None)
+    return table, None if name is None else lambda: getattr(groups, name)  # all ranks have said that it is there
 
 
 def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> Request:
@@ -51,7 +51,7 @@ def _request(groups: Any, names: Sequence[str], distributed_optimizer: bool) -> 
         )
     own = {name: dist.get_process_group_ranks(group) for name in names if (group := _group(groups, name)) is not None}
     places = {name: (ranks[0], ranks.index(dist.get_rank()), len(ranks)) for name, ranks in own.items()}
-    return Request(f"(groups, distributed_optimizer={distributed_optimizer})", places)
+    return f"(groups, distributed_optimizer={distributed_optimizer})", places
 
 
 def _group(groups: Any, name: str) -> dist.ProcessGroup | None:
@@ -78,17 +78,3 @@ def _groups(places: Sequence[tuple[int, int, int] | None], name: str) -> Table:
                 "set it on all of its ranks, None elsewhere"
             )
     return tuple(tuple(rank for _, rank in sorted(members.items())) for _, members in sorted(found.items()))
-
-
-def _existing(groups: Any, table: Table, found: Mapping[str, Table]) -> Callable[[], dist.ProcessGroup] | None:
-    peers = set(zip(*table, strict=True))
-    name = next((name for name in _COPIES if set(found[name]) == peers), None)
-    if name is None:
-        return None
-
-    def existing() -> dist.ProcessGroup:
-        group = _group(groups, name)
-        assert group is not None  # all ranks have said so
-        return group
-
-    return existing

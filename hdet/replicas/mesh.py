@@ -11,8 +11,6 @@ from .agreement import digest
 from .layout import Table, brief
 from .process_groups import Request, more_than_one, together
 
-__all__ = ["mesh_table"]
-
 
 def mesh_table(mesh: Any, replicate: str | Sequence[str]) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
     """For `Replicas.from_mesh`, on all ranks: [replica][member], and what gives this rank's peers, if the mesh has a group of them."""
@@ -38,17 +36,16 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
     # Not public; without it a part of a mesh cannot be told from a mesh of its own.
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     sizes = ", ".join(map(str, root.mesh.shape))
-    dims = ", ".join(f"{name}={size}" for name, size in zip(known, mesh.mesh.shape, strict=True))
     ranks = root.mesh.flatten().tolist()
-    call = f"(mesh ({dims}) of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], replicate={', '.join(names)})"
+    call = f"(mesh {dims(mesh)} of ({sizes}) ranks {brief(ranks)} [{digest(root.mesh.tolist()):x}], replicate={', '.join(names)})"
     place = mesh.get_coordinate()
     if place is None:
-        return Request(call)
+        return call, None
     index, start = 0, list(place)
     for k, name in enumerate(known):
         if name in names:
             index, start[k] = index * mesh.mesh.shape[k] + place[k], 0
-    return Request(call, (index, int(mesh.mesh[tuple(start)])))
+    return call, (index, int(mesh.mesh[tuple(start)]))
 
 
 def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
@@ -64,3 +61,9 @@ def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
     table = tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
     remedy = "Build a mesh whose replicating dimension is larger than 1, as in init_device_mesh(type, (2, 4), mesh_dim_names=(...))"
     return more_than_one(table, "from_mesh", remedy)
+
+
+def dims(mesh: Any) -> str:
+    """'(dp_replicate=2, dp_shard=4)'."""
+    names = mesh.mesh_dim_names or [f"dimension {k}" for k in range(mesh.ndim)]
+    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)) + ")"

@@ -7,8 +7,9 @@ of a line of text a rank. A rank whose arguments are refused takes part in it to
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -17,21 +18,12 @@ import torch.distributed as dist
 from .agreement import ReplicaDisagreement, digest, who_has
 from .layout import Layout, Table, brief
 
-__all__ = ["Request", "build", "layout_table", "listed_table", "more_than_one", "own_group", "together"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one rank asks for."""
-
-    call: str
-    """The arguments as people would write them; must be equal on all ranks. Shown shortened."""
-    own: Any = None
-    """What only this rank knows: plain data."""
+Request = tuple[str, Any]
+"""What one rank asks for: the arguments as people would write them, which must be equal on all ranks; and plain data that only this rank knows."""
 
 
 def together(name: str, ask: Callable[[], Request]) -> list[Any]:
-    """What each rank of the world asks of the constructor ``name``: its `Request.own`, by rank. All ranks of the world call it.
+    """What each rank of the world asks of the constructor ``name``: its own data, by rank. All ranks of the world call it.
 
     Raises:
         ValueError: there is no process group; or whatever ``ask`` raises, if it does so on all ranks.
@@ -41,14 +33,14 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
         raise ValueError(f"{name} needs a process group: call torch.distributed.init_process_group first, or use Replicas.single()")
     refusal: Exception | None = None
     try:
-        request = ask()
-        text = f"{name}{request.call}"
+        call, own_data = ask()
+        text = f"{name}{call}"
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not be left waiting
-        refusal, request = error, Request("")
+        refusal, own_data = error, None
         text = f"{name} refused with {type(error).__name__}: {error}"
     text = text if len(text) <= 400 else text[:400] + f"... [{digest(text):x}]"
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (refusal is not None, text, request.own))
+    dist.all_gather_object(said, (refusal is not None, text, own_data))
     refused, texts, own = zip(*said, strict=True)
     if refusal is not None and all(refused):
         raise refusal
@@ -65,10 +57,8 @@ Kind = TypeVar("Kind")
 def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.ProcessGroup] | None = None) -> Kind:
     """``kind(index, count, peer_group, ranks=, member=, world_group=)`` of this rank. All ranks of the world call it with one table.
 
-    ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or on none.
-
-    Raises:
-        ValueError: this rank is in no replica. The groups of the others are made by then.
+    ``existing`` gives the group of this rank's peers where there is one already: on all ranks, or on none. Raises ValueError if this rank
+    is in no replica; the groups of the others are made by then.
     """
     rank = dist.get_rank()
     place = {rank: (r, m) for r, replica in enumerate(table) for m, rank in enumerate(replica)}
@@ -129,7 +119,7 @@ def layout_table(**sizes: Any) -> Table:
         layout = Layout(dist.get_world_size(), **sizes)
         remedy = "All ranks are tied together by what they share: start more ranks, or make tp, cp, pp, ep or shard smaller"
         more_than_one(layout.replicas, "from_layout", remedy)
-        return Request(f"({', '.join(f'{name}={value!r}' for name, value in sizes.items())})")
+        return f"({', '.join(f'{name}={value!r}' for name, value in sizes.items())})", None
 
     together("from_layout", ask)
     return Layout(dist.get_world_size(), **sizes).replicas
@@ -140,7 +130,7 @@ def listed_table(lists: Sequence[Sequence[int]]) -> Table:
 
     def ask() -> Request:
         _check_lists(lists, dist.get_world_size())
-        return Request(f"({[list(ranks) for ranks in lists]})")
+        return f"({[list(ranks) for ranks in lists]})", None
 
     together("from_group", ask)
     return tuple(tuple(ranks) for ranks in lists)
@@ -150,10 +140,7 @@ def _check_lists(lists: Sequence[Sequence[int]], world: int) -> None:
     """Raises ValueError unless the lists share out all ranks of the world, equally many to each."""
     if not lists or not all(isinstance(ranks, (list, tuple, range)) and all(type(rank) is int for rank in ranks) for ranks in lists):
         raise ValueError(f"group must be a process group, or lists of rank numbers such as [[0, 1], [2, 3]], got {lists!r}")
-    count: dict[int, int] = {}
-    for ranks in lists:
-        for rank in ranks:
-            count[rank] = count.get(rank, 0) + 1
+    count = Counter(chain.from_iterable(lists))
     twice, strange = [rank for rank in count if count[rank] > 1], [rank for rank in count if not 0 <= rank < world]
     if twice:
         raise ValueError(f"group has ranks {brief(twice)} more than once: a rank belongs to one replica")

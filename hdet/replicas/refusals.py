@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from .layout import brief
+from .mesh import dims
 from .topology import Replicas
-
-__all__ = ["check_sharding", "check_wrapper"]
 
 _ZERO = {"ZeroRedundancyOptimizer", "OSS", "DistributedFusedAdam", "DistributedFusedLAMB"}  # torch, fairscale, apex
 _MEGATRON = {"MegatronOptimizer", "MixedPrecisionOptimizer", "ChainedOptimizer"}
@@ -98,13 +97,13 @@ def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradien
     if replicas is None:
         if dist.get_world_size() > 1:
             raise ValueError(
-                f"{name} is a DTensor over a mesh {_dims(mesh)}, so a replica is not one rank of the world: say who is one, "
+                f"{name} is a DTensor over a mesh {dims(mesh)}, so a replica is not one rank of the world: say who is one, "
                 f"replicas=Replicas.from_mesh(mesh). Under FSDP2: {_HSDP}"
             )
         return
     if replicas.count == 1 and rollback and mesh.size() > 1:
         raise ValueError(
-            f"{name} is a DTensor over a mesh {_dims(mesh)}, but replicas is this process alone: each would take its shards back by its own "
+            f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: each would take its shards back by its own "
             f"loss. Leave divergence's rollback out, or use FSDP2: {_HSDP}"
         )
     if replicas.count == 1 or not replicas.ranks:
@@ -115,13 +114,13 @@ def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradien
             continue
         if not placement.is_replicate():  # Shard, strided, Partial
             raise ValueError(
-                f"{name} is sharded ({placement}) over ranks {brief(group)} by {dim} of the mesh {_dims(mesh)}, but they are of several "
+                f"{name} is sharded ({placement}) over ranks {brief(group)} by {dim} of the mesh {dims(mesh)}, but they are of several "
                 f"replicas (this one is ranks {brief(own)}): averaging would mix different shards. Replicas are copies: "
                 f"{_HSDP}; in from_mesh, replicate= names the dimension over which parameters are replicated"
             )
         if gradients == "local":
             raise ValueError(
-                f"{name} is replicated by {dim} of the mesh {_dims(mesh)} over ranks {brief(group)} of several replicas, over which its "
+                f"{name} is replicated by {dim} of the mesh {dims(mesh)} over ranks {brief(group)} of several replicas, over which its "
                 "gradients would be all-reduced, but gradients='local'. Shard inside a replica only: "
                 "fully_shard(module, mesh=mesh['dp_shard']), and keep replicas=Replicas.from_mesh(mesh)"
             )
@@ -133,8 +132,3 @@ def _spans(parameter: Any) -> Iterator[tuple[str, Any, set[int]]]:
     for k, placement in enumerate(parameter.placements):
         names = mesh.mesh_dim_names
         yield (repr(names[k]) if names else f"dimension {k}"), placement, set(dist.get_process_group_ranks(mesh.get_group(k)))
-
-
-def _dims(mesh: Any) -> str:
-    names = mesh.mesh_dim_names or [f"dimension {k}" for k in range(mesh.ndim)]
-    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)) + ")"

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .agreement import ReplicaDisagreement, compare, reachable
+from .agreement import compare, reachable
 from .megatron import megatron_table
 from .mesh import mesh_table
 from .process_groups import build, layout_table, listed_table
-
-__all__ = ["ReplicaDisagreement", "Replicas"]
 
 
 class Replicas:

@@ -7,14 +7,12 @@ whenever they are needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
 
 from .dtensor import is_sharded, like, local, local_parts
-
-__all__ = ["Averaged", "BufferCopies", "Copy", "keep", "put"]
 
 
 def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
@@ -22,11 +20,6 @@ def places(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor | No
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             yield module, name, buffer
-
-
-def has_average(tensor: torch.Tensor) -> bool:
-    """Floating point, and wide enough for arithmetic: weights in 8 bits are quantised, and stand still."""
-    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 class Averaged(Sequence[torch.Tensor]):
@@ -46,7 +39,10 @@ class Averaged(Sequence[torch.Tensor]):
     @property
     def buffers(self) -> list[torch.Tensor]:
         listed = self.fixed[len(self.parameters) :]
-        return listed if self.model is None else [*listed, *(b for b in self.model.buffers() if has_average(b))]
+        if self.model is None:
+            return listed
+        # Wide enough for arithmetic: weights in 8 bits are quantised, and stand still.
+        return [*listed, *(b for b in self.model.buffers() if b.is_floating_point() and b.element_size() > 1)]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self.parameters
@@ -55,11 +51,7 @@ class Averaged(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.parameters) + len(self.buffers)
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def marks(self) -> list[tuple[torch.Tensor, int]]:

@@ -12,11 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "FullSums", "alike", "check_alike", "gradient_norm", "gradient_on", "is_partial", "is_sharded", "like", "local", "local_parts",
-    "local_state", "locals_of", "part_of", "reshard", "sharding_dims", "state_like",
-]  # fmt: skip
-
 
 def is_sharded(tensor: object) -> bool:
     """Is it a DTensor, whatever its placements?"""

@@ -12,8 +12,6 @@ from torch import nn
 
 from .buffers import BufferCopies, Copy, places
 
-__all__ = ["eval_mode", "random_states_kept"]
-
 
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:

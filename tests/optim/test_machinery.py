@@ -22,8 +22,7 @@ from .common import RULES, Pair, Rule, names, plans_made, set_gradients
 @pytest.mark.parametrize("name", sorted({rule.fused.__name__ for rule in RULES}))
 def test_the_examples_of_the_docstrings(name: str) -> None:
     torch.manual_seed(0)
-    module = importlib.import_module(getattr(hdet, name).__module__)
-    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    tests = [test for test in doctest.DocTestFinder().find(getattr(hdet, name), name) if test.examples]
     assert len(tests) == 1
     for test in tests:
         test.globs = {"torch": torch, "hdet": hdet}

@@ -14,8 +14,6 @@ from hdet.cli.job.run_files import CHECKPOINT, Kinds, RunFolderError, check_kind
 from hdet.core.schema import COUNT, Instance, Number, Optional
 from hdet.owned_folder import atomic_file
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 FORMAT, VERSION = "hdet-train", 1
 DICT, TIME = Instance(dict), Number(low=0)
 KINDS: Kinds = {
@@ -45,11 +43,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The state in ``folder``, tensors on the CPU, its settings already checked.
-
-    Raises:
-        RunFolderError: no checkpoint there, or a truncated one, another version's, or one with missing keys or wrong kinds of values.
-    """
+    """The state in ``folder``, tensors on the CPU, its settings already checked. Raises RunFolderError if there is none, or a truncated
+    one, another version's, or one with missing keys or wrong kinds of values."""
     path = folder / CHECKPOINT
     if not path.is_file():
         runs = sorted(str(found.parent) for found in folder.glob(f"*/{CHECKPOINT}"))

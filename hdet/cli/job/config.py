@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["CONTROLLERS", "DEVICES", "MODES", "TrainConfig"]
-
 MODES = ("hdet", "fixed")
 CONTROLLERS = ("probe", "auto", "softmax", "none")
 DEVICES = ("auto", "cpu", "cuda")

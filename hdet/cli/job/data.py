@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch"]
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 SUFFIXES = (".py", ".txt", ".md")
@@ -44,10 +42,8 @@ def load_corpus(path: str | Path | None = None, *, validation_percent: int = 10,
     """Read every ``*.py``, ``*.txt`` and ``*.md`` below the folder ``path``; default: the ``*.py`` of the running Python's library.
 
     Files are read in sorted order, up to ``max_bytes``, so two machines with the same library train on the same bytes.
-    A module (a file or folder directly below ``path``) is on one side of the split only.
-
-    Raises:
-        DataError: ``path`` is no folder, a file cannot be read, or there is too little text for both sides of the split.
+    A module (a file or folder directly below ``path``) is on one side of the split only. Raises DataError if ``path`` is no folder, a file
+    cannot be read, or there is too little text for both sides of the split.
     """
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
     if not root.is_dir():

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "GPTConfig", "cross_entropy"]
-
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean over all positions, nats per byte; logits (batch, time, vocabulary), targets (batch, time) int64 -> 0-d fp32."""

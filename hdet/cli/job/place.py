@@ -13,8 +13,6 @@ import torch.distributed as dist
 import hdet
 from hdet.cli.job.config import TrainConfig
 
-__all__ = ["Place", "choose_device", "join", "launched_by_torchrun", "torchrun_place"]
-
 
 @dataclass(frozen=True)
 class Place:
@@ -32,10 +30,7 @@ class Place:
 
 def choose_device(device: str, processes: int, *, least: int = 2) -> str:
     """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each. ``least``: replicas with which the run makes sense.
-
-    Raises:
-        ValueError: ``cuda`` is asked for, and there are fewer GPUs than processes; or hdet's native module is missing or stale.
-    """
+    Raises ValueError if ``cuda`` is asked for, and there are fewer GPUs than processes; or hdet's native module is missing or stale."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     native = hdet.kernels.available()["cpu"]
     if native != hdet.kernels.USABLE:

@@ -12,14 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hdet.cli.job.place import Place
 from hdet.cli.job.training import RunSpec
 from hdet.owned_folder import remove_leftovers
-
-__all__ = ["WorkerError", "Workers"]
 
 WORKER = (sys.executable, "-m", "hdet.cli.job.worker")
 GRACE_SECONDS = 0.5
@@ -58,7 +55,7 @@ class Workers:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _start(self, rank: int, count: int) -> None:
@@ -89,11 +86,7 @@ class Workers:
     # -- while they run ----------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What rank 0 reports, until all processes have ended well.
-
-        Raises:
-            WorkerError: one failed. The others are ended on leaving the context.
-        """
+        """What rank 0 reports, until all processes have ended well. Raises WorkerError if one fails; the others end with the context."""
         for rank, message in self._messages():
             if isinstance(message, dict):
                 yield message

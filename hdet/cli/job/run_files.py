@@ -13,22 +13,6 @@ from typing import Any
 from hdet.core.schema import Kind, Number
 from hdet.owned_folder import FolderError, atomic_file, decode_json, open_regular, read_regular
 
-__all__ = [
-    "CHECKPOINT",
-    "CONFIG",
-    "HISTORY",
-    "REPORT",
-    "SAMPLE",
-    "Kinds",
-    "Recorder",
-    "RunFolderError",
-    "check_kinds",
-    "plain",
-    "read_config",
-    "read_history",
-    "truncate_history",
-]
-
 CONFIG, HISTORY, CHECKPOINT, SAMPLE, REPORT = "config.json", "history.jsonl", "checkpoint.pt", "sample.txt", "report.png"
 """the files in a run's folder"""
 
@@ -74,11 +58,8 @@ def plain(value: Any) -> Any:
 
 
 class Recorder:
-    """Appends records to a JSON Lines file, each visible to readers as soon as `write` returns. For rank 0 only.
-
-    Raises:
-        FolderError: there is something else than a file, such as a link.
-    """
+    """Appends records to a JSON Lines file, each visible to readers as soon as `write` returns. For rank 0 only. Raises FolderError if
+    there is something else than a file, such as a link."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -97,11 +78,8 @@ class Recorder:
 
 
 def read_history(path: str | Path) -> list[Record]:
-    """All whole records of a JSON Lines file. A last line without its end was torn by a kill and is left out.
-
-    Raises:
-        RunFolderError: no such file, or a line before the last that is not a JSON object.
-    """
+    """All whole records of a JSON Lines file. A last line without its end was torn by a kill and is left out. Raises RunFolderError if
+    there is no such file, or a line before the last is not a JSON object."""
     return [record for _, record in _lines(Path(path))]
 
 
@@ -145,10 +123,7 @@ def _decode(line: bytes) -> Record | None:
 
 def truncate_history(path: str | Path, step: int) -> None:
     """Drop what was recorded after ``step``: a resumed run writes those lines again. A missing file stays missing; kept lines stay as they are.
-
-    Raises:
-        RunFolderError: as `read_history`; or a record's step is no number.
-    """
+    Raises RunFolderError as `read_history`, or if a record's step is no number."""
     path = Path(path)
     if not os.path.lexists(path):
         return

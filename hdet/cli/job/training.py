@@ -27,8 +27,6 @@ from hdet.cli.job.run_files import CHECKPOINT, HISTORY, SAMPLE, Recorder, RunFol
 from hdet.core.controller import Controller
 from hdet.owned_folder import atomic_file
 
-__all__ = ["RunSpec", "run_alone", "train_all"]
-
 PROMPT = b"import "
 VALIDATION_WINDOWS = 32
 SHORT_VALIDATION = 16
@@ -66,11 +64,7 @@ def train_all(specs: Sequence[RunSpec], place: Place, emit: Emit) -> None:
 
 def run_alone(spec: RunSpec, corpus: Corpus) -> Run:
     """The run in this process alone, on the CPU, built and restored without touching its files: what does not fit is found before others start.
-
-    Raises:
-        RunFolderError: the checkpoint does not fit.
-        ValueError: the controller cannot work in this run.
-    """
+    Raises RunFolderError for a checkpoint, and ValueError for a controller, that cannot work in this run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "one replica explores nothing")  # nor is it to train
         return Run(spec, corpus, Place(), lambda event: None)

@@ -32,32 +32,14 @@ MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 """in the order of csrc/core/numbers.h: DType, Master"""
 
 
-def _codes(column: Column | None, count: int, codes: dict[torch.dtype | None, int], shift: int) -> list[int]:
-    """One field of Chunk::formats (csrc/core/numbers.h) for each tensor."""
-    if column is None:
-        return [0] * count
-    return [codes[None if tensor is None else tensor.dtype] << shift for tensor in column]
-
-
-def formats(
-    count: int,
-    gradients: Column | None = None,
-    params: Column | None = None,
-    masters: Column | None = None,
-    exp_avgs: Column | None = None,
-    exp_avg_sqs: Column | None = None,
-    stochastic: bool = False,
-) -> list[int]:
-    """Chunk::formats of each tensor: how its streams are stored."""
-    fields = (
-        _codes(gradients, count, DTYPES, 0),
-        _codes(params, count, DTYPES, 2),
-        _codes(masters, count, MASTERS, 4),
-        _codes(exp_avgs, count, DTYPES, 6),
-        _codes(exp_avg_sqs, count, DTYPES, 8),
-        [int(stochastic) << 10] * count,
-    )
-    return [sum(parts) for parts in zip(*fields, strict=True)]
+def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
+    """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master, first and second moment are stored."""
+    packed = [int(stochastic) << 10] * count
+    for place, column in enumerate(columns):
+        codes = MASTERS if place == 2 else DTYPES
+        for i, tensor in enumerate(column or ()):
+            packed[i] |= codes[None if tensor is None else tensor.dtype] << 2 * place
+    return packed
 
 
 def only_float(*columns: Column | None) -> bool:

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 from .. import native
 from ..spec import mirrors
-from .backend import NativeBackend
-
-if native.missing is None:
-    from hdet import _C
+from .plans import NativeBackend
 
 
 class CudaMemory(mirrors.DeviceMemory, native.Memory):
@@ -29,7 +26,7 @@ class CudaMemory(mirrors.DeviceMemory, native.Memory):
         """Launches kernels on this device and its current stream."""
         self.check_launched((operation, norm))
         with mirrors._on(self.device):
-            getattr(_C, "cuda_" + operation)(*arguments, -1 if self.device.index is None else self.device.index, self.stream())
+            getattr(native._C, "cuda_" + operation)(*arguments, -1 if self.device.index is None else self.device.index, self.stream())
 
 
 class CudaBackend(NativeBackend):

@@ -1,20 +1,19 @@
-"""Averages, pairs and norms by a native kernel."""
+"""The native backends: one set of plans, on tables in the memory of a CPU or of a CUDA device, which also calls the kernels there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...profiling import ranged
 from .. import native
-from ..spec.interface import Column
-from ..spec.pairing import PAIRINGS, Pairing
+from ..spec.interface import Column, RankOneTensors, StepTensors
 from ..spec.settings import check_shares
-
-if native.missing is None:
-    from hdet import _C
+from ..spec.shared import PAIRINGS, Pairing
+from .step import NativeRankOnePlan, NativeStepPlan
 
 
 class NativeAveragePlan:
@@ -23,15 +22,14 @@ class NativeAveragePlan:
     def __init__(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None, memory: native.Memory) -> None:
         self.tensors = (params, masters)  # keeps alive what the tables point to
         self.memory = memory
-        self.plan = plan = _C.AveragePlan()
+        self.plan = plan = native._C.AveragePlan()
         count = len(params[0])
-        packed = native.formats(count, params=params[0], masters=None if masters is None else masters[0])
+        packed = native.formats(count, None, params[0], None if masters is None else masters[0])
         chunks = native.chunk_table(params[0], [0] * count, packed)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(*params, *(masters or [])))
         self.weights = torch.zeros(len(params))
         self.placed_weights = memory.place(self.weights)
-        self._weights: list[float] = []
         plan.chunks, plan.num_chunks = self.chunks.data_ptr(), native.num_chunks(chunks)
         plan.num_tensors, plan.num_replicas = count, len(params)
         plan.all_float = int(native.only_float(*params) and native.nothing_in(masters))
@@ -39,16 +37,11 @@ class NativeAveragePlan:
         plan.masters = 0 if native.nothing_in(masters) else self.addresses.data_ptr() + 8 * count * len(params)
         plan.weights = self.placed_weights.data_ptr()
 
-    def average(self, weights: Sequence[float]) -> None:
-        if list(weights) != self._weights:
-            check_shares(weights, self.plan.num_replicas)
-            self._weights = list(weights)
-            self.weights.copy_(torch.tensor(self._weights, dtype=torch.float64))
-            self.memory.refresh(self.weights, self.placed_weights)
-        self._run()
-
     @ranged("hdet.average")
-    def _run(self) -> None:
+    def average(self, weights: Sequence[float]) -> None:
+        check_shares(weights, self.plan.num_replicas)
+        self.weights.copy_(torch.tensor(weights, dtype=torch.float64))
+        self.memory.refresh(self.weights, self.placed_weights)
         self.memory.call("average", self.plan)
 
 
@@ -65,7 +58,7 @@ class NativePairPlan(Pairing):
     ) -> None:
         super().__init__(sources, destinations, source_lowers, masters)
         self.memory = memory
-        self.plan = plan = _C.PairPlan()
+        self.plan = plan = native._C.PairPlan()
         count = len(sources)
         nothing: Column = [None] * count
         chunks = native.chunk_table(sources, [0] * count, native.formats(count, sources, destinations, masters))
@@ -76,13 +69,10 @@ class NativePairPlan(Pairing):
         columns = [self.addresses.data_ptr() + 8 * count * column for column in range(4)]
         plan.sources, plan.destinations, plan.source_lowers, plan.masters = columns
 
+    @ranged("hdet.pair")
     def _pair(self, pairing: str, scale: float) -> None:
         self.plan.pairing = PAIRINGS.index(pairing)
         self.plan.scale = scale
-        self._run()
-
-    @ranged("hdet.pair")
-    def _run(self) -> None:
         self.memory.call("pair", self.plan)
 
 
@@ -104,3 +94,32 @@ class NativeNormPlan:
         addresses = (table.data_ptr() for table in (self.addresses, self.partials, result))
         self.memory.call("norm", self.chunks.data_ptr(), self.num_chunks, *addresses)
         return result
+
+
+class NativeBackend:
+    name: ClassVar[str]
+    memory: ClassVar[type[native.Memory]]
+
+    def step_plan(self, tensors: StepTensors) -> NativeStepPlan:
+        return NativeStepPlan(tensors, self.memory(tensors.params[0][0].device))
+
+    def rank_one_plan(self, tensors: RankOneTensors) -> NativeRankOnePlan:
+        return NativeRankOnePlan(tensors, self.memory(tensors.bases[0].device))
+
+    def average_plan(self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None) -> NativeAveragePlan:
+        return NativeAveragePlan(params, masters, self.memory(params[0][0].device))
+
+    def pair_plan(
+        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+    ) -> NativePairPlan:
+        return NativePairPlan(sources, destinations, source_lowers, masters, self.memory(sources[0].device))
+
+    def norm_plan(self, tensors: Sequence[Tensor]) -> NativeNormPlan:
+        return NativeNormPlan(tensors, self.memory(tensors[0].device))
+
+
+class CpuBackend(NativeBackend):
+    """C++ loops over a chunk table, one parallel region for each phase, as many threads as torch uses."""
+
+    name = "cpu"
+    memory = native.Memory

@@ -1,8 +1,9 @@
-"""An optimizer step by a native kernel."""
+"""An optimizer step by a native kernel, also of replicas on one line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,24 +11,24 @@ from torch import Tensor
 from ...profiling import ranged
 from .. import native
 from ..spec.arguments import check_gradients
-from ..spec.interface import PLAIN, RULES, Column, StepOptions, StepSettings, StepTensors
+from ..spec.interface import PLAIN, RULES, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options, count_settings
-
-if native.missing is None:
-    from hdet import _C
+from ..spec.shared import OnLine
 
 
 class NativeStepPlan:
     """An optimizer step whose tables are read by a native kernel."""
 
+    plan: native._C.StepPlan
+    kind = "StepPlan"
     operation = "step"
 
     def __init__(self, tensors: StepTensors, memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
-        self.plan = self._new_plan()
+        self.plan = getattr(native._C, self.kind)()
         self.count = len(tensors.params[0])
-        self.gradients = _C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
+        self.gradients = native._C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
         self.gradient_types = [native.DTYPES[torch.float32]] * self.count
         self.chunks = self._chunks()
         self.placed_chunks = memory.place(self.chunks)
@@ -36,14 +37,10 @@ class NativeStepPlan:
         self._make_room()
         self._make_inputs()
 
-    @staticmethod
-    def _new_plan() -> _C.StepPlan:
-        return _C.StepPlan()
-
     def _chunks(self) -> Tensor:
         t = self.tensors
         masters = None if t.masters is None else t.masters[0]
-        packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, t.stochastic is not None)
+        packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, stochastic=t.stochastic is not None)
         packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
         return native.chunk_table(t.params[0], t.rows, packed)
 
@@ -83,21 +80,11 @@ class NativeStepPlan:
         """Memory for what the derive phase writes."""
         plan = self.plan
         rows, replicas = plan.num_rows, plan.num_replicas
-        parts = {
-            "control": _C.CONTROL_BYTES,
-            "rows": rows * _C.ROW_BYTES,
-            "partials": 8 * plan.num_chunks,
-            "replica_rows": rows * replicas * _C.REPLICA_ROW_BYTES,
-        }
-        self.derived = self.memory.room(sum(parts.values()))
-        address = self.derived.data_ptr()
-        for name, size in parts.items():
-            if name == "partials":
-                self.partials_address = address  # the plan points there in a step with a norm
-            else:
-                setattr(plan, name, address)
-            address += size
-        control = self.derived[: _C.CONTROL_BYTES].view(torch.float32)
+        sizes = (native._C.CONTROL_BYTES, rows * native._C.ROW_BYTES, 8 * plan.num_chunks, rows * replicas * native._C.REPLICA_ROW_BYTES)
+        self.derived = self.memory.room(sum(sizes))
+        # The plan points to the partial sums in a step with a norm.
+        plan.control, plan.rows, self.partials_address, plan.replica_rows = accumulate(sizes[:-1], initial=self.derived.data_ptr())
+        control = self.derived[: native._C.CONTROL_BYTES].view(torch.float32)
         self.skipped, self.norm = control[0], control[1]
 
     def _make_inputs(self) -> None:
@@ -143,12 +130,12 @@ class NativeStepPlan:
 
     def _write_gradients(self, gradients: Sequence[Tensor], changes: int) -> None:
         types = self.gradients.types
-        unusual = changes == _C.Gradients.UNUSUAL  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
-        if not unusual and changes & _C.Gradients.RETYPED:  # the first ones, mostly: to ask each step would take too long
+        unusual = changes == native._C.Gradients.UNUSUAL  # not a plain tensor, or a torch without DLPack's exchange: usable, or what is it?
+        if not unusual and changes & native._C.Gradients.RETYPED:  # the first ones, mostly: to ask each step would take too long
             unusual = any(map(Tensor.is_neg, gradients))  # DLPack does not tell
         if unusual:
             check_gradients(gradients, self.tensors.params[0])
-            _C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
+            native._C.write_addresses(self.gradient_table.data_ptr(), [g.data_ptr() for g in gradients])
             types = [native.DTYPES[g.dtype] for g in gradients]
         else:
             self.gradients.write_addresses(self.gradient_table.data_ptr())
@@ -160,8 +147,8 @@ class NativeStepPlan:
             self._note_all_float()
 
     def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
-        _C.write_numbers(self.settings_table.data_ptr(), values)
-        _C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
+        native._C.write_numbers(self.settings_table.data_ptr(), values)
+        native._C.write_addresses(self.settings_table.data_ptr() + 8 * self.num_settings, rate_addresses)
         self.memory.refresh(self.settings_table, self.placed_settings)
 
     def _take_options(self, options: StepOptions) -> None:
@@ -172,3 +159,28 @@ class NativeStepPlan:
         plan.grad_scale = 0 if options.grad_scale is None else options.grad_scale.data_ptr()
         plan.found_inf = 0 if options.found_inf is None else options.found_inf.data_ptr()
         self._options = options
+
+
+class NativeRankOnePlan(OnLine, NativeStepPlan):
+    """A step of replicas on one line."""
+
+    plan: native._C.RankOnePlan
+    kind = "RankOnePlan"
+    operation = "rank_one"
+
+    def __init__(self, tensors: RankOneTensors, memory: native.Memory) -> None:
+        super().__init__(tensors, memory)
+        plan, rows = self.plan, self.plan.num_rows
+        self.line_addresses = memory.place(native.address_table(tensors.bases, tensors.displacements))
+        plan.bases = self.line_addresses.data_ptr()
+        plan.displacements = plan.bases + 8 * plan.num_tensors
+        self.scales = memory.place(torch.tensor(tensors.scales or [1.0] * rows, dtype=torch.float64))
+        self.lines = memory.room(rows * native._C.REPLICA_ROW_BYTES)
+        self.mean_rho = torch.zeros(rows, dtype=torch.float64)
+        self.placed_mean_rho = memory.place(self.mean_rho)
+        plan.scales, plan.lines, plan.mean_rho = self.scales.data_ptr(), self.lines.data_ptr(), self.placed_mean_rho.data_ptr()
+
+    def _meet(self, rhos: list[float]) -> None:
+        self.mean_rho.copy_(torch.tensor(rhos, dtype=torch.float64))
+        self.memory.refresh(self.mean_rho, self.placed_mean_rho)
+        self.memory.call("converge", self.plan)

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..spec import rounding
 from ..spec.arguments import check_gradients
 from ..spec.interface import DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
-from ..spec.rank_one import OnLine
-from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS, check_options, check_settings, count_settings, settings_numbers
+from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS, SettingsTable, check_options, count_settings
+from ..spec.shared import OnLine
 from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
 
 
@@ -38,17 +38,13 @@ class TorchStepPlan:
         self.table = torch.zeros(count_settings(rows, replicas), dtype=self.wide, device=self.device)
         self.of_call, of_rows, of_replicas = self.table.split([CALL_SETTINGS, rows * ROW_SETTINGS, rows * replicas])
         self.of_rows, self.rho = of_rows.view(rows, ROW_SETTINGS), of_replicas.view(rows, replicas)
-        self.mirror: list[float] = []
+        self._settings = SettingsTable(tensors, lambda numbers, _: self.table.copy_(torch.tensor(numbers, dtype=self.wide)))
         self.norm = torch.zeros((), device=self.device)
         self.skipped = torch.zeros((), device=self.device)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        check_settings(settings, self.tensors)
         check_options(options, self.tensors)
-        numbers = settings_numbers(settings, options)
-        if numbers != self.mirror:
-            self.table.copy_(torch.tensor(numbers, dtype=self.wide))
-            self.mirror = numbers
+        self._settings.take(settings, options)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:

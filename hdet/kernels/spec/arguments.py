@@ -17,9 +17,10 @@ from .interface import RULES, Column, StepTensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16)
+MASTER_TYPES = (torch.float32, torch.int16)
 MASTERS = {
     torch.float32: (),
-    torch.bfloat16: (torch.float32, torch.int16),  # int16: the split form
+    torch.bfloat16: MASTER_TYPES,  # int16: the split form
     torch.float16: (torch.float32,),
 }
 
@@ -100,9 +101,7 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 
 def _check_lengths(t: StepTensors, count: int) -> None:
-    columns: list[tuple[str, Sequence[object] | None]] = [
-        (name, getattr(t, name)) for name in ("rows", "steps", "exp_avgs", "exp_avg_sqs", "ids")
-    ]
+    columns = [(name, getattr(t, name)) for name in ("rows", "steps", "exp_avgs", "exp_avg_sqs", "ids")]
     for name in ("params", "masters"):
         sets = getattr(t, name)
         if sets is not None and len(sets) != t.num_replicas:
@@ -125,24 +124,18 @@ def _check_lengths(t: StepTensors, count: int) -> None:
 
 def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[torch.dtype]]]:
     """(number of its parameter, name, tensor, allowed dtypes) of every tensor a step writes."""
-    sets: list[tuple[str, Sequence[Column], Sequence[torch.dtype]]] = [
-        ("", t.params, FLOATS),
-        ("master of ", t.masters or [], (torch.float32, torch.int16)),
+    whose = "parameter {}" + " of replica {}" * (t.num_replicas > 1)
+    columns: list[tuple[str, int, Column, Sequence[torch.dtype]]] = [
+        *((whose, k, column, FLOATS) for k, column in enumerate(t.params)),
+        *((f"master of {whose}", k, column, MASTER_TYPES) for k, column in enumerate(t.masters or [])),
+        ("exp_avg of parameter {}", 0, t.exp_avgs or [], MOMENTS),
+        ("exp_avg_sq of parameter {}", 0, t.exp_avg_sqs or [], MOMENTS),
+        ("step of parameter {}", 0, t.steps, (torch.float32,)),
     ]
-    for prefix, columns, dtypes in sets:
-        for k, column in enumerate(columns):
-            for i, tensor in enumerate(column):
-                if tensor is not None or not prefix:
-                    yield i, prefix + _of(i, k, t.num_replicas), tensor, dtypes  # type: ignore[misc]
-    shared: list[tuple[str, Column | None, Sequence[torch.dtype]]] = [
-        ("exp_avg", t.exp_avgs, MOMENTS),
-        ("exp_avg_sq", t.exp_avg_sqs, MOMENTS),
-        ("step", t.steps, (torch.float32,)),
-    ]
-    for name, entries, dtypes in shared:
-        for i, tensor in enumerate(entries or []):
-            if tensor is not None or name == "step":
-                yield i, f"{name} of parameter {i}", tensor, dtypes  # type: ignore[misc]
+    for name, k, column, dtypes in columns:
+        for i, tensor in enumerate(column):
+            if tensor is not None or column is t.params[k] or column is t.steps:  # which none may lack
+                yield i, name.format(i, k), tensor, dtypes  # type: ignore[misc]
 
 
 def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
@@ -204,7 +197,7 @@ def _check_master_column(params: Sequence[Tensor], masters: Column, k: int, num_
         raise ValueError(f"{whose} has {len(masters)} entries, but there are {len(params)} tensors")
     named = [(i, f"master of {_of(i, k, num_replicas)}", master) for i, master in enumerate(masters) if master is not None]
     for i, name, master in named:
-        check_tensor(master, name, params[i].device, (torch.float32, torch.int16))
+        check_tensor(master, name, params[i].device, MASTER_TYPES)
         check_same_shape(master, params[i], name, "the parameter")
     _check_masters(params, masters, k, num_replicas)
     return [(name, master) for _, name, master in named]

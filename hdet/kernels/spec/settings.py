@@ -44,7 +44,7 @@ class SettingsTable:
     Another object for a rate in the same memory, like the `detach()` of each step, is the same rate.
     """
 
-    def __init__(self, tensors: StepTensors, write: Callable[[list[float], list[int]], None]) -> None:
+    def __init__(self, tensors: StepTensors, write: Callable[[list[float], list[int]], object]) -> None:
         """`write` gets the numbers, and for each row the address of its rate, or 0."""
         self.tensors, self._write = tensors, write
         self._numbers: list[float] = []

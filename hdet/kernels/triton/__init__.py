@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from ...profiling import ranged
 from ...triton_kernels import average, norm, pair
 from ...triton_kernels import tables as t
 from ..spec.interface import Column
-from ..spec.pairing import Pairing
 from ..spec.settings import check_shares
+from ..spec.shared import Pairing
 from .launch import TABLE_BLOCK, Memory, block_for, registers_for
-from .rank_one import TritonRankOnePlan
-from .step import TritonStepPlan
+from .step import TritonRankOnePlan, TritonStepPlan
 
 
 class TritonAveragePlan:
@@ -28,26 +28,20 @@ class TritonAveragePlan:
         nothing: list[Column | None] = [None] * replicas
         addresses = t.address_table(*params, *(masters or nothing), count=count)
         self.addresses = self.memory.place(addresses)
-        self.weights = torch.zeros(replicas)
-        self.placed_weights = self.memory.place(self.weights)
-        self._weights: list[float] = []
+        self.weights = self.memory.room(replicas, torch.float32)
         aligned, elements = not bool((addresses % 16).any()), [param.numel() for param in params[0]]
-        columns = zip(t.formats_of(params[0], count), t.formats_of(None if masters is None else masters[0], count, t.MASTERS), strict=True)
-        self.launches = []
-        for formats, members in t.groups(list(columns)).items():
-            block = block_for(max(elements[i] for i in members))
-            variant = average.AverageVariant(replicas, *formats, vector=t.vector(formats, aligned), block=block)
-            self.launches.append((variant, self.memory.place(t.chunk_table(members, elements))))
+        columns = (t.formats_of(params[0], count), t.formats_of(None if masters is None else masters[0], count, t.MASTERS))
+        self.launches = [
+            (replace(average.AverageVariant(replicas, *formats), vector=t.vector(formats, aligned), block=block), chunks)
+            for formats, block, chunks in self.memory.place_by_format(columns, elements)
+        ]
 
     @ranged("hdet.average")
     def average(self, weights: Sequence[float]) -> None:
-        if list(weights) != self._weights:
-            check_shares(weights, len(self.weights))
-            self.weights.copy_(torch.tensor(weights, dtype=torch.float64))
-            self.memory.refresh(self.weights, self.placed_weights)
-            self._weights = list(weights)
+        check_shares(weights, len(self.weights))
+        self.memory.refresh(torch.tensor(weights, dtype=torch.float64).float(), self.weights)
         for variant, chunks in self.launches:
-            tables = (chunks, self.addresses, self.placed_weights)
+            tables = (chunks, self.addresses, self.weights)
             self.memory.launch(average.average, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
 
 
@@ -62,25 +56,19 @@ class TritonPairPlan(Pairing):
         count = len(sources)
         addresses = t.address_table(sources, source_lowers, destinations, masters, count=count)
         self.addresses = self.memory.place(addresses)
-        self.aligned, elements = not bool((addresses % 16).any()), [source.numel() for source in sources]
-        self.formats = list(
-            zip(
-                t.formats_of(sources, count),
-                t.formats_of(source_lowers, count, t.MASTERS),
-                t.formats_of(destinations, count),
-                t.formats_of(masters, count, t.MASTERS),
-                strict=True,
-            )
+        self.aligned = not bool((addresses % 16).any())
+        columns = (
+            t.formats_of(sources, count),
+            t.formats_of(source_lowers, count, t.MASTERS),
+            t.formats_of(destinations, count),
+            t.formats_of(masters, count, t.MASTERS),
         )
-        self.launches = []
-        for formats, members in t.groups(self.formats).items():
-            block = block_for(max(elements[i] for i in members))
-            self.launches.append((formats, block, self.memory.place(t.chunk_table(members, elements))))
+        self.launches = self.memory.place_by_format(columns, [source.numel() for source in sources])
 
     @ranged("hdet.pair")
     def _pair(self, pairing: str, scale: float) -> None:
         for formats, block, chunks in self.launches:
-            variant = pair.PairVariant(pairing, *formats, vector=t.vector(formats, self.aligned), block=block)
+            variant = replace(pair.PairVariant(pairing, *formats), vector=t.vector(formats, self.aligned), block=block)
             self.memory.launch(pair.pair, len(chunks), chunks, self.addresses, float(scale), V=variant)
 
 

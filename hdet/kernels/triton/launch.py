@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
+from ...triton_kernels import tables as t
 from ..spec.mirrors import DeviceMemory
 
 BLOCK = 1024
@@ -44,6 +46,16 @@ class Memory(DeviceMemory):
         if not interpreted and device.type != "cuda":
             raise ValueError(f'backend="triton" does not work on tensors on {device}; use backend="auto"')
         super().__init__(device)
+
+    def place_by_format(
+        self, columns: Sequence[Sequence[int]], elements: Sequence[int], rows: Sequence[int] | None = None
+    ) -> list[tuple[Any, int, torch.Tensor]]:
+        """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say: kernels are compiled for one
+        combination."""
+        return [
+            (formats, block_for(max(elements[i] for i in members)), self.place(t.chunk_table(members, elements, rows)))
+            for formats, members in t.groups(list(zip(*columns, strict=True))).items()
+        ]
 
     def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
         """One launch with as many programs on the current stream; none where there is nothing to do."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ...profiling import ranged
-from ...triton_kernels import hyper, norm
+from ...triton_kernels import hyper, norm, rank_one
 from ...triton_kernels import tables as t
 from ...triton_kernels.rules import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..spec.arguments import check_gradients
-from ..spec.interface import PLAIN, StepOptions, StepSettings, StepTensors
+from ..spec.interface import PLAIN, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options, count_settings
+from ..spec.shared import OnLine
 from .launch import TABLE_BLOCK, Memory, block_for, registers_for
 
 _STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq")
@@ -122,23 +123,19 @@ class TritonStepPlan:
     def _make_launches(self, gradients: Sequence[Tensor]) -> None:
         """Chunks by format: each is one launch."""
         tensors, count = self.tensors, len(self.shapes)
-        columns = zip(
+        columns = (
             t.formats_of(gradients, count),
             t.formats_of(tensors.params[0], count),
             t.formats_of(None if tensors.masters is None else tensors.masters[0], count, t.MASTERS),
             t.formats_of(tensors.exp_avgs, count),
             t.formats_of(tensors.exp_avg_sqs, count),
-            strict=True,
         )
         stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
         plain = StepVariant(tensors.rule, tensors.num_replicas, stochastic=stochastic, first=first)
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
-        for formats, members in t.groups(list(columns)).items():
-            block = block_for(max(self.elements[i] for i in members))
+        for formats, block, chunks in self.memory.place_by_format(columns, self.elements, tensors.rows):
             stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
-            variant = replace(plain, **stored, block=block)
-            chunks = self.memory.place(t.chunk_table(members, self.elements, tensors.rows))
-            self.launches.append((variant, formats, chunks))
+            self.launches.append((replace(plain, **stored, block=block), formats, chunks))
 
     @ranged("hdet.step")
     def _run(self, options: StepOptions) -> None:
@@ -174,3 +171,43 @@ class TritonStepPlan:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
         derived = (self.rows, self.replica_rows, self.control, self.random)
         self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))
+
+
+class TritonRankOnePlan(OnLine, TritonStepPlan):
+    """A step of replicas on one line (csrc/core/rank_one.h)."""
+
+    def __init__(self, tensors: RankOneTensors) -> None:
+        super().__init__(tensors)
+        place = self.memory.place
+        addresses = t.address_table(tensors.bases, tensors.displacements, count=len(self.shapes))
+        self.aligned = self.aligned and not bool((addresses % 16).any())
+        self.line_addresses = place(addresses)
+        self.scales = place(torch.tensor(tensors.scales or [1.0] * self.num_rows, dtype=torch.float64))
+        self.lines = self.memory.room(self.num_rows * 2, torch.float32)
+        self.mean_rho = self.memory.room(self.num_rows, torch.float64)
+        vector = t.vector((t.FORMATS[torch.float32],), self.aligned)
+        plain = StepVariant(tensors.rule, self.tensors.num_replicas, vector=vector)
+        columns = (t.formats_of(tensors.outputs[0], len(self.shapes)),)
+        self.converges = [
+            (replace(plain, param=format, block=block), chunks)
+            for (format,), block, chunks in self.memory.place_by_format(columns, self.elements, tensors.rows)
+        ]
+
+    def _meet(self, rhos: list[float]) -> None:
+        self.memory.refresh(torch.tensor(rhos, dtype=torch.float64), self.mean_rho)
+        self.memory.launch(rank_one.derive_converge, 1, self.mean_rho, self.scales, self.lines, self.num_rows)
+        for variant, chunks in self.converges:
+            tables = (chunks, self.addresses, self.line_addresses, self.lines)
+            self.memory.launch(rank_one.converge, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
+
+    def _derive(self, options: StepOptions, num_partials: int) -> None:
+        derived = (self.rows, self.replica_rows, self.scales, self.lines, self.control)
+        arguments = (*self._inputs(options), *derived, *self._counts(num_partials))
+        self.memory.launch(rank_one.derive_rank_one, 1, *arguments, RULE=self.tensors.rule, BLOCK=TABLE_BLOCK, num_warps=8)
+
+    def _update(self, variant: StepVariant, chunks: Tensor) -> None:
+        # base and displacement are float32, so no stream moves in vectors of 8
+        variant = replace(variant, vector=min(variant.vector, 4))
+        tables = (chunks, self.placed_gradients, self.addresses, self.line_addresses, self.ids)
+        derived = (self.rows, self.replica_rows, self.lines, self.control, self.random)
+        self.memory.launch(rank_one.update_rank_one, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))

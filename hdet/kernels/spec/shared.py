@@ -1,5 +1,4 @@
-"""What is alike in every backend's rank-one plan: which tensors it takes, and what would take replicas off their line
-(csrc/core/rank_one.h)."""
+"""What is alike in every backend: the operations of pairs, and what would take replicas off their line (csrc/core/rank_one.h)."""
 
 from __future__ import annotations
 
@@ -7,11 +6,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...profiling import ranged
 from . import arguments as checks
-from .interface import COUPLED, DECOUPLED, PLAIN, RankOneTensors, StepOptions, StepSettings
+from .interface import COUPLED, DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings
 from .settings import check_shares
+
+PAIRINGS = ("copy", "lerp", "swap")
+"""in the order of csrc/core/plan.h: Pairing"""
+
+
+class Pairing:
+    """A PairPlan, for a backend that says how to do one operation: `_pair`."""
+
+    def __init__(
+        self, sources: Sequence[Tensor], destinations: Sequence[Tensor], source_lowers: Column | None, masters: Column | None
+    ) -> None:
+        self.tensors = (sources, destinations, source_lowers, masters)  # keeps alive what a plan's tables point to
+
+    def copy(self, scale: float = 1.0) -> None:
+        self._pair("copy", scale)
+
+    def lerp(self, weight: float) -> None:
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight={weight} must be in [0, 1]; 1 copies")
+        self._pair("lerp", weight)
+
+    def swap(self) -> None:
+        checks.check_swap(*self.tensors)
+        self._pair("swap", 1.0)
+
+    def _pair(self, pairing: str, scale: float) -> None:
+        raise NotImplementedError
 
 
 def check_rank_one_tensors(tensors: RankOneTensors) -> None:
