@@ -116,3 +116,16 @@ def simulate(settings: Settings) -> dict[str, list]:
         rho = [grid[place] for place in order(settings, len(cycles))]
         sums = [0.0] * count
     return {"rates": rates, "cycles": cycles}
+
+
+RUNS = {
+    "one_replica": Settings(replicas=1, controller=False, weight_decay=0.1),
+    "no_spread": Settings(spread=0.0, controller=False),
+    "spread_only": Settings(spread=0.3, controller=False),
+    "two_replicas_decayed_weights": Settings(replicas=2, spread=1 / 9, weight_decay=0.1, controller=False),
+    "softmax_multiplies_the_schedule": Settings(decay=None, warmup=10, sigma=0.02, step_size=2.0, momentum=0.5),
+    "softmax_floor": Settings(decay="floor", warmup=10),
+    "softmax_printed": Settings(decay="printed", warmup=10),
+    "softmax_average": Settings(average="softmax", controller=False, sigma=0.1),
+    "last_cycle_is_short": Settings(steps=38, decay=None, sigma=0.05, momentum=0.0),
+}
