@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
@@ -9,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hdet import kernels
+from hdet import _C, kernels
 from hdet.kernels import native
+from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
+
+from ..limits import HANG_S
 
 
 def test_available_says_usable_or_why_not() -> None:
@@ -118,3 +122,20 @@ def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.Monkey
     assert kernels.available()["cuda"] == kernels.USABLE
     with pytest.raises(RuntimeError, match="compute capability 7.5, hdet was built for 80 90"):
         kernels.select("cuda", torch.device("cuda", 1))
+
+
+OTHER_BUILD = """
+import sys, types
+sys.modules["hdet._C"] = types.SimpleNamespace(INTERFACE={interface}, CALL_SETTINGS={call}, ROW_SETTINGS={row})
+from hdet.kernels import native
+print(native.missing)
+"""
+
+
+@pytest.mark.parametrize(("more_interface", "more_call", "more_row"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
+def test_a_module_built_with_another_table_is_not_used(more_interface: int, more_call: int, more_row: int) -> None:
+    script = OTHER_BUILD.format(interface=_C.INTERFACE + more_interface, call=CALL_SETTINGS + more_call, row=ROW_SETTINGS + more_row)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    other = bool(more_interface or more_call or more_row)
+    assert ("built from other sources: reinstall hdet" in done.stdout) == other, done.stdout
