@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from hdet.kernels.spec.interface import DECOUPLED
 from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
-from .common import BACKENDS, RHOS, RULES, WEIGHTS, Rule, assert_equal, copies, names, parameters, replicated, run, set_gradients, values
+from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, run, set_gradients
+from .test_replicas import RHOS, WEIGHTS, copies, replicated, values
 
 
 def on_line(

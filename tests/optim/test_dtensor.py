@@ -24,7 +24,8 @@ from hdet.optim import FusedAdamW, FusedSGD
 from hdet.tensors import dtensor as shards
 from tests.distributed import run_ranks
 
-from .common import RULES, Rule, copies, plans_made
+from .common import RULES, Rule, plans_made
+from .test_replicas import copies
 
 SHAPES = [(7, 5), (3,), (1, 4), (6, 2), (9, 8)]
 """the second and third leave ranks without an element"""

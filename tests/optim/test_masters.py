@@ -11,7 +11,8 @@ from torch.nn import Parameter
 
 from hdet.optim import FusedAdamW, FusedLion, FusedSGD
 
-from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of, values
+from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .test_replicas import values
 
 KINDS = [("fp32", torch.bfloat16), ("fp32", torch.float16), ("split", torch.bfloat16), ("split", torch.float16)]
 

@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from hdet import kernels
-from hdet.optim import FusedAdamW
+from hdet.kernels.spec.interface import COUPLED
+from hdet.kernels.spec.rounding import join
+from hdet.optim import FusedAdamW, FusedOptimizer
 
-from .common import (
-    BACKENDS,
-    RHOS,
-    RULES,
-    WEIGHTS,
-    Rule,
-    assert_equal,
-    copies,
-    names,
-    parameters,
-    replicated,
-    run,
-    set_gradients,
-    state_of,
-    values,
-    without_coupled_decay,
-)
+from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
+
+RHOS = [0.5, 1.0, 1.75]
+WEIGHTS = [0.2, 0.5, 0.3]
+
+
+def without_coupled_decay(rule: Rule, params: list[Parameter]) -> list[dict[str, Any]]:
+    made = groups(params, rule)
+    for group in made:
+        if rule.fused.rule in COUPLED:
+            group["weight_decay"] = 0.0
+    return made
+
+
+def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
+    """For set_replicas."""
+    return lambda param: [param, *(param.detach().clone() for _ in range(count - 1))]
+
+
+def replicated(
+    count: int = 3, rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, storage: str = "parameters", **options: Any
+) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
+    """Parameters, their optimizer, and K sets that begin equal and have multipliers of their own."""
+    params = parameters(dtype=dtype)
+    optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
+    optimizer.set_replicas(count, copies(count), storage)
+    optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
+    return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
+
+
+def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
+    """Copies of the float32 values of replica k."""
+    found = []
+    for param, tensor in zip(optimizer.replica_parameters(0), optimizer.replica_parameters(k), strict=True):
+        state = optimizer.state[param]
+        masters = [state.get("master_param", state.get("remainder")), *state.get("replica_masters", [])]
+        if masters[0] is None:
+            found.append(tensor.detach().float().clone())
+        else:
+            found.append(masters[k].clone() if masters[k].dtype == torch.float32 else join(tensor.detach(), masters[k]))
+    return found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,22 +14,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
-from .common import (
-    RULES,
-    TORCH_RULES,
-    WEIGHTS,
-    Pair,
-    Rule,
-    assert_close,
-    assert_equal,
-    groups,
-    names,
-    parameters,
-    replicated,
-    run,
-    set_gradients,
-    state_of,
-)
+from .common import RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .test_replicas import WEIGHTS, replicated
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
