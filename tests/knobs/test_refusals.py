@@ -13,7 +13,7 @@ import hdet
 from hdet.knobs import Bound, of_model, of_optimizer
 from hdet.knobs.cells import held_cell
 
-from .helpers import LOCAL, Net, Pretend, adamw, ensemble, groups_of
+from .helpers import LOCAL, Net, adamw, ensemble, groups_of
 
 
 def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
@@ -211,7 +211,7 @@ def test_designs() -> None:
 def test_the_drop_in_keeps_permutations() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
     schedule = hdet.OneCycleAutoLR(
-        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1, ensemble_lr_spread_ratio=0.1, replicas=Pretend()
+        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1, ensemble_lr_spread_ratio=0.1, replicas=hdet.Replicas(0, 8, None)
     )
     assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble.engine.design == "permutation"
 
