@@ -7,7 +7,8 @@ exact result rounded once, not something near it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -161,6 +162,14 @@ class Problem:
         for k in range(self.case.replicas):
             copies[f"value {k}"] = [value_of(*pair) for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)]
         return copies
+
+    @contextmanager
+    def unchanged(self, *more: Guarded) -> Iterator[None]:
+        """Nothing of it is written inside."""
+        memory = [*self.memory.values(), *more]
+        before = [guarded.buffer.clone() for guarded in memory]
+        yield
+        assert all(torch.equal(old, guarded.buffer) for old, guarded in zip(before, memory, strict=True)), "something was written"
 
     def assert_guards(self) -> None:
         for guarded in self.memory.values():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from hdet import _C, kernels
+from hdet import kernels
 
 from . import reference
-from .cases import BACKENDS, CHUNK, SIZES, Guarded, device_of
+from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of
 from .problem import assert_kept, value_of
 from .reference import exactly
 from .table import BF16, F16, F32, I16, STORAGE
@@ -112,18 +113,17 @@ def test_all_backends_instruction_sets_and_threads_give_the_same_bits(
     sizes = [5, 0, CHUNK + 3 if any(shifts) else 4 * CHUNK, 1, 17, 40]
     dtypes = [STORAGE[storage][i % len(STORAGE[storage])] for i in range(len(sizes))]
     weights = [float(k % 3 + (k == 0)) for k in range(count)]  # some are 0
-    results = []
-    for name, isa, threads in ((backend, "", 1), *(("cpu", isa, 1 + i % 2) for i, isa in enumerate(_C.isa))):
-        monkeypatch.setenv("HDET_ISA", isa)
-        torch.set_num_threads(threads)
+
+    def left_by(name: str) -> list[Tensor]:
         params, masters = (
             [Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, device_of(name), [kind[part] for kind in dtypes]) for k in range(count)]
             for part in (0, 1)
         )
         plan = kernels.average_plan([s.tensors for s in params], [s.tensors for s in masters] if masters[0].given() else None, name)
         plan.average([w / sum(weights) for w in weights])
-        results.append([s.buffer.cpu() for s in (*params, *masters)])
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+        return [s.buffer for s in (*params, *masters)]
+
+    check_same_bits(left_by, monkeypatch, backend)
 
 
 LOW, HALF, WIDE = ([[torch.zeros(4, dtype=dtype)] for _ in range(2)] for dtype in (BF16, F16, F32))

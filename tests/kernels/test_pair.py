@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet import _C, kernels
+from hdet import kernels
 
 from . import reference
-from .cases import BACKENDS, CHUNK, SIZES, Guarded, device_of
+from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of
 from .problem import assert_kept, value_of
 from .reference import Bounded, exactly
 from .table import BF16, F16, F32, I16, STORAGE
@@ -135,17 +135,16 @@ def test_scale_zero_reads_nothing_and_lerp_to_the_end_copies(backend: str, kind:
 def test_all_backends_and_instruction_sets_give_the_same_bits(
     backend: str, destination: Kind, shifts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = []
-    for name, isa in ((backend, ""), *(("cpu", isa) for isa in _C.isa)):
-        monkeypatch.setenv("HDET_ISA", isa)
+    def left_by(name: str) -> list[Tensor]:
         left = []
         for source in SOURCES:
             pair = Pair([5, 0, CHUNK + 3, 1, 17, 40], [source], [destination], name, shifts)
             for turn, number in enumerate((0.3, 0.25, 0.0, 1.0, 1 / 7, 1 / 7)):
                 (pair.plan.copy, pair.plan.lerp)[turn % 2](number)
                 left += [guarded.buffer.cpu().clone() for guarded in pair.memory]
-        results.append(left)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+        return left
+
+    check_same_bits(left_by, monkeypatch, backend)
 
 
 def test_torch_takes_any_dtype_and_layout() -> None:

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from hdet import _C, kernels
+from hdet import kernels
 from hdet.kernels import StepTensors
 
-from .cases import BACKENDS, SIZES, Guarded
+from .cases import BACKENDS, SIZES, Guarded, check_same_bits
 from .lines import RULES, Line, line_left, settings_of
 from .problem import special_values
 from .table import BF16, COMBINATIONS, F16, F32, SPECIAL_VALUES
@@ -45,11 +45,7 @@ def test_all_backends_and_instruction_sets_give_the_same_bits(
     backend: str, rule: str, count: int, formats: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No NaN is left in these: the gradient that holds one is set to zero, and its step is skipped."""
-    found = [line_left(rule, count, formats, SIZES["block edges"], backend)]
-    for isa in _C.isa:
-        monkeypatch.setenv("HDET_ISA", isa)
-        found.append(line_left(rule, count, formats, SIZES["block edges"], "cpu"))
-    assert all(a.equal(b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    check_same_bits(lambda name: line_left(rule, count, formats, SIZES["block edges"], name), monkeypatch, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

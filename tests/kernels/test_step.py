@@ -98,12 +98,11 @@ def test_one_bad_number_anywhere_skips_the_step(backend: str, dtype: torch.dtype
     for tensor, element in ((1, 0), (2, CHUNK), (3, 6)):
         problem = Problem(case, device_of(backend))
         plan = kernels.step_plan(problem.tensors, backend)
-        before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
         gradients, settings, options = problem.arguments(0)
         gradients.tensors[tensor][element] = bad
-        plan.step(gradients.tensors, settings, options)
+        with problem.unchanged():
+            plan.step(gradients.tensors, settings, options)
         assert plan.skipped.item() == 1 and not plan.norm.isfinite()
-        assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
         gradients, settings, options = problem.arguments(1)
         plan.step(gradients.tensors, settings, options)
         assert plan.skipped.item() == 0 and problem.steps[0].item() == 1
