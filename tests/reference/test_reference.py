@@ -5,8 +5,7 @@ import math
 import pytest
 
 from tests.reference import method, toy
-from tests.reference.schedule import AdamW, one_cycle
-from tests.reference.simulator import Settings, simulate
+from tests.reference.simulator import AdamW, Settings, one_cycle, simulate
 
 
 def close(expected, rel=1e-14, abs=1e-15):
