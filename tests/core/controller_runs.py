@@ -1,7 +1,6 @@
-"""Two problems with known answers, on which every controller is run through the real engine. Pure Python, milliseconds a run.
+"""A problem with a known answer, on which every controller is run through the real engine. Pure Python, milliseconds a run.
 
-`bowl`: the loss is a function of the rate alone, so nothing is greedy and the best rate is 1. `quadratic`: a descent with noisy
-gradients, where what is good at once (a low rate: less noise) and what is good in the end differ.
+The loss is a function of the rate alone, so nothing is greedy, and the best rate is 1.
 """
 
 from __future__ import annotations
@@ -24,6 +23,17 @@ CHUNKS = 8
 def decide(controller: Controller, evidence: Evidence, answer: Callable[[Question], Any] | None = None) -> list[Decision]:
     """What it makes of a cycle, by knob."""
     return list(ask_and_tell(controller, evidence, answer)[0].decisions)
+
+
+def evidence(**given: Any) -> Evidence:
+    """Of one knob with four replicas, or what is given; rates at their peak. ``probes`` and ``inner``: rows of losses and of cosines."""
+    rows = {PROBE: given.pop("probes", None), COSINES: given.pop("inner", None)}
+    knobs = given.get("knobs", ["lr"])
+    return Evidence(**{
+        "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": knobs,
+        "multipliers": [[0.7, 0.9, 1.1, 1.3]] * len(knobs), "losses": [1.0] * 4, "measured": {k: row for k, row in rows.items() if row is not None},
+        "floor": [0.1] * len(knobs), **{key: [1.0] * len(knobs) for key in ("scheduled", "peak", "values", "corrections")}, **given,
+    })  # fmt: skip
 
 
 def bowl(
@@ -71,48 +81,3 @@ def end_of(run: Iterator[tuple[Engine, CycleOutcome, list[float]]]) -> list[floa
     """The last values."""
     *_, (_, _, values) = run
     return values
-
-
-def quadratic(
-    controller: Any,
-    start: float,
-    *,
-    cycles: int = 40,
-    interval: int = 10,
-    replicas: int = 4,
-    spread: float = 0.3,
-    noise: float = 0.3,
-    seed: int = 0,
-) -> Iterator[tuple[Engine, CycleOutcome, float]]:
-    """sum_i h_i x_i^2 / 2 with curvatures h_i from 1 to 1/1000, each direction with the same loss at first and with noise as its root h_i, as
-    in networks. Gradients are shared. The rate is ``start`` for half of the run and then falls to 0 in a straight line. Yields the engine,
-    the outcome and the loss of the average after each cycle.
-
-    A replica's loss is the mean over the cycle of its own point's; cosines are taken in the cycle's second half.
-    """
-    draw, curvatures = random.Random(seed), [10 ** (-3 * i / 7) for i in range(8)]
-    steps = cycles * interval
-    engine = Engine([KnobSpec("lr", spread)], replicas, Clock(interval, 0, steps), controller, seed)
-    points = [[h**-0.5 for h in curvatures] for _ in range(replicas)]
-    for _ in range(cycles):
-        rhos, begin = engine.multipliers()[0], list(points[0])
-        sums, cosines, ends = [0.0] * replicas, [], False
-        while not ends:
-            mean = [sum(column) / replicas for column in zip(*points, strict=True)]
-            gradient = [h * x + draw.gauss(0, noise) * h**0.5 for h, x in zip(curvatures, mean, strict=True)]
-            if 2 * engine.position >= interval:
-                cosines.append(cosine(gradient, [x - b for x, b in zip(mean, begin, strict=True)]))
-            scheduled = start * min(1.0, 2 * (1 - engine.step / steps))
-            for r, rho in enumerate(rhos):
-                points[r] = [x - engine.value(0, scheduled) * rho * g for x, g in zip(points[r], gradient, strict=True)]
-                sums[r] += min(0.5 * sum(h * x * x for h, x in zip(curvatures, points[r], strict=True)), 1e30)
-            ends = engine.tick()
-        points = [[sum(column) / replicas for column in zip(*points, strict=True)]] * replicas
-        losses: list[float | None] = [total / interval + draw.gauss(0, 1e-4) for total in sums]
-        now = 0.5 * sum(h * x * x for h, x in zip(curvatures, points[0], strict=True))
-        yield engine, engine.close(losses, {COSINES: [cosines] * replicas}, scheduled=[scheduled], peak=[start]), now
-
-
-def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    norms = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
-    return sum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else 0.0

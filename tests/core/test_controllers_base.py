@@ -19,8 +19,8 @@ from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence, Run
 from hdet.core.plan import Decision, Moment
-from hdet.core.rules import COSINES, PROBE, HypergradientRule, ProbeRule, RankController, SlopeController, SoftmaxController
-from tests.core.controller_runs import bowl, decide, end_of
+from hdet.core.rules import HypergradientRule, ProbeRule, RankController, SlopeController, SoftmaxController
+from tests.core.controller_runs import bowl, decide, end_of, evidence
 
 
 def softmax(**settings: Any) -> SoftmaxController:
@@ -57,14 +57,6 @@ def test_a_frozen_decision_reports_what_it_measured(name: str) -> None:
         )
     assert one.factor == 1.0 and other.factor < 1.0
     assert (one.slope, one.error, one.t) == (other.slope, other.error, other.t) and one.t is not None and one.t > 2
-
-
-def evidence(**given: Any) -> Evidence:
-    measured = {name: rows for key, name in (("probes", PROBE), ("inner", COSINES)) if (rows := given.pop(key, None)) is not None}
-    return Evidence(**{
-        "cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1, "knobs": ["lr"], "multipliers": [[0.7, 0.9, 1.1, 1.3]],
-        "losses": [1.0] * 4, "measured": measured, "scheduled": [1.0], "peak": [1.0], "floor": [0.1], "values": [1.0], "corrections": [1.0], **given,
-    })  # fmt: skip
 
 
 def test_a_decision_at_freeze_after_still_moves_and_it_rests_in_a_cycle_that_would_end_too_late() -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tests.core.controller_runs import bowl, decide, end_of
-from tests.core.test_controllers_base import ALL, PEAKED, evidence
+from tests.core.controller_runs import bowl, decide, end_of, evidence
+from tests.core.test_controllers_base import ALL, PEAKED
 
 BAD = [None, math.nan, math.inf, -math.inf]
 

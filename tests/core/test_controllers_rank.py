@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hdet.core.rules import RankController, SlopeController
 from hdet.core.rules.rank import utilities
 from hdet.core.spread import multipliers
-from tests.core.controller_runs import bowl, decide, end_of
-from tests.core.test_controllers_base import evidence
+from tests.core.controller_runs import bowl, decide, end_of, evidence
 
 losses = st.lists(st.floats(-50, 50), min_size=2, max_size=12)
 

@@ -9,8 +9,7 @@ import pytest
 
 from hdet.core.rules import SlopeController
 from hdet.core.spread import assignment, multipliers
-from tests.core.controller_runs import bowl, decide, end_of
-from tests.core.test_controllers_base import evidence
+from tests.core.controller_runs import bowl, decide, end_of, evidence
 
 
 def fed(slopes: list[float], cycles: int, *, noise: float = 0.0, shared: float = 0.0, replicas: int = 4, seed: int = 0, **settings: float):  # type: ignore[no-untyped-def]
@@ -24,29 +23,21 @@ def fed(slopes: list[float], cycles: int, *, noise: float = 0.0, shared: float =
             level + sum((b + w) * math.log(row[r]) for b, w, row in zip(slopes, wrong, rows, strict=True)) + draw.gauss(0, noise)
             for r in range(replicas)
         ]
-        ones = [1.0] * len(slopes)
-        decisions = decide(
-            controller,
-            evidence(step=cycle, knobs=names, multipliers=rows, losses=losses, scheduled=ones, peak=ones, values=ones, corrections=ones),
-        )
+        decisions = decide(controller, evidence(step=cycle, knobs=names, multipliers=rows, losses=losses))
     return decisions
 
 
-def test_without_noise_the_slopes_are_exact_whatever_the_level() -> None:
-    assert [d.slope for d in fed([-0.7, 0.2], 8)] == pytest.approx([-0.7, 0.2], abs=1e-12)
-
-
-def test_cycles_together_tell_more_knobs_apart_than_one_of_them_could() -> None:
-    found = fed([-0.5, 0.3, 0.1], 30, replicas=3)
-    assert [d.slope for d in found] == pytest.approx([-0.5, 0.3, 0.1], abs=1e-9)
+@pytest.mark.parametrize(("slopes", "cycles", "replicas"), [([-0.7, 0.2], 8, 4), ([-0.5, 0.3, 0.1], 30, 3)])
+def test_without_noise_the_slopes_are_exact_also_of_more_knobs_than_one_cycle_could_tell_apart(
+    slopes: list[float], cycles: int, replicas: int
+) -> None:
+    assert [d.slope for d in fed(slopes, cycles, replicas=replicas)] == pytest.approx(slopes, abs=1e-9)
 
 
 def test_knobs_that_always_move_together_are_not_told_apart() -> None:
     controller, rho = SlopeController(), multipliers(4, 0.3)
     for step in range(10):
-        ones = [1.0, 1.0]
-        same = evidence(step=step, knobs=["a", "b"], multipliers=[rho, rho], losses=[math.log(x) for x in rho],
-                        scheduled=ones, peak=ones, values=ones, corrections=ones)  # fmt: skip
+        same = evidence(step=step, knobs=["a", "b"], multipliers=[rho, rho], losses=[math.log(x) for x in rho])
         assert [(d.factor, d.slope) for d in decide(controller, same)] == [(1.0, None)] * 2
 
 

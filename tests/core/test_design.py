@@ -1,5 +1,6 @@
-"""Orthogonal designs: balance, products of columns, fold-over, and that slopes can always be told apart."""
+"""Orthogonal designs: balance, products of columns, fold-over, and that slopes can always be told apart; and the orders of one knob."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision
 from hdet.core.rules.regression import slopes
 from hdet.core.scale import Scale
+from hdet.core.spread import assignment, multipliers
 
 from .test_engine import Scripted
 
@@ -91,18 +93,6 @@ def test_the_second_cycle_of_a_pair_is_folded_over(seed: int, pair: int, count: 
     assert first == orthogonal(seed, 2 * pair, knobs, count)
 
 
-@given(seeds, pairs, st.sampled_from([4, 8, 12, 20]), st.lists(st.floats(-5, 5), min_size=20, max_size=20))
-def test_what_replicas_differ_in_for_good_cancels_in_a_pair(seed: int, pair: int, count: int, fixed: list[float]) -> None:
-    knobs = KNOBS[:3]
-    truth = [0.3, -0.2, 0.1]
-    estimates = []
-    for cycle in (2 * pair, 2 * pair + 1):
-        levels = orthogonal(seed, cycle, knobs, count)
-        losses = [fixed[r] + sum(b * row[r] for b, row in zip(truth, levels, strict=True)) for r in range(count)]
-        estimates.append([sum(x * y for x, y in zip(row, losses, strict=True)) / count for row in levels])
-    assert [(a + b) / 2 for a, b in zip(*estimates, strict=True)] == pytest.approx(truth, abs=1e-12)
-
-
 def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
     """Of 400 pairs each replica is up in about half, whichever the knob (5 standard deviations); and two knobs' signs are independent."""
     rows = [orthogonal(3, 2 * pair, KNOBS[:3], 8) for pair in range(400)]
@@ -110,6 +100,25 @@ def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
         for r in range(8):
             assert abs(sum(levels[k][r] for levels in rows)) < 5 * 20
     assert len({tuple(map(tuple, levels)) for levels in rows}) > 390
+
+
+# -- one knob ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [-0.1, 1.0, 1.5, math.nan, math.inf, "0.1", None, True])
+def test_a_spread_outside_zero_to_one_is_refused(spread: object) -> None:
+    with pytest.raises(ValueError, match=r"spread must be a number in \[0, 1\)"):
+        multipliers(4, spread)  # type: ignore[arg-type]
+
+
+def test_every_order_comes_up_equally_often() -> None:
+    """Chi-square over the 24 orders of 4 replicas, 4800 cycles: 99.9 % quantile of 23 degrees of freedom is 49.7."""
+    counts: dict[tuple[int, ...], int] = {}
+    for cycle in range(4800):
+        order = tuple(assignment(7, cycle, "lr", 4))
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 24
+    assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 49.7
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------------

@@ -34,15 +34,6 @@ def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
     return engine.close(losses, scheduled=[1.0] * len(engine.knobs), **kwargs)
 
 
-def test_corrections_multiply_and_a_base_replaces_the_schedule() -> None:
-    engine = Engine([KnobSpec("a", 0.1), KnobSpec("b", 0.1)], 2, Clock(3), Scripted(Decision(factor=1.5), Decision(value=7.0)))
-    run_cycle(engine, [1.0, 2.0])
-    run_cycle(engine, [1.0, 2.0])
-    assert engine.value(0, 10.0) == 10.0 * 1.5 * 1.5
-    assert engine.value(1, 10.0) == 7.0
-    assert (engine.cycle, engine.step, engine.position) == (2, 6, 0)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
 def test_a_loss_that_is_not_finite_never_reaches_the_controller(bad: float | None) -> None:
     controller = Scripted(Decision())
@@ -85,26 +76,6 @@ def test_a_cycle_that_is_taken_back_stays_lower_under_the_softmax_controller(dec
     assert engine.value(0, 1.0) == pytest.approx(0.1 * before)
     after = cycle()
     assert after == pytest.approx(0.1 * before, rel=0.2)  # Eq. 7 goes on from there
-
-
-def test_the_controller_sleeps_through_the_warm_up() -> None:
-    controller = Scripted(Decision(factor=2.0))
-    engine = Engine([KnobSpec("lr", 0.1)], 2, Clock(5, warmup_steps=10, total_steps=40), controller)
-    for _ in range(4):
-        run_cycle(engine, [1.0, 2.0])
-    assert [evidence.step for evidence in controller.seen] == [15, 20]
-    assert engine.corrections == [4.0]
-
-
-def test_without_a_controller_multipliers_still_change_and_corrections_do_not() -> None:
-    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(2))
-    tables = []
-    for _ in range(6):
-        tables.append(engine.multipliers()[0])
-        run_cycle(engine, [1.0, 2.0, 3.0, 4.0])
-    assert len({tuple(t) for t in tables}) > 1
-    assert all(sorted(t) == sorted(tables[0]) for t in tables)
-    assert engine.corrections == [1.0]
 
 
 def test_multipliers_are_drawn_once_a_cycle_and_again_after_a_load() -> None:

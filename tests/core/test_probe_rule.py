@@ -12,6 +12,7 @@ from hdet.core.evidence import Evidence
 from hdet.core.rules import PROBE, ProbeRule
 from hdet.core.rules.regression import mean_and_error, slopes
 from hdet.core.spread import multipliers
+from tests.core import controller_runs
 from tests.core.controller_runs import decide
 
 RHO = multipliers(4, 0.3)
@@ -24,16 +25,9 @@ def evidence(
     rng = random.Random(seed)
     own = [(rng.gauss(0, 1), rng.gauss(0, scatter)) for _ in range(chunks)]
     rows = [[2 + level + (slope + wrong) * math.log(rho) for level, wrong in own] for rho in RHO]
-    return Evidence(
-        cycle=0, step=100, total_steps=1000, warmup_steps=0, sync_interval=10, knobs=["lr"], multipliers=[RHO], losses=[1.0] * 4,
-        measured={PROBE: rows}, scheduled=[phase * 3e-4], peak=[3e-4], floor=[0.0], values=[phase * 3e-4 * correction],
-        corrections=[correction],
-    )  # fmt: skip
-
-
-def test_the_slope_is_exact_and_levels_of_mini_batches_cancel() -> None:
-    found = slopes([RHO], evidence(-0.7).measured[PROBE])  # type: ignore[arg-type]
-    assert found is not None and found[0] == pytest.approx([-0.7] * 8, rel=1e-12)
+    return controller_runs.evidence(
+        multipliers=[RHO], probes=rows, scheduled=[phase], values=[phase * correction], corrections=[correction]
+    )
 
 
 def test_the_error_covers_the_truth() -> None:
@@ -82,17 +76,6 @@ def test_the_weaker_of_two_votes_counts() -> None:
     decide(strong_then_weak, evidence(-1.0, 0.01))
     decide(weak_twice, evidence(-1.0, 0.6))
     assert decide(strong_then_weak, evidence(-1.0, 0.6))[0].factor == decide(weak_twice, evidence(-1.0, 0.6))[0].factor < 2
-
-
-def test_evidence_within_its_noise_moves_nothing() -> None:
-    rule, correction = ProbeRule(), 1.0
-    for seed in range(200):
-        decision = decide(rule, evidence(0.0, 1.0, seed=seed, correction=correction))[0]
-        assert decision.t is not None
-        if abs(decision.t) <= 2:
-            assert decision.factor == 1.0
-        correction *= decision.factor
-    assert abs(math.log(correction)) < 2.0, "200 cycles of pure noise stay close to where they began"
 
 
 def own_noise(slope: float, seed: int, local: bool = True) -> Evidence:

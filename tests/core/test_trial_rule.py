@@ -11,12 +11,14 @@ import pytest
 
 from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
-from hdet.core.evidence import Evidence, Run
+from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
 from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECKS, FEWEST, RAISED, SCAN, TRIALS, TrialRule
 from hdet.measure.trials import arm
+from tests.core.controller_runs import evidence
 
 TOTAL = 10_000
+CYCLE = {"total_steps": TOTAL, "sync_interval": 50, "knobs": ["lr", "decay"], "multipliers": [[1.0], [1.0]], "losses": [4.0]}
 NOISE = [0.001, -0.001, 0.0005, -0.0005]
 
 
@@ -37,27 +39,8 @@ def tell(
     """What it learns from a cycle whose arms have these losses: (octaves, note, ending)."""
     scores = plan.measure[TRIALS]["scores"] if plan.measure else 1
     rows = {TRIALS: [[float(broke), *scored(arms, scores)]]} if arms is not None and plan.measure else {}
-    learned = rule.learn(
-        Evidence(
-            **{
-                "cycle": 0,
-                "step": step,
-                "total_steps": TOTAL,
-                "warmup_steps": 0,
-                "sync_interval": 50,
-                "knobs": ["lr", "decay"],
-                "multipliers": [[1.0], [1.0]],
-                "losses": [4.0],
-                "scheduled": [1e-3, 0.1],
-                "peak": [1e-3, 0.1],
-                "floor": [0.0, 0.0],
-                "values": [correction * 1e-3, 0.1],
-                "corrections": [correction, 1.0],
-                "measured": rows,
-                **more,
-            }
-        )
-    )  # fmt: skip
+    values = {"peak": [1e-3, 0.1], "scheduled": [1e-3, 0.1], "values": [correction * 1e-3, 0.1], "corrections": [correction, 1.0]}
+    learned = rule.learn(evidence(**{**CYCLE, **values, "step": step, "measured": rows, **more}))
     lr, decay = learned.decisions  # type: ignore[union-attr]
     assert decay.factor == 1 and decay.value is None
     return math.log2(lr.factor), lr.note, learned.end  # type: ignore[union-attr]
@@ -221,8 +204,7 @@ def test_its_state_is_plain_and_goes_on() -> None:
 def test_frozen_it_moves_nothing_more() -> None:
     rule = started(freeze_after=100)
     tell(rule, at(rule, 0), 36, [3.0, 2.5, 2.8])
-    rule.learn(Evidence(cycle=1, step=100, total_steps=TOTAL, warmup_steps=0, sync_interval=50, knobs=["lr", "decay"], multipliers=[[1.0], [1.0]],
-                        losses=[3.0], scheduled=[1.0, 1.0], peak=[1.0, 1.0], floor=[0.0, 0.0], values=[1.0, 1.0], corrections=[1.0, 1.0]))  # fmt: skip
+    rule.learn(evidence(step=100, **CYCLE))
     assert rule.idle and at(rule, 600) == Plan(spread=False)
 
 

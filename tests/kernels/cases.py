@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -91,3 +92,14 @@ class Guarded:
 
     def assert_guards(self) -> None:
         assert bool((self.buffer[self.outside] == SENTINEL).all()), "a kernel wrote outside its tensors"
+
+
+def check_same_bits(
+    run: Callable[[str], Sequence[Tensor]], patch: pytest.MonkeyPatch, backend: str = "cpu", threads: Sequence[int] = (2,)
+) -> None:
+    """`run` gives on that backend what it gives on the CPU, whatever the instruction set and the number of threads."""
+    expected = [tensor.cpu().clone() for tensor in run(backend)]
+    for isa, count in itertools.product(_C.isa, threads):
+        patch.setenv("HDET_ISA", isa)
+        torch.set_num_threads(count)
+        assert all(a.equal(b) for a, b in zip(expected, run("cpu"), strict=True)), f"{isa}, {count} threads"

@@ -7,7 +7,8 @@ exact result rounded once, not something near it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
 
 from . import reference
 from .cases import Guarded
-from .reference import Bounded
+from .reference import Bounded, exactly
 from .table import F32, SPECIAL_VALUES, Case, Format
 
 MakePlan = Callable[[StepTensors], StepPlan]
@@ -162,17 +163,38 @@ class Problem:
             copies[f"value {k}"] = [value_of(*pair) for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)]
         return copies
 
+    @contextmanager
+    def unchanged(self, *more: Guarded) -> Iterator[None]:
+        """Nothing of it is written inside."""
+        memory = [*self.memory.values(), *more]
+        before = [guarded.buffer.clone() for guarded in memory]
+        yield
+        assert all(torch.equal(old, guarded.buffer) for old, guarded in zip(before, memory, strict=True)), "something was written"
+
     def assert_guards(self) -> None:
         for guarded in self.memory.values():
             guarded.assert_guards()
 
 
 def value_of(param: Tensor | None, master: Tensor | None) -> Tensor:
-    """What a parameter and its master stand for, in float64."""
+    """What a parameter and its master stand for, in float64 on the CPU."""
     assert param is not None
     if master is None:
-        return param.double()
-    return (master if master.dtype == F32 else reference.join(param, master)).double()
+        return param.cpu().double()
+    return (master.cpu() if master.dtype == F32 else reference.join(param, master)).double()
+
+
+def assert_kept(param: Tensor, master: Tensor | None, exact: Bounded, name: str, stochastic: bool = False) -> None:
+    """A parameter holds the exact value, rounded; or its master does, and the parameter is the master rounded."""
+    if master is None:
+        return reference.assert_stored(param, exact, name, stochastic)
+    value = value_of(param, master)
+    reference.assert_stored(value.float(), exact, f"master of {name}")
+    if master.dtype == F32:
+        rounded = master.to(param.dtype)
+        assert bool(((param == rounded) | (param.isnan() & rounded.isnan())).all()), f"{name} is not its master rounded"
+    else:  # ties away from zero, so within half a spacing of the exact value
+        reference.assert_stored(param, exactly(value), f"{name}, upper half")
 
 
 class _Comparison:
@@ -210,7 +232,7 @@ class _Comparison:
 
     def _exact(self, i: int, old: list[Tensor | None]) -> reference.Stepped:
         if self.skip:
-            return reference.Stepped(params=[Bounded(p, torch.zeros_like(p)) for p in old])  # type: ignore[arg-type]
+            return reference.Stepped(params=[exactly(p) for p in old])  # type: ignore[arg-type]
         s = self.problem.settings(self.problem.rows[i], self.turn)
         hyper = reference.Hyper(**{**s._asdict(), "lr": float(s.lr)})
         t = int(self._before("steps", i)) + 1
@@ -248,16 +270,7 @@ class _Comparison:
     def _parameter(self, i: int, j: int, exact: Bounded) -> None:
         name = f"tensor {i} of replica {j}"
         param, master = self._after(f"param {j}", i), self.after[f"master {j}"][i]
-        if master is None:
-            reference.assert_stored(param, exact, name, self._stochastic(param))
-            return
-        value = self._after(f"value {j}", i)
-        reference.assert_stored(value.float(), exact, f"master of {name}")
-        if master.dtype == F32:
-            rounded = master.to(param.dtype)
-            assert bool(((param == rounded) | (param.isnan() & rounded.isnan())).all()), f"{name} is not its master rounded"
-        else:  # ties away from zero, so within half a spacing of the exact value
-            reference.assert_stored(param, Bounded(value, torch.zeros_like(value)), f"{name}, upper half")
+        assert_kept(param, master, exact, name, self._stochastic(param))
 
     def _stochastic(self, x: Tensor) -> bool:
         return self.case.stochastic is not None and x.dtype == torch.bfloat16

@@ -31,6 +31,10 @@ class Bounded:
         self.error = torch.where(self.value.isfinite(), self.error, 0.0)
 
 
+def exactly(x: Tensor) -> Bounded:
+    return Bounded(x, torch.zeros_like(x))
+
+
 def _in_range(x: Tensor, largest: float) -> Tensor:
     """What is larger becomes infinite."""
     return torch.where(x.abs() > largest, x.sign() * math.inf, x)
@@ -150,7 +154,7 @@ def weighted_mean(rows: Sequence[Bounded], weights: Sequence[float]) -> Bounded:
 def scaled(x: Bounded, weight: float) -> Bounded:
     """weight * x, and zero at weight 0 whatever x is."""
     if weight == 0:
-        return Bounded(torch.zeros_like(x.value), torch.zeros_like(x.value))
+        return exactly(torch.zeros_like(x.value))
     return Bounded(weight * x.value, weight * (x.error + EPSILON * x.value.abs()))
 
 

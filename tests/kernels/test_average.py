@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from hdet import _C, kernels
+from hdet import kernels
 
 from . import reference
-from .cases import BACKENDS, CHUNK, SIZES, Guarded, device_of
-from .problem import value_of
-from .reference import Bounded
+from .cases import BACKENDS, CHUNK, SIZES, Guarded, check_same_bits, device_of
+from .problem import assert_kept, value_of
+from .reference import exactly
 from .table import BF16, F16, F32, I16, STORAGE
 
 LARGE = ("tiny", "several chunks")
@@ -42,23 +43,13 @@ def check_average(
     dtypes = [storage[i % len(storage)] for i in range(len(sizes))]
     params = [Guarded(sizes, k % 3, k, device, [param for param, _ in dtypes]) for k in range(count)]
     masters = [Guarded(sizes, k % 2, 50 + k, device, [master for _, master in dtypes]) for k in range(count)]
-    before = [
-        [value_of(p.cpu(), None if m is None else m.cpu()) for p, m in zip(ps.tensors, ms.tensors, strict=True)]
-        for ps, ms in zip(params, masters, strict=True)
-    ]
-    before = [[value.clone() for value in row] for row in before]
+    sets = list(zip(params, masters, strict=True))
+    before = [[value_of(p, m).clone() for p, m in zip(ps.tensors, ms.tensors, strict=True)] for ps, ms in sets]
     shares = [w / sum(weights) for w in weights]
     plan = kernels.average_plan([p.tensors for p in params], [m.tensors for m in masters] if masters[0].given() else None, backend)
     plan.average(shares)
     for i, (param, master) in enumerate(zip(params[0].tensors, masters[0].tensors, strict=True)):
-        rows = [Bounded(row[i], torch.zeros_like(row[i])) for row in before]
-        exact = reference.weighted_mean(rows, weights)
-        if master is None:
-            reference.assert_stored(param, exact, f"mean of tensor {i}")
-        else:
-            value = value_of(param.cpu(), master.cpu())
-            reference.assert_stored(value.float(), exact, f"mean of master {i}")
-            reference.assert_stored(param, Bounded(value, torch.zeros_like(value)), f"tensor {i} is its master rounded")
+        assert_kept(param, master, reference.weighted_mean([exactly(row[i]) for row in before], weights), f"mean of tensor {i}")
         for k in range(1, count):
             assert torch.equal(params[k].tensors[i], param)
             assert master is None or torch.equal(masters[k].tensors[i], master)
@@ -101,21 +92,6 @@ def test_a_replica_of_weight_zero_is_left_out_but_receives_the_mean(backend: str
         torch.testing.assert_close(row, expected)
 
 
-def test_matrix_and_lists_agree() -> None:
-    matrix = torch.randn(3, 100)
-    lists = [[row.clone()] for row in matrix]
-    kernels.average_(matrix, [1, 2, 3])
-    kernels.average_(lists, [1, 2, 3])
-    assert torch.equal(matrix[1], lists[1][0])
-
-
-def test_parameters_that_require_gradients_are_averaged() -> None:
-    rows = [[torch.nn.Parameter(torch.full((5,), float(k)))] for k in range(3)]
-    for backend in ("cpu", "torch"):
-        kernels.average_(rows, [1, 1, 1], backend)
-        assert rows[2][0].tolist() == [1.0] * 5
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_average_between_forward_and_backward_is_noticed(backend: str) -> None:
     row = torch.ones(4, device=device_of(backend), requires_grad=True)
@@ -137,18 +113,17 @@ def test_all_backends_instruction_sets_and_threads_give_the_same_bits(
     sizes = [5, 0, CHUNK + 3 if any(shifts) else 4 * CHUNK, 1, 17, 40]
     dtypes = [STORAGE[storage][i % len(STORAGE[storage])] for i in range(len(sizes))]
     weights = [float(k % 3 + (k == 0)) for k in range(count)]  # some are 0
-    results = []
-    for name, isa, threads in ((backend, "", 1), *(("cpu", isa, 1 + i % 2) for i, isa in enumerate(_C.isa))):
-        monkeypatch.setenv("HDET_ISA", isa)
-        torch.set_num_threads(threads)
+
+    def left_by(name: str) -> list[Tensor]:
         params, masters = (
             [Guarded(sizes, shifts[k % len(shifts)], 10 * part + k, device_of(name), [kind[part] for kind in dtypes]) for k in range(count)]
             for part in (0, 1)
         )
         plan = kernels.average_plan([s.tensors for s in params], [s.tensors for s in masters] if masters[0].given() else None, name)
         plan.average([w / sum(weights) for w in weights])
-        results.append([s.buffer.cpu() for s in (*params, *masters)])
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+        return [s.buffer for s in (*params, *masters)]
+
+    check_same_bits(left_by, monkeypatch, backend)
 
 
 LOW, HALF, WIDE = ([[torch.zeros(4, dtype=dtype)] for _ in range(2)] for dtype in (BF16, F16, F32))
@@ -191,14 +166,9 @@ def test_refused_weights(weights: list[float], message: str) -> None:
 @pytest.mark.parametrize(
     ("spoiled", "error", "message"),
     [
-        ([torch.zeros(4).double()], TypeError, "tensor 0 of replica 1 has the dtype torch.float64; it must be torch.float32, torch.bf"),
         ([torch.zeros(4).half()], TypeError, "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0 has torch.float32"),
         ([torch.zeros(5)], ValueError, r"tensor 0 of replica 1 has the shape \(5,\), but replica 0 has \(4,\)"),
-        ([torch.zeros(8)[::2]], ValueError, "tensor 0 of replica 1 .* is not contiguous"),
-        ([torch.zeros(4).to_sparse()], TypeError, "tensor 0 of replica 1 has the layout torch.sparse_coo"),
-        ([torch.zeros(4, device="meta")], ValueError, "tensor 0 of replica 1 is on meta"),
         ([torch.zeros(4), torch.zeros(4)], ValueError, "replica 1 has 2 tensors, but replica 0 has 1"),
-        ([None], TypeError, "tensor 0 of replica 1 must be a tensor"),
     ],
 )
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

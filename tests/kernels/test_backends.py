@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
@@ -9,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hdet import kernels
+from hdet import _C, kernels
 from hdet.kernels import native
+from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
+
+from ..limits import HANG_S
 
 
 def test_available_says_usable_or_why_not() -> None:
@@ -37,21 +41,19 @@ def test_auto_is_the_native_backend_of_the_device() -> None:
     assert kernels.select("auto", torch.device("cpu")).name == "cpu"
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="backend='metal' is unknown; choose auto, cpu, cuda, triton, torch"):
-        kernels.select("metal", torch.device("cpu"))
-    with pytest.raises(ValueError, match="backend='metal' is unknown"):
-        kernels.average_(torch.zeros(1, 0), [1], "metal")
-
-
-def test_a_backend_for_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match='backend="cuda" does not work on tensors on cpu'):
-        kernels.select("cuda", torch.device("cpu"))
-
-
-def test_a_device_without_kernels_is_refused() -> None:
-    with pytest.raises(ValueError, match='no native kernels for the device type meta; backend="torch"'):
-        kernels.select("auto", torch.device("meta"))
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("metal", "cpu", "backend='metal' is unknown; choose auto, cpu, cuda, triton, torch"),
+        ("cuda", "cpu", 'backend="cuda" does not work on tensors on cpu'),
+        ("auto", "meta", 'no native kernels for the device type meta; backend="torch"'),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(backend: str, device: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels.select(backend, torch.device(device))
+    with pytest.raises(ValueError, match=message):
+        kernels.average_(torch.zeros(1, 0 if backend == "metal" else 3, device=device), [1], backend)
 
 
 def test_a_missing_module_is_reported_and_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +120,20 @@ def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.Monkey
     assert kernels.available()["cuda"] == kernels.USABLE
     with pytest.raises(RuntimeError, match="compute capability 7.5, hdet was built for 80 90"):
         kernels.select("cuda", torch.device("cuda", 1))
+
+
+OTHER_BUILD = """
+import sys, types
+sys.modules["hdet._C"] = types.SimpleNamespace(INTERFACE={interface}, CALL_SETTINGS={call}, ROW_SETTINGS={row})
+from hdet.kernels import native
+print(native.missing)
+"""
+
+
+@pytest.mark.parametrize(("more_interface", "more_call", "more_row"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
+def test_a_module_built_with_another_table_is_not_used(more_interface: int, more_call: int, more_row: int) -> None:
+    script = OTHER_BUILD.format(interface=_C.INTERFACE + more_interface, call=CALL_SETTINGS + more_call, row=ROW_SETTINGS + more_row)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    other = bool(more_interface or more_call or more_row)
+    assert ("built from other sources: reinstall hdet" in done.stdout) == other, done.stdout

@@ -11,7 +11,7 @@ import torch
 
 from hdet import _C, kernels
 
-from .cases import CHUNK
+from .cases import CHUNK, check_same_bits
 from .problem import Problem, final_tensors
 from .table import BF16, CASES, F16, F32, I16, Case, Format
 
@@ -44,28 +44,16 @@ cpu: Any = functools.partial(kernels.step_plan, backend="cpu")
     "case", [*WIDE, *(case for case in CASES if case.rule != "adamw" and "all float" in case.name)], ids=lambda c: c.name
 )
 def test_instruction_sets_and_threads_give_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for isa in _C.isa:
-        for threads in (1, 2, 5):
-            monkeypatch.setenv("HDET_ISA", isa)
-            torch.set_num_threads(threads)
-            results.append(final_tensors(case, cpu))
-    assert len(results) == 3 * len(_C.isa) >= 3
-    for result in results[1:]:
-        for name, bits in result.items():
-            assert torch.equal(bits, results[0][name]), name
+    check_same_bits(lambda backend: list(final_tensors(case, cpu).values()), monkeypatch, threads=(1, 2, 5))
 
 
 def test_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDET_ISA", "z80")
     problem = Problem(Case("", sizes=(100,), max_norm=1.0, zero_gradients=True), "cpu")
-    before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
     gradients, settings, options = problem.arguments(0)
-    untouched = gradients.buffer.clone()
-    with pytest.raises(ValueError, match="HDET_ISA=z80 is not available here; choose one of: .*baseline"):
+    refused = pytest.raises(ValueError, match="HDET_ISA=z80 is not available here; choose one of: .*baseline")
+    with problem.unchanged(gradients), refused:
         cpu(problem.tensors).step(gradients.tensors, settings, options)
-    assert torch.equal(untouched, gradients.buffer)
-    assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
 
 
 def chunk_table(elements: list[int], rows: list[int], formats: list[int]) -> torch.Tensor:

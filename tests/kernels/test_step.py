@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from hdet.kernels.spec.interface import RULES
 
 from .cases import BACKENDS, CHUNK, device_of
 from .problem import MakePlan, Problem, check, final_tensors
-from .table import BF16, CASES, F16, F32, FACTORS, I16, SETTINGS, STORAGE, Case, Format, allowed, covering
+from .table import BF16, CASES, F16, F32, I16, SETTINGS, STORAGE, Case, Format
 
 NAMED = {case.name: case for case in CASES}
 
@@ -31,13 +30,6 @@ def test_the_table(backend: str, case: Case) -> None:
     check(case, plan_maker(backend), device_of(backend))
 
 
-def test_every_two_values_of_any_two_factors_meet() -> None:
-    met = {(a, choice[a], b, choice[b]) for choice in covering() for a, b in itertools.combinations(FACTORS, 2)}
-    for a, b in itertools.combinations(FACTORS, 2):
-        for x, y in itertools.product(FACTORS[a], FACTORS[b]):
-            assert not allowed({a: x, b: y}) or (a, x, b, y) in met
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case.max_norm == 0], ids=lambda case: case.name)
 @pytest.mark.parametrize("other", BACKENDS[1:])
 def test_all_backends_have_the_bits_of_the_cpu(other: str, case: Case) -> None:
@@ -49,29 +41,6 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, bits in one.items():
         assert torch.equal(bits, other[name]), name
-
-
-def stepped(backend: str, rule: str, gradient: float, decay: float) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """A weight of 0.3 and its moments after one step from zeros."""
-    p = torch.full((5,), 0.3, device=device_of(backend))
-    moments = {name: [torch.zeros_like(p)] for name in RULES[rule].moments}
-    plan = kernels.step_plan(StepTensors(rule, [[p]], [0], [torch.zeros((), device=p.device)], **moments), backend)
-    plan.step([torch.full_like(p, gradient)], [SETTINGS._replace(multipliers=(1.5,), weight_decay=decay)])
-    return p, moments
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decay_alone_does_what_the_table_of_rules_says(backend: str, rule: str) -> None:
-    """Decoupled decay shrinks the weight and nothing else. Coupled decay is a gradient like any other."""
-    p, moments = stepped(backend, rule, gradient=0.0, decay=0.1)
-    if RULES[rule].decoupled:
-        assert torch.equal(p, torch.full_like(p, 0.3) * torch.tensor(1 - 1.5 * SETTINGS.lr * 0.1))
-        assert not any(moment.any() for [moment] in moments.values())
-    else:
-        like = stepped(backend, rule, gradient=float(torch.tensor(0.3) * torch.tensor(0.1)), decay=0.0)
-        assert torch.equal(p, like[0]) and all(torch.equal(moment, like[1][name][0]) for name, [moment] in moments.items())
-        assert (p < 0.3).all()
 
 
 # K replicas are K separate runs
@@ -129,12 +98,11 @@ def test_one_bad_number_anywhere_skips_the_step(backend: str, dtype: torch.dtype
     for tensor, element in ((1, 0), (2, CHUNK), (3, 6)):
         problem = Problem(case, device_of(backend))
         plan = kernels.step_plan(problem.tensors, backend)
-        before = {name: guarded.buffer.clone() for name, guarded in problem.memory.items()}
         gradients, settings, options = problem.arguments(0)
         gradients.tensors[tensor][element] = bad
-        plan.step(gradients.tensors, settings, options)
+        with problem.unchanged():
+            plan.step(gradients.tensors, settings, options)
         assert plan.skipped.item() == 1 and not plan.norm.isfinite()
-        assert all(torch.equal(before[name], guarded.buffer) for name, guarded in problem.memory.items())
         gradients, settings, options = problem.arguments(1)
         plan.step(gradients.tensors, settings, options)
         assert plan.skipped.item() == 0 and problem.steps[0].item() == 1

@@ -12,13 +12,6 @@ import hdet
 from tests.harness import Scripted, policies
 
 
-class Pretend(hdet.Replicas):
-    """Replica ``index`` of ``count``."""
-
-    def __init__(self, index: int = 0, count: int = 8) -> None:
-        super().__init__(index, count, None)
-
-
 def given(*multipliers: float, count: int = 8) -> Scripted:
     """All replicas have these multipliers, one for each knob (rates come first), from the first step on; all they are judged by is held out."""
     controller = Scripted(plans=[hdet.Plan(multipliers=[[rho] * count for rho in multipliers])])
@@ -53,7 +46,7 @@ def adamw(net: Net, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
 def ensemble(net: Net, knobs: Sequence[Any], *, optimizer: Any = None, index: int = 0, count: int = 8, **settings: Any) -> hdet.Ensemble:
     """One of 8 that takes itself for all of them: what it averages is its own."""
     made = adamw(net) if optimizer is None else optimizer
-    return hdet.Ensemble(made, knobs=knobs, replicas=Pretend(index, count), **policies(**{"every": 1000, **settings}))
+    return hdet.Ensemble(made, knobs=knobs, replicas=hdet.Replicas(index, count, None), **policies(**{"every": 1000, **settings}))
 
 
 def backward(net: Net, seed: int = 0) -> torch.Tensor:

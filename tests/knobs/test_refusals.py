@@ -13,51 +13,48 @@ import hdet
 from hdet.knobs import Bound, of_model, of_optimizer
 from hdet.knobs.cells import held_cell
 
-from .helpers import LOCAL, Net, Pretend, adamw, ensemble, groups_of
+from .helpers import LOCAL, Net, adamw, ensemble, groups_of
 
 
 def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
     return hdet.ProbeController(lambda model, x: model(x).mean(), [torch.ones(2, 4)] * 8, model=net, **settings)
 
 
-NEED_HELD_OUT_LOSSES = {
-    "dropout": lambda net: hdet.Dropout(net),
-    "weight_decay": lambda net: hdet.WeightDecay(),
-    "label_smoothing": lambda net: hdet.LabelSmoothing(0.1),
-    "loss_weight/a": lambda net: hdet.LossWeights({"a": 1.0}),
-    "augmentation": lambda net: hdet.Scalar("augmentation", value=0.5),
-    "silent": lambda net: Silent(),
+VALID, DIVERGE = "valid_on_train_loss", "moments_diverge"
+KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
+    # name: (knob, what it says of itself)
+    "silent": (lambda net: Silent(), set()),
+    "lr": (lambda net: hdet.LearningRate(), {VALID}),
+    "weight_decay": (lambda net: hdet.WeightDecay(), set()),
+    "beta2": (lambda net: hdet.Betas(which=[1]), {VALID, DIVERGE}),
+    "eps": (lambda net: hdet.Eps(), {VALID}),
+    "eps2": (lambda net: hdet.GroupValue("eps2"), {DIVERGE}),
+    "valid eps2": (lambda net: hdet.GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
+    "clip_norm": (lambda net: hdet.ClipNorm(), {VALID, DIVERGE}),
+    "clip_norm of the loop": (lambda net: hdet.ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
+    "mine": (lambda net: hdet.Scalar("mine", value=1.0), set()),
+    "valid mine": (lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
+    "dropout": (lambda net: hdet.Dropout(net), set()),
+    "label_smoothing": (lambda net: hdet.LabelSmoothing(0.1), set()),
+    "label_smoothing of a loss": (lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)), set()),
+    "loss_weight/a": (lambda net: hdet.LossWeights({"a": 1.0}), set()),
+    "temperature": (lambda net: hdet.Temperature(net), {VALID, "affects_eval_loss"}),
 }
-VALID_ON_TRAIN_LOSS = {
-    "lr": lambda net: hdet.LearningRate(),
-    "beta1": lambda net: hdet.Betas(),
-    "eps": lambda net: hdet.Eps(),
-    "clip_norm": lambda net: hdet.ClipNorm(1.0),
-    "temperature": lambda net: hdet.Temperature(net),
-    "mine": lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True),
-}
+FORWARD = ["silent", "mine", "valid mine", "dropout", "label_smoothing", "label_smoothing of a loss", "loss_weight/a"]
 
 
-BOTH = {"valid_on_train_loss", "moments_diverge"}
-FLAGS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
-    "a knob that says nothing": (lambda net: Silent(), set()),
-    "LearningRate": (lambda net: hdet.LearningRate(), {"valid_on_train_loss"}),
-    "WeightDecay": (lambda net: hdet.WeightDecay(), set()),
-    "WeightDecay, product": (lambda net: hdet.WeightDecay(product=True), set()),
-    "Betas": (lambda net: hdet.Betas(), BOTH),
-    "Eps": (lambda net: hdet.Eps(), {"valid_on_train_loss"}),
-    "GroupValue": (lambda net: hdet.GroupValue("eps2"), {"moments_diverge"}),
-    "GroupValue, valid": (lambda net: hdet.GroupValue("eps2", valid_on_train_loss=True), BOTH),
-    "ClipNorm": (lambda net: hdet.ClipNorm(), BOTH),
-    "ClipNorm, of the loop": (lambda net: hdet.ClipNorm(1.0), BOTH | {"on_gradients"}),
-    "Scalar": (lambda net: hdet.Scalar("x", value=1.0), set()),
-    "Scalar, valid": (lambda net: hdet.Scalar("x", value=1.0, valid_on_train_loss=True), {"valid_on_train_loss"}),
-    "Dropout": (lambda net: hdet.Dropout(net), set()),
-    "LabelSmoothing, a number": (lambda net: hdet.LabelSmoothing(0.1), set()),
-    "LabelSmoothing, of a loss": (lambda net: hdet.LabelSmoothing(nn.CrossEntropyLoss(label_smoothing=0.1)), set()),
-    "LossWeights": (lambda net: hdet.LossWeights({"a": 1.0, "b": 2.0}), set()),
-    "Temperature": (lambda net: hdet.Temperature(net), {"valid_on_train_loss", "affects_eval_loss"}),
-}
+def knob_of(name: str) -> tuple[Net, Any, dict[str, Any]]:
+    """A model, the knob, and the other settings of an Ensemble that explores it with gradients of its own."""
+    net = Net()
+    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
+    for group in optimizer.param_groups:
+        group["eps2"] = 0.5
+    return net, KNOBS[name][0](net), {"optimizer": optimizer, **LOCAL}
+
+
+def title(name: str) -> str:
+    """The knob's own."""
+    return name.removeprefix("valid ").split(" of ")[0]
 
 
 class Silent:
@@ -67,40 +64,36 @@ class Silent:
         return [Bound("silent", 0.3, [held_cell(1.0)], acts="forward")]
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", KNOBS)
 def test_what_each_knob_says_of_itself(name: str) -> None:
-    net = Net()
-    make, flags = FLAGS[name]
-    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
-    for group in optimizer.param_groups:
-        group["eps2"] = 0.5
-    for bound in make(net).bind(optimizer):
-        known = ("valid_on_train_loss", "affects_eval_loss", "on_gradients", "moments_diverge")
-        assert {flag for flag in known if getattr(bound, flag)} == flags
+    _, knob, settings = knob_of(name)
+    for bound in knob.bind(settings["optimizer"]):
+        known = (VALID, "affects_eval_loss", "on_gradients", DIVERGE)
+        assert {flag for flag in known if getattr(bound, flag)} == KNOBS[name][1]
 
 
 def test_every_knob_is_in_the_table() -> None:
-    listed = {name.split(",")[0] for name in FLAGS}
+    listed = {type(make(Net())).__name__ for make, _ in KNOBS.values()}
     assert {name for name in of_model.__all__ + of_optimizer.__all__ if name != "ModuleValue"} <= listed  # ModuleValue is Scalar
 
 
-@pytest.mark.parametrize("name", NEED_HELD_OUT_LOSSES)
+@pytest.mark.parametrize("name", [name for name in KNOBS if VALID not in KNOBS[name][1]])
 def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
-    net = Net()
-    for controller in (hdet.SoftmaxController(decay=None), probe_of(net)):
-        optimizer = adamw(net)
-        with pytest.raises(ValueError, match=f"no honest judge of the knob '{name}'.*'{controller.name}'.*held_out=True"):
-            ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], optimizer=optimizer, controller=controller, **LOCAL)
-        assert "step" not in optimizer.__dict__
-    ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], controller=probe_of(net, held_out=True), **LOCAL)
-    ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], controller=None, **LOCAL)
+    for make in (lambda net: hdet.SoftmaxController(decay=None), probe_of):
+        net, knob, settings = knob_of(name)
+        controller = make(net)
+        with pytest.raises(ValueError, match=f"no honest judge of the knob '{title(name)}'.*'{controller.name}'.*held_out=True"):
+            ensemble(net, [knob], controller=controller, **settings)
+        assert "step" not in settings["optimizer"].__dict__
+    for make in (lambda net: probe_of(net, held_out=True), lambda net: None):
+        net, knob, settings = knob_of(name)
+        ensemble(net, [knob], controller=make(net), **settings)
 
 
-@pytest.mark.parametrize("name", VALID_ON_TRAIN_LOSS)
+@pytest.mark.parametrize("name", [name for name in KNOBS if VALID in KNOBS[name][1]])
 def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
-    net = Net()
-    run = ensemble(net, [VALID_ON_TRAIN_LOSS[name](net)], controller=hdet.SoftmaxController(decay=None), **LOCAL)
-    assert name in run.multipliers
+    net, knob, settings = knob_of(name)
+    assert title(name) in ensemble(net, [knob], controller=hdet.SoftmaxController(decay=None), **settings).multipliers
 
 
 @pytest.mark.parametrize("held_out", [1, "yes", None])
@@ -109,14 +102,11 @@ def test_held_out_is_said_plainly(held_out: Any) -> None:
         probe_of(Net(), held_out=held_out)
 
 
-FORWARD = ["dropout", "label_smoothing", "loss_weight/a", "augmentation"]
-
-
 @pytest.mark.parametrize("name", FORWARD)
 def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference(name: str) -> None:
-    net = Net()
-    with pytest.raises(ValueError, match=f"'{name}' acts in the forward pass, but with gradients='shared'.*gradients='local'"):
-        ensemble(net, [NEED_HELD_OUT_LOSSES[name](net)], controller=probe_of(net, held_out=True))
+    net, knob, _ = knob_of(name)
+    with pytest.raises(ValueError, match=f"'{title(name)}' acts in the forward pass, but with gradients='shared'.*gradients='local'"):
+        ensemble(net, [knob], controller=probe_of(net, held_out=True))
 
 
 def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
@@ -125,16 +115,17 @@ def test_with_shared_gradients_a_temperature_is_scored_directly() -> None:
     assert list(run.multipliers) == ["temperature", "weight_decay"]
 
 
-MOMENTS_DIVERGE = {"beta2": lambda: hdet.Betas(which=[1]), "clip_norm": lambda: hdet.ClipNorm(1.0)}
-
-
-@pytest.mark.parametrize("name", MOMENTS_DIVERGE)
+@pytest.mark.parametrize("name", [name for name in KNOBS if DIVERGE in KNOBS[name][1]])
 def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None:
+    net, knob, settings = knob_of(name)
     for moments in (None, "keep", "forget"):
-        with pytest.raises(ValueError, match=f"moments is {moments!r}, but replicas that differ in '{name}' differ in their moments"):
-            ensemble(Net(), [MOMENTS_DIVERGE[name]()], moments=moments)
+        with pytest.raises(
+            ValueError, match=f"moments is {moments!r}, but replicas that differ in '{title(name)}' differ in their moments"
+        ):
+            ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments)
     for moments in ("average", "reset"):
-        assert name in ensemble(Net(), [MOMENTS_DIVERGE[name]()], moments=moments).multipliers
+        net, knob, settings = knob_of(name)
+        assert title(name) in ensemble(net, [knob], optimizer=settings["optimizer"], moments=moments).multipliers
 
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
@@ -220,7 +211,7 @@ def test_designs() -> None:
 def test_the_drop_in_keeps_permutations() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
     schedule = hdet.OneCycleAutoLR(
-        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1, ensemble_lr_spread_ratio=0.1, replicas=Pretend()
+        optimizer, 0.1, 10, enable_auto_lr=True, auto_lr_warmup_steps=1, ensemble_lr_spread_ratio=0.1, replicas=hdet.Replicas(0, 8, None)
     )
     assert len(schedule.ensemble.knobs) == 2 and schedule.ensemble.engine.design == "permutation"
 

@@ -10,7 +10,7 @@ import torch
 import hdet
 from tests.harness import force
 
-from .helpers import Net, Pretend, adamw, backward, ensemble, given, seen_in_step
+from .helpers import Net, adamw, backward, ensemble, given, seen_in_step
 
 OPTIMIZERS = {"stock": torch.optim.AdamW, "fused": hdet.FusedAdamW}
 both = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -163,7 +163,7 @@ def test_a_rate_that_falls_within_a_cycle_leaves_its_bound_again(kind: Any) -> N
     optimizer = adamw(net, kind, lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     knob = hdet.LearningRate(0.5, groups=["first"], bounds=(0.0, 0.012))
-    run = hdet.Ensemble(optimizer, schedule, knobs=[knob], controller=given(1.5), replicas=Pretend(), sync=hdet.Sync(1000))
+    run = hdet.Ensemble(optimizer, schedule, knobs=[knob], controller=given(1.5), replicas=hdet.Replicas(0, 8, None), sync=hdet.Sync(1000))
     used = seen_in_step(optimizer, rate_in_step)
     for _ in range(3):
         backward(net)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from hdet.optim import FusedAdamW, FusedOptimizer
 
-from .common import BACKENDS, RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients
+from .common import BACKENDS, RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, names, run, set_gradients
 
 SKIPS: dict[str, Callable[[int, int], bool]] = {
     "all": lambda step, i: False,
@@ -44,31 +44,11 @@ def test_gradients_that_are_none(rule: Rule, skip: Callable[[int, int], bool], b
     pair.check()
 
 
-def _sequence(o: Optimizer) -> Any:
-    parts = [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.ExponentialLR(o, gamma=0.9)]
-    return lr_scheduler.SequentialLR(o, parts, milestones=[5])
-
-
-def _swa(o: Optimizer) -> Any:
-    return torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4)
-
-
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.95),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=12),  # moves betas or momentum as well
-    "SequentialLR": _sequence,
-    "SWALR": _swa,
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4),
 }
 
 
@@ -108,23 +88,18 @@ def test_a_multiplier_is_a_scaled_rate(rule: Rule) -> None:
     for group, multiplier in zip(pair.b.param_groups, pair.a.multipliers[0], strict=True):
         group["lr"] *= multiplier
     pair.go(10)
-    assert_close(pair.ours, pair.theirs, rule.tolerance)
+    assert_close(pair.ours, pair.theirs)
     assert [group["lr"] for group in pair.a.param_groups] == rates
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decay_at_the_base_rate(backend: str) -> None:
     """The step is scaled by the multiplier, the decay is not: AdamW at lr * rho with weight_decay / rho."""
-    ours, theirs = parameters(), parameters()
-    a = FusedAdamW(ours, lr=1e-2, weight_decay=0.3, decay_at="base", backend=backend)
-    b = torch.optim.AdamW(theirs, lr=1e-2 * 1.5, weight_decay=0.3 / 1.5)
-    a.multipliers[0][0] = 1.5
-    for step in range(10):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        a.step()
-        b.step()
-    assert_close(ours, theirs)
+    pair = Pair(make=lambda params, cls: cls(params, lr=1e-2 * 1.5, weight_decay=0.3 / 1.5))
+    pair.a = FusedAdamW(pair.ours, lr=1e-2, weight_decay=0.3, decay_at="base", backend=backend)
+    pair.a.multipliers[0][0] = 1.5
+    pair.go(10)
+    assert_close(pair.ours, pair.theirs)
 
 
 def test_closure_and_hooks() -> None:
@@ -211,23 +186,6 @@ def test_gradients_are_not_kept() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert alive() is None
-
-
-@pytest.mark.parametrize("rule", RULES, ids=names)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_another_dtype(rule: Rule, backend: str) -> None:
-    """A float32 parameter with bfloat16 gradients steps as with the same gradients in float32."""
-    ours, theirs = parameters(), parameters()
-    a, b = (rule.fused(groups(params, rule), lr=1e-2, backend=backend) for params in (ours, theirs))
-    for step in range(3):
-        set_gradients(theirs, step)
-        for one, other in zip(ours, theirs, strict=True):
-            other.grad = other.grad.bfloat16().float()  # type: ignore[union-attr]
-            one.grad_dtype = None
-            one.grad = other.grad.bfloat16()
-        a.step()
-        b.step()
-    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,22 +14,18 @@ from hdet.kernels.spec.interface import DECOUPLED
 from hdet.optim import FusedAdam, FusedAdamW, FusedOptimizer, FusedSGD
 
 from .common import BACKENDS, RULES, Rule, assert_equal, names, parameters, run, set_gradients
-from .test_replicas import RHOS, WEIGHTS, values, without_coupled_decay
+from .test_replicas import RHOS, WEIGHTS, copies, replicated, values
 
 
 def on_line(
-    rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, storage: str = "displacement", count: int = 3, **options: Any
+    rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, storage: str = "displacement", **options: Any
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """As `replicated`, with decay at the base rate; stored ones with float32 masters."""
     if rule.fused.rule in DECOUPLED:
         options["decay_at"] = "base"
     if storage == "parameters" and dtype != torch.float32:
         options["master_weights"] = "fp32"
-    params = parameters(dtype=dtype)
-    optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
-    optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))], storage)
-    optimizer.multipliers = [[rho] * 3 for rho in RHOS[:count]]
-    return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
+    return replicated(3, rule, dtype, storage, **options)
 
 
 def exact(optimizer: FusedOptimizer, k: int) -> list[Tensor]:
@@ -185,5 +181,5 @@ def test_refused_storage(make: Any, count: int, storage: str, message: str) -> N
     params = parameters()
     optimizer = make(params)
     with pytest.raises(ValueError, match=message):
-        optimizer.set_replicas(count, lambda p: [p, *(p.detach().clone() for _ in range(count - 1))], storage)
+        optimizer.set_replicas(count, copies(count), storage)
     assert optimizer.num_replicas == 1 and optimizer.storage == "parameters" and not optimizer.state

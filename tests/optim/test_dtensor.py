@@ -25,6 +25,7 @@ from hdet.tensors import dtensor as shards
 from tests.distributed import run_ranks
 
 from .common import RULES, Rule, plans_made
+from .test_replicas import copies
 
 SHAPES = [(7, 5), (3,), (1, 4), (6, 2), (9, 8)]
 """the second and third leave ranks without an element"""
@@ -179,26 +180,6 @@ def assert_all_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def fsdp_equals_plain(rank: int, world_size: int, kind: str) -> None:
-    for dtype, options in [
-        (torch.float32, {}),
-        (torch.bfloat16, {"master_weights": "fp32"}),
-        (torch.bfloat16, {"master_weights": "split"}),
-    ]:
-        found = []
-        for each in ("plain", kind):
-            model = model_of(each, dtype)
-            optimizer = FusedAdamW(model.parameters(), lr=1e-2, **options)
-            train(model, optimizer, each, range(4))
-            found.append(weights(model))
-        assert_all_equal(*found)
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("hsdp", 4)])
-def test_a_fully_sharded_model_trains_as_the_plain_one_to_the_last_bit(kind: str, ranks: int) -> None:
-    run_ranks(fsdp_equals_plain, ranks, kind)
-
-
 def equals_torchs(rank: int, world_size: int, kind: str) -> None:
     for clip in (None, 0.5):
         found: list[list[Tensor]] = []
@@ -231,7 +212,7 @@ def sharded_run(
     return model, make(model.parameters(), lr=1e-2, **options)
 
 
-def states_round_trip(rank: int, world_size: int) -> None:
+def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) -> None:
     for dtype, options in [
         (torch.float32, {}),
         (torch.bfloat16, {"master_weights": "fp32"}),
@@ -253,10 +234,6 @@ def states_round_trip(rank: int, world_size: int) -> None:
             for one, two in ((model, optimizer), (other, resumed)):
                 train(one, two, "fsdp", range(2, 4))
             assert_all_equal(weights(model), weights(other))
-
-
-def test_states_pass_through_torchs_state_dict_functions() -> None:
-    run_ranks(states_round_trip, 2)
 
 
 def saved_by_dcp(rank: int, world_size: int, folder: str, kind: str) -> list[Tensor]:
@@ -290,7 +267,7 @@ def replicas_through_dcp(rank: int, world_size: int, folder: str) -> None:
     found = []
     for resumed in (False, True):
         model, optimizer = sharded_run("fsdp", dtype=torch.bfloat16, master_weights="split")
-        optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+        optimizer.set_replicas(2, copies(2))
         optimizer.multipliers = [[0.5], [1.5]]
         if not resumed:
             train(model, optimizer, "fsdp", range(2))
@@ -309,7 +286,7 @@ def test_replicas_pass_through_a_distributed_checkpoint() -> None:
         run_ranks(replicas_through_dcp, 2, folder)
 
 
-def phantom_steps(rank: int, world_size: int) -> None:
+def phantom_steps_change_no_value(rank: int, world_size: int) -> None:
     for options in ({}, {"master_weights": "fp32"}, {"master_weights": "split"}, {"max_grad_norm": 1.0, "stochastic_rounding": True}):
         for make in (FusedAdamW, FusedSGD):
             rest = {"momentum": 0.9} if make is FusedSGD else {}
@@ -320,14 +297,10 @@ def phantom_steps(rank: int, world_size: int) -> None:
             assert_all_equal(before, weights(model))
 
 
-def test_phantom_steps_change_no_value() -> None:
-    run_ranks(phantom_steps, 2)
-
-
 # -- what else a step does -----------------------------------------------------------------------------------------------------------
 
 
-def norms(rank: int, world_size: int) -> None:
+def the_norm_is_that_of_the_full_gradient(rank: int, world_size: int) -> None:
     placements, mesh = GRID, mesh_of(2, 2)
     for scale in (1.0, 8.0):
         twins = Twins(RULES[0], mesh, placements, max_grad_norm=0.75)
@@ -355,11 +328,7 @@ def norms(rank: int, world_size: int) -> None:
     twins.check()
 
 
-def test_the_norm_is_that_of_the_full_gradient() -> None:
-    run_ranks(norms, 4)
-
-
-def scaled(rank: int, world_size: int) -> None:
+def a_grad_scaler(rank: int, world_size: int) -> None:
     model, optimizer = sharded_run("fsdp", dtype=torch.float32)
     plain = model_of("plain")
     theirs = AdamW(plain.parameters(), lr=1e-2)
@@ -376,11 +345,7 @@ def scaled(rank: int, world_size: int) -> None:
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
 
 
-def test_a_grad_scaler() -> None:
-    run_ranks(scaled, 2)
-
-
-def replicas(rank: int, world_size: int) -> None:
+def replicas_and_masters_of_shards(rank: int, world_size: int) -> None:
     mesh = mesh_of(2)
     for dtype, options in [
         (torch.float32, {}),
@@ -390,7 +355,7 @@ def replicas(rank: int, world_size: int) -> None:
         twins = Twins(RULES[0], mesh, MIXED, dtype, **options)
         twins.go(range(2))
         for optimizer in (twins.a, twins.b):
-            optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+            optimizer.set_replicas(2, copies(2))
             optimizer.multipliers = [[0.5] * 3, [1.5] * 3]
         twins.go(range(2, 4))
         twins.check()
@@ -412,17 +377,13 @@ def replicas(rank: int, world_size: int) -> None:
         for optimizer in (twins.a, twins.b):
             optimizer.average_replicas([0.5, 0.5])
             equal = copy.deepcopy(optimizer.state_dict())
-            optimizer.set_replicas(3, lambda param: [param, param.detach().clone(), param.detach().clone()])
+            optimizer.set_replicas(3, copies(3))
             optimizer.load_state_dict(equal)
         twins.go(range(7, 8))
         twins.check()
 
 
-def test_replicas_and_masters_of_shards() -> None:
-    run_ranks(replicas, 2)
-
-
-def writing(rank: int, world_size: int) -> None:
+def what_is_written_to_a_parameter_or_moved_is_taken_over(rank: int, world_size: int) -> None:
     """Through the DTensor, through its shard, into new memory: masters follow, and so do steps."""
 
     def through_the_dtensor(twins: Twins) -> None:
@@ -456,11 +417,7 @@ def writing(rank: int, world_size: int) -> None:
     twins.check()
 
 
-def test_what_is_written_to_a_parameter_or_moved_is_taken_over() -> None:
-    run_ranks(writing, 2)
-
-
-def backward_after_a_step(rank: int, world_size: int) -> None:
+def a_step_between_forward_and_backward_is_noticed(rank: int, world_size: int) -> None:
     param = Parameter(distribute_tensor(torch.ones(4, 3), mesh_of(2), [Shard(0)], src_data_rank=None))
     optimizer = FusedAdamW([param])
     param.grad = torch.zeros_like(param)
@@ -473,11 +430,7 @@ def backward_after_a_step(rank: int, world_size: int) -> None:
             (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
 
 
-def test_a_step_between_forward_and_backward_is_noticed() -> None:
-    run_ranks(backward_after_a_step, 2)
-
-
-def partial_gradients(rank: int, world_size: int) -> None:
+def gradients_that_are_sums_still_to_be_taken_are_reduced(rank: int, world_size: int) -> None:
     mesh = mesh_of(2)
     for placement in (Replicate(), Shard(0)):
         param = Parameter(distribute_tensor(torch.ones(3, 2), mesh, [placement], src_data_rank=None))
@@ -488,11 +441,7 @@ def partial_gradients(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.to_local(), torch.zeros(3, 2))  # type: ignore[attr-defined]
 
 
-def test_gradients_that_are_sums_still_to_be_taken_are_reduced() -> None:
-    run_ranks(partial_gradients, 2)
-
-
-def refusals(rank: int, world_size: int) -> None:
+def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
     mesh = mesh_of(2)
     param = Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
     optimizer = FusedAdamW([param])
@@ -537,10 +486,6 @@ def refusals(rank: int, world_size: int) -> None:
         clipped.write_hyperparameters()
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    run_ranks(refusals, 2)
-
-
 # -- plain parameters in torch's state dict functions ----------------------------------------------------------------------------
 
 
@@ -551,7 +496,7 @@ def test_plain_parameters_pass_through_torchs_state_dict_functions(master_weight
     def run(steps: int) -> tuple[nn.Module, FusedAdamW]:
         model = Block().bfloat16()
         optimizer = FusedAdamW(model.parameters(), lr=1e-2, master_weights=master_weights)
-        optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
+        optimizer.set_replicas(count, copies(count))
         optimizer.multipliers = [[1.0 + k] for k in range(count)]
         train(model, optimizer, "plain", range(steps))
         return model, optimizer
@@ -575,9 +520,28 @@ def test_a_new_optimizer_says_what_a_checkpoint_has_to_fill(make: type[Any], cou
         model = Block().bfloat16()
         rest = {"momentum": 0.9, "dampening": 0.5} if make is FusedSGD else {}
         optimizer = make(model.parameters(), lr=1e-2, master_weights="split", **rest)
-        optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
+        optimizer.set_replicas(count, copies(count))
         train(model, optimizer, "plain", range(steps))
         return {name: sorted(state) for name, state in get_optimizer_state_dict(model, optimizer)["state"].items()}
 
     assert entries(0) == entries(2)
     assert "remainder" in entries(0)["up.weight"]
+
+
+@pytest.mark.parametrize(
+    ("on_a_rank", "ranks"),
+    [
+        (states_pass_through_torchs_state_dict_functions, 2),
+        (phantom_steps_change_no_value, 2),
+        (the_norm_is_that_of_the_full_gradient, 4),
+        (a_grad_scaler, 2),
+        (replicas_and_masters_of_shards, 2),
+        (what_is_written_to_a_parameter_or_moved_is_taken_over, 2),
+        (a_step_between_forward_and_backward_is_noticed, 2),
+        (gradients_that_are_sums_still_to_be_taken_are_reduced, 2),
+        (what_does_not_fit_is_refused_by_name, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_on_ranks(on_a_rank: Callable[[int, int], None], ranks: int) -> None:
+    run_ranks(on_a_rank, ranks)

@@ -109,15 +109,6 @@ def test_a_plan_is_kept_while_nothing_changes() -> None:
     assert made.call_count == 1
 
 
-@pytest.mark.parametrize("rule", RULES, ids=names)
-def test_groups_without_parameters_and_without_gradients(rule: Rule) -> None:
-    pair = Pair(rule, lambda params, cls: cls([{"params": []}, {"params": params[:1]}, {"params": []}, {"params": params[1:]}], lr=1e-2))
-    pair.go(3, skip=lambda step, i: i > 0)
-    pair.go(range(3, 6), skip=lambda step, i: True)
-    pair.go(range(6, 8))
-    pair.check()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_parameters_of_several_dtypes(rule: Rule, backend: str) -> None:

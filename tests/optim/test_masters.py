@@ -7,26 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from hdet.kernels.spec.rounding import join
-from hdet.optim import FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
+from hdet.optim import FusedAdamW, FusedLion, FusedSGD
 
 from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .test_replicas import values
 
 KINDS = [("fp32", torch.bfloat16), ("fp32", torch.float16), ("split", torch.bfloat16), ("split", torch.float16)]
-
-
-def exact(optimizer: FusedOptimizer, params: list[Parameter]) -> list[Tensor]:
-    """The float32 values of parameters with masters."""
-    values = []
-    for param in params:
-        state = optimizer.state[param]
-        assert ("remainder" in state) == (optimizer.master_weights == "split" and param.dtype == torch.bfloat16)
-        assert ("master_param" in state) != ("remainder" in state)
-        values.append(join(param.detach(), state["remainder"]) if "remainder" in state else state["master_param"])
-    return values
 
 
 def step_both(a: Any, ours: list[Parameter], b: Any, theirs: list[Parameter], step: int) -> None:
@@ -53,8 +41,10 @@ def test_masters_step_as_float32_parameters_would(rule: Rule, master_weights: st
     b = rule.fused(groups(theirs, rule), lr=1e-2, backend=backend)
     for step in range(5):
         step_both(a, ours, b, theirs, step)
-    assert_equal(exact(a, ours), theirs)
-    if (master_weights, dtype) != ("split", torch.bfloat16):
+    assert_equal(values(a), theirs)
+    split = (master_weights, dtype) == ("split", torch.bfloat16)
+    assert all(("remainder" in state, "master_param" in state) == (split, not split) for state in state_of(a))
+    if not split:
         assert_equal(ours, [param.to(dtype) for param in theirs])
 
 
@@ -82,7 +72,7 @@ def test_states_without_masters_get_them_from_the_parameter(master_weights: str,
     b = FusedAdamW(groups(theirs), lr=1e-2)
     b.load_state_dict(copy.deepcopy(a.state_dict()))
     step_both(a, ours, b, theirs, 1)
-    assert_equal(exact(a, ours), theirs)
+    assert_equal(values(a), theirs)
 
 
 @pytest.mark.parametrize(("of", "into"), [("fp32", "split"), ("split", "fp32")])
@@ -96,7 +86,7 @@ def test_masters_change_their_form_exactly(of: str, into: str) -> None:
     other.load_state_dict(a.state_dict())
     for step in range(3, 5):
         step_both(other, ours, b, theirs, step)
-    assert_equal(exact(other, ours), theirs)
+    assert_equal(values(other), theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -105,7 +95,7 @@ def test_a_parameter_that_becomes_float32_gets_its_masters_value(dtype: torch.dt
     ours = parameters(dtype=dtype)
     a = FusedAdamW(groups(ours), lr=1e-2, master_weights="fp32")
     run(a, ours, range(1))
-    expected = [master.clone() for master in exact(a, ours)]
+    expected = values(a)
     for param in ours:
         param.grad, param.data = None, param.data.float()
     with torch.no_grad():
@@ -137,7 +127,7 @@ def test_what_is_written_to_a_parameter_in_place_is_taken_over() -> None:
     """Only where it is not the rounded master any more: elsewhere the master keeps its lower bits."""
     ours, a = bfloat16_run(master_weights="fp32")
     run(a, ours, range(3))
-    expected = [master.clone() for master in exact(a, ours)]
+    expected = values(a)
     with torch.no_grad():
         ours[0][3:5] = 7.0
         ours[5].add_(0)  # nothing new
@@ -146,7 +136,7 @@ def test_what_is_written_to_a_parameter_in_place_is_taken_over() -> None:
     b = FusedAdamW(groups(theirs), lr=1e-2)
     b.load_state_dict({**a.state_dict(), "state": {k: _without_master(v) for k, v in copy.deepcopy(a.state_dict()["state"]).items()}})
     step_both(a, ours, b, theirs, 3)
-    assert_equal(exact(a, ours), theirs)
+    assert_equal(values(a), theirs)
 
 
 def _without_master(state: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def test_refresh_masters(master_weights: str) -> None:
     run(a, ours, range(2))
     ours[0].data.fill_(5.0)
     a.refresh_masters()
-    assert_equal(exact(a, ours), [param.float() for param in ours])
+    assert_equal(values(a), [param.float() for param in ours])
     set_gradients(ours, 2)
     ours[0].grad = torch.zeros_like(ours[0])
     a.param_groups[0]["lr"] = 0.0
@@ -194,18 +184,18 @@ def test_a_refused_step_leaves_masters_as_they_are() -> None:
     ours, a = bfloat16_run(master_weights="fp32")
     run(a, ours, range(1))
     a.load_state_dict(copy.deepcopy(a.state_dict()))  # the next step is planned anew
-    before = [master.clone() for master in exact(a, ours)]
+    before = values(a)
     with torch.no_grad():
         ours[0].fill_(1.0)
     a.multipliers[0][1] = -1.0
     a.multipliers.append([1.0] * 3)
     with pytest.raises(ValueError, match="multipliers has 2 lists for 1 replicas"):
         a.step()
-    assert_equal(exact(a, ours), before)
+    assert_equal(values(a), before)
     a.multipliers = [[1.0] * 3]
     ours[0].grad = None
     a.step()
-    assert (exact(a, ours)[0] == 1).all()
+    assert (values(a)[0] == 1).all()
 
 
 # -- rounding ------------------------------------------------------------------------------------------------------------

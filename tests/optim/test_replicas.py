@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 from hdet import kernels
 from hdet.kernels.spec.interface import COUPLED
 from hdet.kernels.spec.rounding import join
-from hdet.optim import FusedAdamW, FusedOptimizer, FusedSGD
+from hdet.optim import FusedAdamW, FusedOptimizer
 
 from .common import BACKENDS, RULES, Rule, assert_equal, groups, names, parameters, run, set_gradients, state_of
 
@@ -30,18 +31,23 @@ def without_coupled_decay(rule: Rule, params: list[Parameter]) -> list[dict[str,
     return made
 
 
+def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
+    """For set_replicas."""
+    return lambda param: [param, *(param.detach().clone() for _ in range(count - 1))]
+
+
 def replicated(
-    count: int = 3, rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, **options: Any
+    count: int = 3, rule: Rule = RULES[0], dtype: torch.dtype = torch.float32, storage: str = "parameters", **options: Any
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """Parameters, their optimizer, and K sets that begin equal and have multipliers of their own."""
     params = parameters(dtype=dtype)
     optimizer = rule.fused(without_coupled_decay(rule, params), lr=1e-2, **options)
-    optimizer.set_replicas(count, lambda param: [param, *(param.detach().clone() for _ in range(count - 1))])
+    optimizer.set_replicas(count, copies(count), storage)
     optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
     return params, optimizer, [optimizer.replica_parameters(k) for k in range(count)]
 
 
-def values(optimizer: FusedOptimizer, k: int) -> list[Tensor]:
+def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
     """Copies of the float32 values of replica k."""
     found = []
     for param, tensor in zip(optimizer.replica_parameters(0), optimizer.replica_parameters(k), strict=True):
@@ -52,18 +58,6 @@ def values(optimizer: FusedOptimizer, k: int) -> list[Tensor]:
         else:
             found.append(masters[k].clone() if masters[k].dtype == torch.float32 else join(tensor.detach(), masters[k]))
     return found
-
-
-def mean(sets: list[list[Tensor]], weights: list[float]) -> list[Tensor]:
-    """In float32, in order, as the kernels add up."""
-    means = []
-    for tensors in zip(*sets, strict=True):
-        total = torch.full_like(tensors[0], -0.0)
-        for tensor, weight in zip(tensors, weights, strict=True):
-            if weight != 0:
-                total = total + torch.tensor(weight, dtype=torch.float32) * tensor
-        means.append(total)
-    return means
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,7 +80,8 @@ def test_replicas_step_as_separate_runs_would(rule: Rule, dtype: torch.dtype, ma
 def test_average_replicas(dtype: torch.dtype, master_weights: str | None, backend: str) -> None:
     params, optimizer, sets = replicated(3, dtype=dtype, master_weights=master_weights, backend=backend)
     run(optimizer, params, range(3))
-    expected = mean([values(optimizer, k) for k in range(3)], WEIGHTS)
+    of_each = zip(*(values(optimizer, k) for k in range(3)), strict=True)
+    expected = [sum(w * tensor for w, tensor in zip(WEIGHTS, tensors, strict=True)) for tensors in of_each]
     versions = [tensor._version for tensors in sets for tensor in tensors]
     optimizer.average_replicas([10 * w for w in WEIGHTS])  # divided by their sum
     for k in range(3):
@@ -156,7 +151,7 @@ def test_copies_made_in_the_middle_of_a_run_equal_the_first_to_the_last_bit(mast
     params, optimizer, _ = replicated(1, dtype=torch.bfloat16, master_weights=master_weights)
     run(optimizer, params, range(3))
     expected = [value.clone() for value in values(optimizer, 0)]
-    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+    optimizer.set_replicas(2, copies(2))
     optimizer.average_replicas([0.5, 0.5])
     assert_equal(values(optimizer, 0), expected)
     assert_equal(values(optimizer, 1), expected)
@@ -305,14 +300,14 @@ def test_stochastic_rounding_differs_between_replicas_and_follows_their_number()
 def test_set_replicas_refuses_what_is_not_alike() -> None:
     params = parameters()
     optimizer = FusedAdamW(params)
-    for copies, message in [
+    for given, message in [
         (lambda p: [p], "copies must give 2 tensors"),
         (lambda p: [p.detach().clone(), p], "the parameter itself first"),
         (lambda p: [p, p.detach().double()], "replicas are alike"),
         (lambda p: [p, torch.zeros(3)], "replicas are alike"),
     ]:
         with pytest.raises(ValueError, match=message):
-            optimizer.set_replicas(2, copies)
+            optimizer.set_replicas(2, given)
     assert optimizer.num_replicas == 1 and optimizer.multipliers == [[1.0]] and not optimizer.state
     with pytest.raises(ValueError, match="replica 1 does not exist"):
         optimizer.replica_parameters(1)
@@ -320,17 +315,6 @@ def test_set_replicas_refuses_what_is_not_alike() -> None:
     set_gradients(params, 0)
     with pytest.raises(ValueError, match="overlap in memory"):
         optimizer.step()
-
-
-def test_coupled_decay_is_refused_for_several_replicas() -> None:
-    params = parameters()
-    optimizer = FusedSGD(params, lr=1e-2, weight_decay=0.1)
-    optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
-    before = copy.deepcopy([param.detach() for param in params])
-    set_gradients(params, 0)
-    with pytest.raises(ValueError, match="set it to 0 or use adamw or lion"):
-        optimizer.step()
-    assert_equal(params, before)
 
 
 def test_a_group_added_later_needs_copies() -> None:

@@ -18,31 +18,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .common import BACKENDS, RULES, Rule
+from .common import BACKENDS, RULES, LerpLion, Rule
 
 LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
 SPECIAL = [0.0, -0.0, 1.0, -0.3, math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e20, -1e20, 1e-25, NORMAL, -SMALLEST]
 MOMENTS = [0.0, 1.0, 1e20, LARGEST, math.inf, math.nan]  # of a state that is loaded; first moments also with the other sign
 STEPS = 4
-
-
-class LerpLion(Optimizer):
-    """Lion as torch would write it: one tensor after the other in float32, with the averages of its Adam."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, maximize: bool = False):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                m = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
-                g = -param.grad if group["maximize"] else param.grad
-                if group["weight_decay"] != 0:
-                    param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(m.lerp(g, 1 - beta1).sign(), alpha=-group["lr"])
-                m.lerp_(g, 1 - beta2)
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -69,8 +50,8 @@ CASES = [pytest.param(rule, options, id=f"{rule.name} {options}") for rule in RU
 
 
 def peer_of(rule: Rule, param: Parameter, options: dict[str, Any]) -> Optimizer:
-    options = {"lr": 1e-2, **options}
-    return LerpLion([param], **options) if rule.name == "lion" else rule.peer([param], foreach=False, fused=False, **options)
+    loops = {} if rule.peer is LerpLion else {"foreach": False, "fused": False}
+    return rule.peer([param], **{"lr": 1e-2, **loops, **options})
 
 
 def grid() -> tuple[Tensor, list[Tensor]]:

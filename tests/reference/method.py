@@ -30,13 +30,6 @@ def uniform_weights(count: int) -> Vector:
     return [1 / count] * count
 
 
-def masked_weights(weights: Vector, present: list[bool]) -> Vector:
-    """Eq. 3 with some replicas left out: their weight is 0 and the others sum to 1 again."""
-    kept = [w if here else 0.0 for w, here in zip(weights, present, strict=True)]
-    total = math.fsum(kept)
-    return [w / total for w in kept]
-
-
 def scores(losses: Vector, sigma: float) -> Vector:
     """Eq. 4, first half: s_r = (mean(L) - L_r) / sigma; lower loss, higher score."""
     mean = math.fsum(losses) / len(losses)

@@ -12,7 +12,39 @@ from dataclasses import dataclass, field
 
 from tests.reference import method, toy
 from tests.reference.method import Vector
-from tests.reference.schedule import AdamW, one_cycle
+
+
+def one_cycle(
+    step: int, total: int, peak: float, pct_start: float = 0.3, div: float = 25.0, final_div: float = 1e4, shape: str = "cos"
+) -> float:
+    """Rate used by optimizer step number `step` (from 0): up from peak/div to peak, then down to peak/(div*final_div) at step total-1."""
+    turn, end = pct_start * total - 1, total - 1
+    low, floor = peak / div, peak / (div * final_div)
+    if step <= turn:
+        return _between(low, peak, step / turn, shape)
+    return _between(peak, floor, (step - turn) / (end - turn), shape)
+
+
+def _between(start: float, end: float, share: float, shape: str) -> float:
+    if shape == "cos":
+        share = (1 - math.cos(math.pi * share)) / 2
+    return start + (end - start) * share
+
+
+class AdamW:
+    """Moments and direction of AdamW for one vector; the step itself is Eq. 2. Decay multiplies by 1 - (its rate) * weight_decay."""
+
+    def __init__(self, size: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        self.betas, self.eps, self.count = betas, eps, 0
+        self.first, self.second = [0.0] * size, [0.0] * size
+
+    def direction(self, gradient: Vector) -> Vector:
+        """u(t) = m_hat / (sqrt(v_hat) + eps)."""
+        (one, two), self.count = self.betas, self.count + 1
+        self.first = [one * m + (1 - one) * g for m, g in zip(self.first, gradient, strict=True)]
+        self.second = [two * v + (1 - two) * g * g for v, g in zip(self.second, gradient, strict=True)]
+        one_hat, two_hat = 1 - one**self.count, 1 - two**self.count
+        return [(m / one_hat) / (math.sqrt(v / two_hat) + self.eps) for m, v in zip(self.first, self.second, strict=True)]
 
 
 @dataclass
@@ -116,3 +148,16 @@ def simulate(settings: Settings) -> dict[str, list]:
         rho = [grid[place] for place in order(settings, len(cycles))]
         sums = [0.0] * count
     return {"rates": rates, "cycles": cycles}
+
+
+RUNS = {
+    "one_replica": Settings(replicas=1, controller=False, weight_decay=0.1),
+    "no_spread": Settings(spread=0.0, controller=False),
+    "spread_only": Settings(spread=0.3, controller=False),
+    "two_replicas_decayed_weights": Settings(replicas=2, spread=1 / 9, weight_decay=0.1, controller=False),
+    "softmax_multiplies_the_schedule": Settings(decay=None, warmup=10, sigma=0.02, step_size=2.0, momentum=0.5),
+    "softmax_floor": Settings(decay="floor", warmup=10),
+    "softmax_printed": Settings(decay="printed", warmup=10),
+    "softmax_average": Settings(average="softmax", controller=False, sigma=0.1),
+    "last_cycle_is_short": Settings(steps=38, decay=None, sigma=0.05, momentum=0.0),
+}

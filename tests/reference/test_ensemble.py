@@ -1,4 +1,4 @@
-"""hdet.Ensemble end to end against the golden trajectories: real processes, DDP, torch's AdamW and OneCycleLR, in double precision."""
+"""hdet.Ensemble end to end against the reference's trajectories: real processes, DDP, torch's AdamW and OneCycleLR, in double precision."""
 
 from unittest import mock
 
@@ -9,10 +9,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 import hdet
 from hdet.core import engine as engine_module
 from tests.distributed import run_ranks
-from tests.reference import make_golden, simulator, toy
-from tests.reference.simulator import Settings
-
-TRAJECTORIES = make_golden.read("trajectories")
+from tests.reference import simulator, toy
+from tests.reference.simulator import RUNS, simulate
 
 
 class LeastSquares(torch.nn.Module):
@@ -32,7 +30,6 @@ def _batch(step, replica):
 
 
 def _train(rank, world, settings, drop_in):
-    settings = Settings(**settings)
     bare = LeastSquares()
     # What the golden run fixes is the order of Eq. 8, which the paper leaves open; everything else is hdet's own.
     with mock.patch.object(engine_module, "assignment", lambda seed, cycle, knob, count: simulator.order(settings, cycle)):
@@ -76,8 +73,8 @@ def _train(rank, world, settings, drop_in):
         return rates, cycles
 
 
-def _follows(golden, drop_in):
-    ranks = run_ranks(_train, golden["settings"]["replicas"], golden["settings"], drop_in)
+def _follows(settings, drop_in):
+    golden, ranks = simulate(settings), run_ranks(_train, settings.replicas, settings, drop_in)
     for rank, (rates, cycles) in enumerate(ranks):
         assert rates == pytest.approx(golden["rates"], rel=1e-9)
         assert len(cycles) == len(golden["cycles"])
@@ -92,15 +89,13 @@ def _follows(golden, drop_in):
     return ranks
 
 
-@pytest.mark.parametrize("name", TRAJECTORIES)
+@pytest.mark.parametrize("name", RUNS)
 def test_ensemble_follows_the_golden_trajectory(name):
-    ranks = _follows(TRAJECTORIES[name], drop_in=False)
+    ranks = _follows(RUNS[name], drop_in=False)
     for cycle in range(len(ranks[0][1])):
         assert all(cycles[cycle]["after"] == ranks[0][1][cycle]["after"] for _, cycles in ranks)  # bitwise
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, run in TRAJECTORIES.items() if run["settings"]["decay"] is None and run["settings"]["average"] == "mean"]
-)
+@pytest.mark.parametrize("name", [name for name, settings in RUNS.items() if settings.decay is None and settings.average == "mean"])
 def test_drop_in_follows_the_golden_trajectory(name):
-    _follows(TRAJECTORIES[name], drop_in=True)
+    _follows(RUNS[name], drop_in=True)

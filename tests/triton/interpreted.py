@@ -6,6 +6,7 @@ The interpreter makes numpy calls of every operation of every program, so there 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 
 from hdet import kernels
@@ -22,13 +24,45 @@ from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
-from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one, test_step
+from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.lines import RULES, line_left
-from tests.kernels.problem import check
+from tests.kernels.problem import check, one_nan
 from tests.kernels.table import CASES, STORAGE, Case
 
-from .twin import Twin
+
+def clones(column: Sequence[Tensor | None] | None) -> list[Any]:
+    return [None if tensor is None else tensor.clone() for tensor in column or []]
+
+
+class Twin:
+    """A plan that is two: every step runs on Triton and, on copies of the same tensors, on the native CPU backend, and is compared."""
+
+    def __init__(self, tensors: StepTensors) -> None:
+        self.tensors = tensors
+        self.plan = kernels.step_plan(tensors, "triton")
+        columns = {name: getattr(tensors, name) for name in ("steps", "exp_avgs", "exp_avg_sqs")}
+        sets = {name: getattr(tensors, name) for name in ("params", "masters")}
+        copied = {name: clones(column) or None for name, column in columns.items()}
+        copied |= {name: [clones(column) for column in columns or []] or None for name, columns in sets.items()}
+        self.copies = replace(tensors, **copied)  # type: ignore[arg-type]
+        self.native = kernels.step_plan(self.copies, "cpu")
+        self.norm, self.skipped = self.plan.norm, self.plan.skipped
+
+    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions) -> None:
+        native_gradients = clones(gradients)
+        self.native.step(native_gradients, settings, options)
+        self.plan.step(gradients, settings, options)
+        ours, theirs = (
+            [t.steps, t.exp_avgs, t.exp_avg_sqs, *t.params, *(t.masters or []), g]
+            for t, g in ((self.tensors, gradients), (self.copies, native_gradients))
+        )
+        for one, other in zip(map(clones, ours), map(clones, theirs), strict=True):
+            for i, (x, y) in enumerate(zip(one, other, strict=True)):
+                assert x is y is None or torch.equal(*(one_nan(t.reshape(-1)).view(torch.uint8) for t in (x, y))), f"{i} has other bits"
+
+    def upload(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
+        self.plan.upload(settings, options)
 
 
 def cut(case: Case) -> Case:
@@ -66,7 +100,7 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair, test_step):
+    for module in (cases, test_average, test_gradients, test_norm, test_numbers, test_pair):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
@@ -137,19 +171,6 @@ def test_elements_beyond_two_to_the_31() -> None:
     assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_decay_alone(rule: str) -> None:
-    test_step.test_decay_alone_does_what_the_table_of_rules_says("triton", rule)
-
-
-def test_an_unknown_rule_is_not_adamw() -> None:
-    p, m, v, g = (torch.ones(3) for _ in range(4))
-    plan = triton_step.TritonStepPlan(StepTensors("other", [[p]], [0], [torch.zeros(())], [m], [v]))
-    with pytest.raises(Exception, match="unknown rule"):
-        plan.step([g], [StepSettings(0.1)])
-    assert p.tolist() == m.tolist() == v.tolist() == [1.0] * 3
-
-
 # the other operations, by the tests of the other backends
 
 
@@ -211,16 +232,6 @@ def test_lines_that_stay_and_lines_that_are_refused() -> None:
 
 
 # around the kernels
-
-
-def test_a_rate_in_memory_that_moves_is_found_again() -> None:
-    p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor([0.5])
-    plan = kernels.step_plan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), "triton")
-    plan.step([g], [StepSettings(rate)])
-    rate.fill_(0.25)  # no upload: the kernel reads it
-    plan.step([g], [StepSettings(rate)])
-    plan.step([g], [StepSettings(torch.tensor([1.0]))])
-    assert p.tolist() == [-1.75] * 3
 
 
 def test_gradients_that_are_negated_views_are_refused() -> None:
