@@ -109,6 +109,7 @@ def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
         "compressed int8": hdet.converge.Compressed("int8"),
         "streaming, 2 fragments": hdet.converge.Streaming(2),
         "overlapped, 3 steps": hdet.converge.Overlapped(3),
+        "outer step": hdet.converge.Outer(),
         "exact local": hdet.converge.ExactLocal(),
     }
     if world_size < 4:

@@ -14,7 +14,7 @@ from ...triton_kernels import tables as t
 from ..spec.interface import Column
 from ..spec.settings import check_shares
 from ..spec.shared import Pairing
-from .launch import TABLE_BLOCK, Memory, block_for, registers_for
+from .launch import TABLE_BLOCK, Memory, block_for, place_by_format, registers_for
 from .step import TritonRankOnePlan, TritonStepPlan
 
 
@@ -33,7 +33,7 @@ class TritonAveragePlan:
         columns = (t.formats_of(params[0], count), t.formats_of(None if masters is None else masters[0], count, t.MASTERS))
         self.launches = [
             (replace(average.AverageVariant(replicas, *formats), vector=t.vector(formats, aligned), block=block), chunks)
-            for formats, block, chunks in self.memory.place_by_format(columns, elements)
+            for formats, block, chunks in place_by_format(self.memory, columns, elements)
         ]
 
     @ranged("hdet.average")
@@ -63,7 +63,7 @@ class TritonPairPlan(Pairing):
             t.formats_of(destinations, count),
             t.formats_of(masters, count, t.MASTERS),
         )
-        self.launches = self.memory.place_by_format(columns, [source.numel() for source in sources])
+        self.launches = place_by_format(self.memory, columns, [source.numel() for source in sources])
 
     @ranged("hdet.pair")
     def _pair(self, pairing: str, scale: float) -> None:

@@ -47,16 +47,6 @@ class Memory(DeviceMemory):
             raise ValueError(f'backend="triton" does not work on tensors on {device}; use backend="auto"')
         super().__init__(device)
 
-    def place_by_format(
-        self, columns: Sequence[Sequence[int]], elements: Sequence[int], rows: Sequence[int] | None = None
-    ) -> list[tuple[Any, int, torch.Tensor]]:
-        """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say: kernels are compiled for one
-        combination."""
-        return [
-            (formats, block_for(max(elements[i] for i in members)), self.place(t.chunk_table(members, elements, rows)))
-            for formats, members in t.groups(list(zip(*columns, strict=True))).items()
-        ]
-
     def launch(self, kernel: Any, programs: int, *arguments: object, **options: object) -> None:
         """One launch with as many programs on the current stream; none where there is nothing to do."""
         if programs == 0:
@@ -68,3 +58,13 @@ class Memory(DeviceMemory):
         with torch.cuda.device(self.device):
             self.stream()
             kernel[(programs,)](*arguments, **options, **COMPILER)
+
+
+def place_by_format(
+    memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int], rows: Sequence[int] | None = None
+) -> list[tuple[Any, int, torch.Tensor]]:
+    """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say: kernels are compiled for one combination."""
+    return [
+        (formats, block_for(max(elements[i] for i in members)), memory.place(t.chunk_table(members, elements, rows)))
+        for formats, members in t.groups(list(zip(*columns, strict=True))).items()
+    ]

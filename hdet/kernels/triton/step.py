@@ -18,7 +18,7 @@ from ..spec.arguments import check_gradients
 from ..spec.interface import PLAIN, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options, count_settings
 from ..spec.shared import OnLine
-from .launch import TABLE_BLOCK, Memory, block_for, registers_for
+from .launch import TABLE_BLOCK, Memory, block_for, place_by_format, registers_for
 
 _STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq")
 """the formats of a StepVariant"""
@@ -133,7 +133,7 @@ class TritonStepPlan:
         stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
         plain = StepVariant(tensors.rule, tensors.num_replicas, stochastic=stochastic, first=first)
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
-        for formats, block, chunks in self.memory.place_by_format(columns, self.elements, tensors.rows):
+        for formats, block, chunks in place_by_format(self.memory, columns, self.elements, tensors.rows):
             stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
             self.launches.append((replace(plain, **stored, block=block), formats, chunks))
 
@@ -190,7 +190,7 @@ class TritonRankOnePlan(OnLine, TritonStepPlan):
         columns = (t.formats_of(tensors.outputs[0], len(self.shapes)),)
         self.converges = [
             (replace(plain, param=format, block=block), chunks)
-            for (format,), block, chunks in self.memory.place_by_format(columns, self.elements, tensors.rows)
+            for (format,), block, chunks in place_by_format(self.memory, columns, self.elements, tensors.rows)
         ]
 
     def _meet(self, rhos: list[float]) -> None:
