@@ -210,7 +210,7 @@ class Ensemble:
                 with self.during("average"):
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
-            self.schedule.write(self.engine)
+            self.schedule.write_changes(self.engine)
         if ends and self.log is not None and self.history is not None:
             self.log(self.history, self.engine.step)  # may write values, too
 

@@ -86,6 +86,9 @@ class Bound:
         self.left: list[Any] = list(self.scheduled)
         """[cell]: what `write` has left there."""
         self._correction = 1.0  # what it was told
+        self.settled = False
+        """Do the cells hold what `rewrite` would leave there, unless somebody else has written since?"""
+        self._neutral = False  # the base values are the schedule's own
         peaks = [self._peak(i) for i in range(len(self.cells))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
@@ -125,6 +128,9 @@ class Bound:
 
     def show_schedule(self) -> None:
         """Put the scheduler's own values back into the cells, except where somebody else has set another since."""
+        self.settled = False
+        if self._neutral:  # they are there
+            return
         theirs = self.written()
         for i, cell in enumerate(self.cells):
             if i not in theirs:
@@ -132,7 +138,10 @@ class Bound:
 
     def take_schedule(self) -> None:
         """Remember what the scheduler has written."""
-        self.scheduled = [content(value) for value in self._values()]
+        values = self._values()
+        self.scheduled = [content(value) for value in values]
+        if self._neutral:
+            self.left, self._marks, self.settled = list(self.scheduled), [_mark(value) for value in values], True
 
     def write(self, correction: float, base: float | None = None) -> None:
         """Leave the base value in the cells: the schedule's, corrected; or, off the schedule, ``base`` (further cells keep the ratio of their peaks)."""
@@ -145,6 +154,8 @@ class Bound:
         for cell, value in zip(self.cells, self.left, strict=True):
             cell.set(value)
         self._remember_marks()
+        self._neutral = not self.scale.bounded and all(base is own for base, own in zip(self.left, self.scheduled, strict=True))
+        self.settled = True
 
     def _base_of(self, i: int, scheduled: Any) -> Any:
         if self.base is not None:

@@ -33,17 +33,18 @@ class LossMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros(2, dtype=torch.float64, device=device)  # (sum of weight * loss, sum of tensor weights)
+        self._sum = self._total[0]
         self._weight = 0.0
 
     def add(self, loss: torch.Tensor | float, weight: torch.Tensor | float = 1.0) -> None:
         """Add one loss (0-d or one-element tensor, or a number) with its weight (micro-batches, tokens). Weight 0 counts nothing. Raises ValueError
         for a loss that is not one floating-point number, and a weight that is negative or NaN (of a tensor that would wait for the device)."""
         if isinstance(loss, torch.Tensor):
-            if loss.numel() != 1 or not loss.is_floating_point():
+            if (loss.dim() and loss.numel() != 1) or not loss.dtype.is_floating_point:
                 raise ValueError(
                     f"loss must be one floating-point number, got a {loss.dtype} tensor of shape {tuple(loss.shape)}: pass loss.mean()"
                 )
-            loss = loss.detach().reshape(())
+            loss = loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
         elif not isinstance(loss, Real):  # numpy's scalars too
             raise ValueError(f"loss must be a scalar tensor or a number, got {type(loss).__name__}")
         if isinstance(weight, torch.Tensor):
@@ -51,14 +52,19 @@ class LossMeter:
                 raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}")
             weight = weight.detach().reshape(()).to(self._total)
             self._total[1].add_(weight)
-            self._total[0].add_(torch.where(weight == 0, 0.0, weight * loss))
+            self._sum.add_(torch.where(weight == 0, 0.0, weight * loss))
             return
-        self._weight += within(weight, "weight", "[0, inf)")
+        if weight != 1.0:  # the usual one needs no check
+            within(weight, "weight", "[0, inf)")
         if weight == 0:
             return  # nothing of it counts, not even a NaN
+        self._weight += weight
         if isinstance(loss, torch.Tensor) and loss.device != self._total.device:
             loss = loss.to(self._total.device, non_blocking=True)
-        self._total[0].add_(loss, alpha=weight) if isinstance(loss, torch.Tensor) else self._total[0].add_(loss * weight)
+        if isinstance(loss, torch.Tensor) and weight != 1.0:
+            self._sum.add_(loss, alpha=weight)
+        else:
+            self._sum.add_(loss if weight == 1.0 else loss * weight)
 
     def stats(self) -> torch.Tensor:
         """(2,) float64 on the device: weighted sum and weight. A weight that is NaN makes the sum NaN and is 0 itself."""

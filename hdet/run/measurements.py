@@ -59,14 +59,18 @@ class Panel:
 
     def check_closure(self, closure: Closure | None) -> None:
         """Raises TypeError for a step without a closure where one is needed; in the first step also where one will be."""
+        if closure is not None or (self._engine.step and not self._engine.plan.measure):
+            return
         controller = self._engine.controller
         first = self._engine.step == 0 and controller is not None and not controller.idle
         asked = self._all.items() if first else self._named()
-        if closure is None and any(measurement.needs_closure for _, measurement in asked):
+        if any(measurement.needs_closure for _, measurement in asked):
             raise TypeError(f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...)")
 
     def beside(self, closure: Closure | None) -> None:
         """A step is done, and not counted yet; its values are still in force."""
+        if not self._engine.plan.measure:
+            return
         for name, measurement in self._used(self._engine.step + self._steps_left):
             if measurement.needs_closure:
                 assert closure is not None, "check_closure comes first"
@@ -75,6 +79,8 @@ class Panel:
 
     def sample(self) -> None:
         """A step is done and counted."""
+        if not self._engine.plan.measure:
+            return
         position, left = self._engine.position, self._steps_left
         for _, measurement in self._used(self._engine.step + left):
             measurement.sample(position, position + left, self._schedule_step())

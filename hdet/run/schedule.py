@@ -36,6 +36,9 @@ class Schedule:
 
     def __init__(self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
+        self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
+        self._told_knobs: list[tuple[float, float | None]] = []
+        """[knob]: what `write` has told it."""
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
         self._highest = highest_factors(scheduler, self.total_steps)
         # torch's schedulers write into parameter groups alone
@@ -57,20 +60,28 @@ class Schedule:
     def advance(self) -> None:
         """One step. The scheduler sees its own values, as it left them, and never a correction."""
         if self.scheduler is not None:
-            moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
-            for knob in moved:
+            for knob in self._moved:
                 knob.show_schedule()
             self.scheduler.step()
-            for knob in moved:
+            for knob in self._moved:
                 knob.take_schedule()
             self.note()
 
     def write(self, engine: Engine) -> None:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
-        for k, knob in enumerate(self.knobs):
-            knob.write(engine.in_force(k), engine.held[k])
-        if not self._others.looked and any(engine.in_force(k) != 1.0 or engine.held[k] is not None for k in range(len(self.knobs))):
+        self._told_knobs = self._in_force(engine)
+        for knob, (correction, base) in zip(self.knobs, self._told_knobs, strict=True):
+            knob.write(correction, base)
+        if not self._others.looked and any(told != (1.0, None) for told in self._told_knobs):
             self._others.look()  # from now on there is something to tell
+
+    def write_changes(self, engine: Engine) -> None:
+        """`write`, unless that is what is there: at the end of each step."""
+        if self._in_force(engine) != self._told_knobs or not all(knob.settled for knob in self.knobs):
+            self.write(engine)
+
+    def _in_force(self, engine: Engine) -> list[tuple[float, float | None]]:
+        return [(engine.in_force(k), engine.held[k]) for k in range(len(self.knobs))]
 
     # -- what others write -----------------------------------------------------------------------------------------------
 
