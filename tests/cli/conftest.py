@@ -59,7 +59,7 @@ def text_folder(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def runs(shared: Path) -> Callable[[str, list[str]], tuple[Path, Finished]]:
+def run_once(shared: Path) -> Callable[[str, list[str]], tuple[Path, Finished]]:
     """``hdet train`` with these arguments, in a folder of this name: once, for all processes of the suite. To be looked at only."""
 
     def run(name: str, arguments: list[str]) -> tuple[Path, Finished]:
@@ -73,17 +73,17 @@ def runs(shared: Path) -> Callable[[str, list[str]], tuple[Path, Finished]]:
 
 
 @pytest.fixture(scope="session")
-def compared(text_folder: Path, runs: Callable[[str, list[str]], tuple[Path, Finished]]) -> tuple[Path, Finished]:
-    return runs("both", ["--compare", *tiny(text_folder)])
+def compared(text_folder: Path, run_once: Callable[[str, list[str]], tuple[Path, Finished]]) -> tuple[Path, Finished]:
+    return run_once("both", ["--compare", *tiny(text_folder)])
 
 
 @pytest.fixture(scope="session")
-def straight(text_folder: Path, runs: Callable[[str, list[str]], tuple[Path, Finished]]) -> Callable[[str], tuple[Path, Finished]]:
+def straight(text_folder: Path, run_once: Callable[[str, list[str]], tuple[Path, Finished]]) -> Callable[[str], tuple[Path, Finished]]:
     """Of a kind of run (see `KINDS`): the folder of one that nothing has interrupted. Of co-resident replicas, beside the fixed schedule."""
 
     def run_of(kind: str) -> tuple[Path, Finished]:
         compare = ["--compare"] * (kind == "coresident")
-        out, finished = runs(f"straight-{kind}", [*compare, *KINDS[kind](text_folder)])
+        out, finished = run_once(f"straight-{kind}", [*compare, *KINDS[kind](text_folder)])
         assert finished.code == 0 and finished.err == "", finished.err
         return out / ("hdet" if compare else ""), finished
 
