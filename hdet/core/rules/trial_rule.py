@@ -255,7 +255,7 @@ class TrialRule(Controller):
         if max(lower) >= BROKEN:
             self._repeat(lowered=True)
             return -2 * this.below, f"even 2^{-this.below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
-        if _better(lower, same) or broke:
+        if broke or _far_better(lower, same):
             self._repeat(lowered=True)
             why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
             return -this.below, f"{why}: the run goes on as that arm", "arm 0"
@@ -329,6 +329,12 @@ def _better(a: Sequence[float], b: Sequence[float]) -> bool:
     if len(gains) < 2 or mean(gains) <= 0:
         return False
     return mean(gains) > CLEAR * stdev(gains) / math.sqrt(len(gains))
+
+
+def _far_better(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Is ``a`` so much lower that one would see it without the same batches? Pretrained weights lose a little under any high rate, at first; long runs
+    make up for it, and are the better for it."""
+    return _better(a, b) and mean(b) - mean(a) > CLEAR * stdev(a) / math.sqrt(len(a))
 
 
 def _vertex(low: float, at_low: float, high: float, at_high: float) -> float:
