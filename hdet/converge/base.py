@@ -67,7 +67,8 @@ class Average(Protocol):
         all replicas after an average; [] for nothing."""
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Go on with what `kept` gave, of which these are copies; after the parameters were loaded."""
+        """Go on with what `kept` gave, of which these are copies, after the parameters were loaded; with []: begin anew, as what was kept is
+        not of these parameters."""
 
     def close(self) -> None:
         """Give the optimizer back as it was given: no hooks, no further sets of parameters. No communication; the last call, and a

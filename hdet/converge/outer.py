@@ -90,13 +90,15 @@ class _Outer(PlainAverage):
     def on_cycle_start(self) -> None:
         parts = self._parts()[: self._count]
         if len(self._begins) != len(parts):
-            self._make([torch.empty_like(part.tensor, dtype=part.wire) for part in parts])
+            self._make(parts)
         for begin, part in zip(self._begins, parts, strict=True):
             begin.copy_(_value(part))
 
-    def _make(self, begins: list[torch.Tensor]) -> None:
-        way, self._begins = self._way, begins
-        kind = FusedSGD if all(begin.dtype == torch.float32 and begin.is_contiguous() for begin in begins) else torch.optim.SGD
+    def _make(self, parts: Sequence[Part]) -> None:
+        way = self._way
+        begins = self._begins = [torch.empty_like(part.tensor, dtype=part.wire) for part in parts]
+        fused = all(part.wire == torch.float32 and part.tensor.is_contiguous() for part in parts)
+        kind = FusedSGD if fused else torch.optim.SGD
         # What is sent is theta - a, which is -d.
         self._sgd = kind(begins, lr=way.rate, momentum=way.momentum, nesterov=way.nesterov and way.momentum > 0, maximize=True)
         for begin in begins if way.momentum else []:
@@ -104,8 +106,11 @@ class _Outer(PlainAverage):
 
     @torch.no_grad()
     def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        if not self._begins or not self._have_begun_alike():
+        if not self._begins:  # a state was loaded within the cycle, perhaps on this rank alone: the others compare
+            self.on_cycle_start()
+        if not self._have_begun_alike():
             self.complete(weights)
+            self.keep([])
             return ["plain average instead of an outer step: replicas had not begun the cycle with the same parameters"]
         parts = self._parts()
         held = [_value(part) for part in parts[: self._count]]  # in their places, where they have the wire's dtype
@@ -124,8 +129,8 @@ class _Outer(PlainAverage):
         return []
 
     def _have_begun_alike(self) -> bool:
-        """Only then are they equal after the step. Who has loaded or disturbed the parameters of one of them need not have told."""
-        rows = self._task.replicas.sum_rows(digest(self._begins).to(self._begins[0].device))
+        """And with the same momentum: only then are they equal after the step. Who has loaded or disturbed one of them need not have told."""
+        rows = self._task.replicas.sum_rows(digest([*self._begins, *self.kept()]).to(self._begins[0].device))
         return bool((rows == rows[0]).all())
 
     def kept(self) -> list[torch.Tensor]:
@@ -136,7 +141,8 @@ class _Outer(PlainAverage):
 
     @torch.no_grad()
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        for momentum, loaded in zip(self.kept(), tensors, strict=False):
+        kept = self.kept()
+        for momentum, loaded in zip(kept, tensors or [torch.zeros(())] * len(kept), strict=False):
             momentum.copy_(loaded)
 
 

@@ -59,6 +59,9 @@ def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) 
         return
     try:
         ahead: Any = twin_on(scheduler, StandIn(scheduler.optimizer))
+    except Exception:  # noqa: BLE001 - it holds what cannot be copied, and the state is not to blame
+        return
+    try:
         ahead.load_state_dict(copy.deepcopy(dict(state)))
         done, end = _done(ahead), getattr(ahead, "total_steps", total_steps)
         if end is not None and done >= end:  # after its last step a linear OneCycleLR is below 0

@@ -129,12 +129,15 @@ class ReplicaWeights:
         """
         assert self._starts is not None, "rollback needs a snapshot"
         self._starts.go_back(attempt)
+        if attempt >= 2:  # before the last average
+            self.average.keep([])
         self.average.complete([1 / self.replicas.count] * self.replicas.count)
         self._publish()
 
     def took_back(self) -> None:
         """A snapshot was restored, on all ranks alike: the first replica's becomes everyone's. They need not have been equal when it was taken."""
         self.loaded()
+        self.average.keep([])
         if self.replicas.count > 1:
             self.complete([0], [None] * self.replicas.count)
         else:

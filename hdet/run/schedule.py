@@ -228,7 +228,7 @@ class Schedule:
             raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
         if self.scheduler is None:
             return values
-        if isinstance(given.get("total_steps"), int) and given["total_steps"] != total:
+        if isinstance(given.get("total_steps"), int if total is None else (int, float)) and given["total_steps"] != total:
             raise ValueError(
                 f"the saved run has total_steps {reprlib.repr(given['total_steps'])}, this one {total!r}: build the scheduler as the saved run did"
             )
@@ -241,6 +241,8 @@ class Schedule:
         }
         if type(own.get("last_epoch")) is int:
             kinds["last_epoch"] = Number(-1, COUNT.high if total is None else total, whole=True)
+        if type(own.get("total_steps")) is int:
+            kinds["total_steps"] = COUNT  # torch compares it with steps, and says it by a format of whole numbers
         values["scheduler"] = {**({} if torchs else given), **read(given, kinds, "scheduler's")}
         rehearse(self.scheduler, values["scheduler"], self.total_steps)
         return values

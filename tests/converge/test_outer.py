@@ -103,6 +103,45 @@ def test_replicas_that_began_apart_are_averaged_plainly_and_step_from_then_on() 
         assert not torch.allclose(ranks[0][1][1][i], (ranks[0][1][0][i] + ranks[1][1][0][i]) / 2, rtol=0, atol=1e-3)
 
 
+def forgetful(rank: int, world: int) -> Any:
+    """One rank alone loads its optimizer's state within a cycle, with the parameters that all had begun with; and the cycle after that."""
+    tensors = [torch.zeros(4)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1)
+    parameters = optimizer.param_groups[0]["params"]
+    made = Outer().build(task(parameters, optimizer=optimizer, gradients="local"))
+    found = []
+    with torch.no_grad():
+        for cycle in range(3):
+            made.on_cycle_start()
+            if cycle == 1 and rank == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            parameters[0] += rank + 1.0
+            found.append((made.end_cycle([0.5, 0.5]), parameters[0].tolist(), made.kept()[0].tolist()))
+    return found
+
+
+def test_what_one_replica_alone_has_forgotten_makes_them_part_neither_in_parameters_nor_in_momentum() -> None:
+    first, second = run_ranks(forgetful, 2)
+    assert first == second
+    assert [bool(notes) for notes, _, _ in first] == [False, True, False]
+    assert first[1][2] == [0.0] * 4 and first[2][2] == [-1.5] * 4  # the momentum begins anew, with a cycle's mean displacement
+
+
+def sliced(rank: int, world: int) -> Any:
+    parameter = torch.zeros(3, 8)[:, ::2].requires_grad_()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    made = Outer().build(task([parameter], optimizer=optimizer, gradients="local"))
+    made.on_cycle_start()
+    with torch.no_grad():
+        parameter += rank
+    return made.end_cycle([0.5, 0.5]), parameter.detach()
+
+
+def test_a_parameter_may_be_a_part_of_another_tensor() -> None:
+    for notes, parameter in run_ranks(sliced, 2):
+        assert notes == [] and torch.allclose(parameter, torch.tensor(0.7 * 0.5 * 1.9))
+
+
 def test_refusals() -> None:
     for settings, message in [({"rate": 0.0}, "rate must be"), ({"momentum": 1.0}, "momentum must be"), ({"rate": float("nan")}, "rate")]:
         with pytest.raises(ValueError, match=message):
@@ -114,14 +153,13 @@ def test_refusals() -> None:
 # -- in a run ------------------------------------------------------------------------------------------------------------
 
 
-def local(rank: int, sharded: bool = False, converge: hdet.converge.Converge | None = None) -> Run:
+def local(rank: int, sharded: bool = False, converge: hdet.converge.Converge | None = None, **settings: Any) -> Run:
     """Of two replicas; ``sharded``: of two ranks each, which hold a part of the parameters."""
-    net, replicas = model(), None
+    net = model()
     if sharded:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(net, mesh=mesh["shard"])
-        replicas = hdet.Replicas.from_mesh(mesh, replicate="replicate")
-    settings = {} if replicas is None else {"replicas": replicas}
+        settings["replicas"] = hdet.Replicas.from_mesh(mesh, replicate="replicate")
     return Run(rank, net=net, ddp=False, gradients="local", moments="keep", converge=converge or Outer(), total=20, **settings)
 
 
@@ -146,3 +184,30 @@ def test_a_resumed_run_is_the_run_to_the_bit(tmp_path: Path, sharded: bool) -> N
     for whole, resumed, plain, notes in ranks:
         assert torch.equal(whole, ranks[0][0]) and torch.equal(whole, resumed) and not torch.allclose(whole, plain)
         assert all(note == [] for note in notes)
+
+
+class Broken(hdet.Controller):
+    """A cycle that nobody judges, at a rate that breaks the weights; then back to where it began."""
+
+    name = "broken"
+
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        return hdet.Plan(snapshots={"begin": hdet.SnapshotOf()}, judged=False) if now.cycle < 2 else hdet.Plan()
+
+    def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
+        return hdet.Learned([hdet.Decision()] * len(evidence.knobs), hdet.Restore("begin") if evidence.cycle == 1 else None)
+
+
+def broken(rank: int, world: int) -> Any:
+    run = local(rank, controller=Broken())
+    run.steps(7)
+    with torch.no_grad():
+        next(run.net.parameters()).fill_(torch.inf)
+    return weights(run.steps(3)), weights(run.steps())
+
+
+def test_the_momentum_of_weights_that_were_given_up_is_given_up() -> None:
+    first, second = run_ranks(broken, 2)
+    for restored, end in (first, second):
+        assert torch.equal(restored, torch.cat([p.detach().flatten() for p in model().parameters()]))
+        assert end.isfinite().all() and torch.equal(end, first[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,9 +74,11 @@ def test_modes_are_changed_as_torch_changes_them_and_parameters_stay_to_the_bit(
     for i in evaluated if evaluated != "all" else ():
         net[i].eval()
     before, state, version = facts(net), copy.deepcopy(net.state_dict()), net[4].weight._version
-    for _ in range(3):
-        with eval_mode(net):
+    for fails in (False, True, False):
+        with pytest.raises(ArithmeticError) if fails else nullcontext(), eval_mode(net):
             assert all(not training and merged in (None, True) for training, merged in facts(net))
+            if fails:
+                raise ArithmeticError
         assert facts(net) == before
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
     assert net[4].weight._version == version, "a module without a train() of its own is not written to"

@@ -174,9 +174,6 @@ def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule(
     assert ensemble.knobs[0].peak_and_floor() == before == (0.1, 0.0)
 
 
-# -- a model of eight bits, a process group that is gone ---------------------------------------------------------------------
-
-
 # -- eight bits ----------------------------------------------------------------------------------------------------------------
 
 

@@ -266,3 +266,45 @@ def test_a_state_of_a_schedule_s_last_step_loads(strategy: Any) -> None:
     run = Run(CONTROLLERS["none"], build).steps(TOTAL)
     assert run.ensemble.schedule.is_over
     Run(CONTROLLERS["none"], build).ensemble.load_state_dict(run.ensemble.state_dict())
+
+
+def one_cycle(optimizer: Any) -> torchs.OneCycleLR:
+    return torchs.OneCycleLR(optimizer, max_lr=3e-3, total_steps=TOTAL, cycle_momentum=False)
+
+
+@pytest.mark.parametrize("total", [0.0, -1.0, TOTAL + 0.5, math.nan, math.inf])
+def test_a_state_of_another_length_is_refused_whatever_number_it_is(total: float) -> None:
+    run = Run(CONTROLLERS["none"], one_cycle).steps(INTERVAL)
+    state = {**run.ensemble.state_dict(), "scheduler": {**run.ensemble.state_dict()["scheduler"], "total_steps": total}}
+    before = run.everything()
+    with pytest.raises(ValueError, match="the saved run has total_steps .*, this one 60: build the scheduler as the saved run did"):
+        run.ensemble.load_state_dict(state)
+    assert run.everything() == before
+
+
+def test_a_length_that_came_back_as_a_float_is_that_length() -> None:
+    run = Run(CONTROLLERS["none"], one_cycle).steps(INTERVAL)
+    run.ensemble.load_state_dict({**run.ensemble.state_dict(), "scheduler": {**run.scheduler.state_dict(), "total_steps": float(TOTAL)}})
+    assert type(run.scheduler.total_steps) is int
+    run.steps(TOTAL - INTERVAL)
+    with pytest.raises(ValueError, match="Tried to step 61 times"):  # torch's
+        run.scheduler.step()
+
+
+class Unique(dict[str, int]):
+    def __copy__(self) -> Unique:
+        raise TypeError("there is one of these")
+
+
+def test_a_state_loads_into_a_scheduler_that_cannot_be_copied() -> None:
+    state = Run(CONTROLLERS["none"], one_cycle).steps(INTERVAL).ensemble.state_dict()
+
+    def build(optimizer: Any) -> torchs.OneCycleLR:
+        scheduler = one_cycle(optimizer)
+        scheduler.marks = Unique()  # type: ignore[attr-defined]
+        return scheduler
+
+    run = Run(CONTROLLERS["none"], build)
+    state["scheduler"]["marks"] = {}
+    run.ensemble.load_state_dict(state)
+    assert run.scheduler.last_epoch == INTERVAL
