@@ -75,15 +75,15 @@ def found_by_range_test(problem: Problem, model: nn.Module, seed: int) -> Parts:
 
 def range_test(problem: Problem, model: nn.Module, seed: int, steps: int = 100, low: float = 1e-8, high: float = 1.0) -> float:
     """Rates rise from ``low`` to ``high`` by equal factors; the one at which the smoothed loss falls the fastest (Smith 2015, arXiv 1506.01186),
-    with Lightning's defaults: smoothing 0.05, an end at 4 times the least loss, 10 losses left out at the beginning and one at the end."""
+    with Lightning's defaults: smoothing 0.98, an end at 4 times the least loss, 10 losses left out at the beginning and one at the end."""
     optimizer = torch.optim.AdamW(problem.groups(model), lr=low)
     step, smooth, losses, rates = plain(problem, model), 0.0, [], []
     for k in range(steps):
         rates.append(low * (high / low) ** (k / (steps - 1)))
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
-        smooth = 0.95 * smooth + 0.05 * step(problem.spare(seed, 0, k))
-        losses.append(smooth / (1 - 0.95 ** (k + 1)))
+        smooth = 0.98 * smooth + 0.02 * step(problem.spare(seed, 0, k))
+        losses.append(smooth / (1 - 0.98 ** (k + 1)))
         optimizer.step()
         optimizer.zero_grad()
         if not math.isfinite(losses[-1]) or (k > 1 and losses[-1] > 4 * min(losses)):
