@@ -121,7 +121,7 @@ HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, floa
 
 // 1 - rate * weight_decay for decoupled rules; 1 for coupled ones.
 HDET_HD double derive_decay(Rule rule, const RowSettings& s, double rate) {
-  return is_coupled(rule) ? 1.0 : 1.0 - rate * s.weight_decay;
+  return 1.0 - (is_coupled(rule) ? 0.0 : rate * s.weight_decay);  // as a choice of two results it spills registers on sm_80 and sm_90
 }
 
 HDET_HD ReplicaRow derive_replica(Rule rule, const RowSettings& s, double lr, double rho, uint32_t step) {
