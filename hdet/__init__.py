@@ -1,7 +1,7 @@
 """hdet: the replicas of data-parallel training as a live search for hyperparameters.
 
-Each replica trains under its own learning rate, parameters are averaged every T steps, and the replicas' losses move the
-shared base value. Start with `OneCycleAutoLR` (the drop-in) or `Ensemble` (any optimizer, any scheduler).
+Replicas train at multiples of a shared value and are averaged every T steps, or copies of the run train beside it for a while; what they show
+moves the shared value. Start with `Ensemble` and `AutoLR` (any optimizer, any scheduler), or with `OneCycleAutoLR`, the drop-in.
 """
 
 from __future__ import annotations

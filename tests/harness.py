@@ -112,9 +112,7 @@ class Run:
         self.losses: Callable[[Batch], torch.Tensor] = lambda data: losses_of(self.wrapped, data)
         self.closure: Callable[[Batch], Any] | None = (lambda data: self.losses(data)) if closure else None
         settings = {"knobs": [hdet.LearningRate(spread)], "total_steps": total, "every": every, "replicas": self.replicas, **settings}
-        self.ensemble = hdet.Ensemble(
-            self.optimizer, self.scheduler, controller=controller, **policies(**{"log": self._log, **settings})
-        )  # fmt: skip
+        self.ensemble = hdet.Ensemble(self.optimizer, self.scheduler, controller=controller, **policies(**{"log": self._log, **settings}))
 
     def _log(self, record: dict[str, Any], step: int) -> None:
         self.records.append(record)

@@ -121,10 +121,10 @@ def store_row(target, s, gradient_scale, live, RULE: tl.constexpr):
 def derive_decay(s, rate, RULE: tl.constexpr):
     """1 - rate * weight_decay for decoupled rules; 1 for coupled ones."""
     one = tl.full((ROWS,), 1.0, tl.float64)
-    if RULE == "adamw" or RULE == "lion":
-        return one - rate * s.weight_decay
-    else:
+    if RULE == "adam" or RULE == "sgd":
         return one
+    else:
+        return one - rate * s.weight_decay
 
 
 @triton.jit

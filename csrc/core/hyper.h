@@ -40,7 +40,7 @@ struct alignas(16) HyperRow {
   float lerp2;                 // 1 - beta2
   float inv_sqrt_correction2;  // 1 / sqrt(1 - beta2^step)
   float eps;
-  float coupled_decay;  // Adam and SGD: what of the parameter is added to the gradient
+  float coupled_decay;  // coupled rules: what of the parameter is added to the gradient
   float nesterov;
   uint32_t step;  // from 1; part of the key of random numbers
   float unused[2];
@@ -49,7 +49,7 @@ static_assert(sizeof(HyperRow) == 48);
 
 // What each replica has for itself: [row][replica].
 struct alignas(8) ReplicaRow {
-  float step_size;  // lr * rho / (1 - beta1^step); SGD and Lion: lr * rho
+  float step_size;  // lr * rho; AdamW and Adam: lr * rho / (1 - beta1^step)
   float decay;      // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
 };
 
@@ -87,6 +87,18 @@ HDET_HD Control derive_control(const CallSettings& settings, float scale, float 
   return {skip ? 1.0f : 0.0f, static_cast<float>(norm), static_cast<float>(inverse * clip), 0.0f};
 }
 
+// Is the decay part of the gradient, so that the direction depends on the parameter and replicas cannot share it? Decoupled decay is
+// part of the step. A switch: a rule that is left out does not compile.
+HDET_HD constexpr bool is_coupled(Rule rule) {
+  switch (rule) {
+    case Rule::adam:
+    case Rule::sgd: return true;
+    case Rule::adamw:
+    case Rule::lion: break;
+  }
+  return false;
+}
+
 // Everything derived is derived here, in double, and rounded once. `step` counts from 1.
 HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, float gradient_scale) {
   HyperRow row{};
@@ -101,7 +113,7 @@ HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, floa
   row.step = step;
   const bool adam = rule == Rule::adamw || rule == Rule::adam;
   if (adam) row.inv_sqrt_correction2 = static_cast<float>(1.0 / square_root(1.0 - power(s.beta2, step)));
-  if (rule == Rule::adam || rule == Rule::sgd) row.coupled_decay = static_cast<float>(s.weight_decay);
+  if (is_coupled(rule)) row.coupled_decay = static_cast<float>(s.weight_decay);
   // torch fills the momentum buffer with the first gradient as it is, and without momentum has no buffer to dampen
   if (rule == Rule::sgd) row.lerp1 = step <= 1 || s.beta1 == 0.0 ? 1.0f : static_cast<float>(1.0 - s.dampening);
   return row;
@@ -109,7 +121,7 @@ HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, floa
 
 // 1 - rate * weight_decay for decoupled rules; 1 for coupled ones.
 HDET_HD double derive_decay(Rule rule, const RowSettings& s, double rate) {
-  return rule == Rule::adamw || rule == Rule::lion ? 1.0 - rate * s.weight_decay : 1.0;
+  return 1.0 - (is_coupled(rule) ? 0.0 : rate * s.weight_decay);  // as a choice of two results it spills registers on sm_80 and sm_90
 }
 
 HDET_HD ReplicaRow derive_replica(Rule rule, const RowSettings& s, double lr, double rho, uint32_t step) {

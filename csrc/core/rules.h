@@ -19,12 +19,12 @@ HDET_HD float lerp(float a, float b, float weight, float rest) {
 // replica that is not in the mean.
 HDET_HD float add_weighted(float sum, float weight, float x) { return weight == 0.0f ? sum : sum + weight * x; }
 
-// Each rule says which moments it keeps, and whether its decay is coupled: part of the gradient, so that the direction depends on
-// the parameter and replicas cannot share it. `gradient` is scaled (HyperRow::gradient_scale); `param` is read by coupled rules.
+// Each rule keeps a first moment, and says whether it keeps a second. Whether its decay is coupled stands in hyper.h: is_coupled.
+// `gradient` is scaled (HyperRow::gradient_scale); `param` is read by coupled rules.
 
 // AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the order of torch.optim.AdamW.
 struct AdamWRule {
-  static constexpr bool kFirst = true, kSecond = true, kCoupled = false;
+  static constexpr bool kSecond = true, kCoupled = is_coupled(Rule::adamw);
 
   HDET_HD float direction(const HyperRow& row, float gradient, float /*param*/, float& exp_avg, float& exp_avg_sq) {
     exp_avg = lerp(exp_avg, gradient, row.lerp1, row.beta1);
@@ -35,7 +35,7 @@ struct AdamWRule {
 
 // Adam (Kingma and Ba 2015) with L2 regularisation added to the gradient, as torch.optim.Adam.
 struct AdamRule {
-  static constexpr bool kFirst = true, kSecond = true, kCoupled = true;
+  static constexpr bool kSecond = true, kCoupled = is_coupled(Rule::adam);
 
   HDET_HD float direction(const HyperRow& row, float gradient, float param, float& exp_avg, float& exp_avg_sq) {
     return AdamWRule::direction(row, add_weighted(gradient, row.coupled_decay, param), param, exp_avg, exp_avg_sq);
@@ -44,7 +44,7 @@ struct AdamRule {
 
 // SGD with momentum, dampening, Nesterov and coupled decay, as torch.optim.SGD. lerp1 is 1 - dampening, and 1 in the first step.
 struct SgdRule {
-  static constexpr bool kFirst = true, kSecond = false, kCoupled = true;
+  static constexpr bool kSecond = false, kCoupled = is_coupled(Rule::sgd);
 
   HDET_HD float direction(const HyperRow& row, float gradient, float param, float& momentum_buffer, float& /*unused*/) {
     const float g = add_weighted(gradient, row.coupled_decay, param);
@@ -55,7 +55,7 @@ struct SgdRule {
 
 // Lion (Chen et al. 2023, Algorithm 2).
 struct LionRule {
-  static constexpr bool kFirst = true, kSecond = false, kCoupled = false;
+  static constexpr bool kSecond = false, kCoupled = is_coupled(Rule::lion);
 
   HDET_HD float direction(const HyperRow& row, float gradient, float /*param*/, float& exp_avg, float& /*unused*/) {
     const float c = lerp(exp_avg, gradient, row.lerp1, row.beta1);

@@ -36,8 +36,9 @@ class Outer:
     their plain mean. Masters are stepped, and their 16-bit parameters written with them. `Ensemble.converge` in the middle of a cycle is the
     plain mean; the next outer step is over what follows, with the momentum that there is.
 
-    Sends what `Plain` does. Extra memory beside its bucket: 4 bytes an element for a, 4 for v (float64: 8 and 8), and during an average 4 for
-    a 16-bit parameter without a float32 master. hdet.checkpoint saves v; loading an optimizer's state without it begins at 0 again.
+    Sends what `Plain` does, and a digest of 16 bytes for each replica. Extra memory beside its bucket: 4 bytes an element for a, 4 for v
+    (float64: 8 and 8), and during an average 4 for a 16-bit parameter without a float32 master. hdet.checkpoint saves v; loading an
+    optimizer's state without it begins at 0 again.
 
     Raises:
         ValueError: a rate or a momentum outside of its interval.

@@ -61,10 +61,9 @@ class Options(TypedDict, total=False):
 class FusedOptimizer(Optimizer):
     """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
 
-    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is
-    refused); gradients are any of the three. Arithmetic is
-    float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations (foreach, fused,
-    capturable) are accepted and change nothing; amsgrad and differentiable are refused.
+    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is refused); gradients are any of the
+    three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations
+    (foreach, fused, capturable) are accepted and change nothing; amsgrad and differentiable are refused.
 
     Args beside torch's:
         master_weights: what stands beside a parameter of 16 bits; float32 parameters need nothing. None: nothing, a step smaller than

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def test_broken_source_fails_the_build_with_the_compilers_message(checkout: Path
 
 def test_a_rule_that_a_switch_leaves_out_does_not_build(checkout: Path) -> None:
     header = checkout / "csrc" / "core" / "hyper.h"
-    header.write_text(header.read_text().replace("lion = 3 }", "lion = 3, forgotten = 4 }"))
+    header.write_text(re.sub(r"(enum class Rule .*) \};", r"\1, forgotten };", header.read_text()))
     result = build(checkout, HDET_CUDA="0", HDET_WERROR="0")
     assert result.returncode != 0
     assert "forgotten" in result.stdout + result.stderr and "-Werror=switch" in result.stdout + result.stderr

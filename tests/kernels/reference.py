@@ -79,7 +79,7 @@ def step(rule: str, h: Hyper, t: int, gradient: Tensor, factor: float, params: S
     direction, new = _direction(rule, h, t, gradient, factor, params[0], first, second)
     for theta, rho in zip(params, h.multipliers, strict=True):
         rate = h.lr * rho
-        decay = (h.lr if h.decay_at_base else rate) * h.weight_decay if rule in ("adamw", "lion") else 0.0
+        decay = (h.lr if h.decay_at_base else rate) * h.weight_decay if rule not in _COUPLED else 0.0
         value = (1 - decay) * theta - rate * direction.value
         new.params.append(Bounded(value, EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs()) + rate * direction.error))
     return new
@@ -91,7 +91,7 @@ def _direction(
     """The direction u and the new moments."""
     g = (-factor if h.maximize else factor) * gradient.double()
     error = EPSILON * g.abs()
-    if rule in ("adam", "sgd") and h.weight_decay != 0:  # a decay that is off does not look at the parameter, which may be infinite
+    if rule in _COUPLED and h.weight_decay != 0:  # a decay that is off does not look at the parameter, which may be infinite
         g = g + h.weight_decay * theta
         error = error + EPSILON * (h.weight_decay * theta).abs()
     return _DIRECTIONS[rule](h, t, Bounded(g, error), first, second)
@@ -141,6 +141,8 @@ def _lion(h: Hyper, t: int, g: Bounded, first: Tensor, second: Tensor) -> tuple[
 
 
 _DIRECTIONS = {"adamw": _adam, "adam": _adam, "sgd": _sgd, "lion": _lion}
+_COUPLED = ("adam", "sgd")
+"""their decay is part of the gradient"""
 
 
 def weighted_mean(rows: Sequence[Bounded], weights: Sequence[float]) -> Bounded:

@@ -1,4 +1,4 @@
-"""All four optimizers beside torch's where numbers end: zeros, infinities, NaN, the largest float and the smallest.
+"""All fused optimizers beside torch's where numbers end: zeros, infinities, NaN, the largest float and the smallest.
 
 One parameter holds every combination of SPECIAL for itself and for the gradients of two steps, or for its state and one gradient. What is
 infinite or NaN has to be so in both, with its sign; what is finite has to agree. torch's loops run one operation after the other in
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .common import BACKENDS, RULES, LerpLion, Rule
+from .common import BACKENDS, RULES, TORCH_RULES, Rule
 
 LARGEST, NORMAL, SMALLEST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
 SPECIAL = [0.0, -0.0, 1.0, -0.3, math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 1e20, -1e20, 1e-25, NORMAL, -SMALLEST]
@@ -50,7 +50,7 @@ CASES = [pytest.param(rule, options, id=f"{rule.name} {options}") for rule in RU
 
 
 def peer_of(rule: Rule, param: Parameter, options: dict[str, Any]) -> Optimizer:
-    loops = {} if rule.peer is LerpLion else {"foreach": False, "fused": False}
+    loops = {"foreach": False, "fused": False} if rule in TORCH_RULES else {}
     return rule.peer([param], **{"lr": 1e-2, **loops, **options})
 
 

@@ -40,8 +40,8 @@ class StepTensors:
     params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all lists.
     rows: which entry of the settings tensor i uses; all tensors of one row have the same step count. Numbered from 0 without a gap.
     steps: torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
-    exp_avgs, exp_avg_sqs: float32 or bfloat16. "sgd" (its momentum_buffer) and "lion" keep the first only; SGD without momentum
-        has None there.
+    exp_avgs, exp_avg_sqs: float32 or bfloat16. Rules with one moment (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD
+        without momentum has None there.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy; int16: the lower half of a
         bfloat16 parameter's exact float32 value (the split form, csrc/core/numbers.h).
     ids: numbers of the tensors for stochastic rounding, default their positions.
@@ -103,8 +103,8 @@ class RankOneTensors:
 class StepSettings(NamedTuple):
     """Hyperparameters of one row for one step, as the rule's torch optimizer understands them.
 
-    The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (adamw, lion) acts at the replica's rate, as stock AdamW
-    decays at the rate it steps with, or at lr where `decay_at_base` is set; coupled decay (adam, sgd) is added to the gradient.
+    The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (`DECOUPLED`) acts at the replica's rate, as stock AdamW
+    decays at the rate it steps with, or at lr where `decay_at_base` is set; coupled decay (`COUPLED`) is added to the gradient.
     `lr` may be a one-element float32 tensor on the plan's device, which is read there, without waiting.
     """
 
