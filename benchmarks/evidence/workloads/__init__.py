@@ -79,13 +79,14 @@ DEVELOPMENT = _named(
     Workload(REGRESSION, "adamw-0.999", "cosine", 1e-3),
     Workload(SMALL, "adamw-0.999", "linear", 1e-3, judge=small_judge),
     Workload(RESNET, "sgd", "cosine", 0.1),
+    Workload(FINETUNING, "adamw-0.999", "linear", 1e-4),
+    Workload(ADAPTERS, "lion", "linear", 1e-4),
 )
-"""The three old problems, and those of which facts were known before: none of them can judge a rule."""
+"""The three old problems, those of which facts were known before, and the two on which the test half showed a harm: none of them can judge a rule."""
 TEST = _named(
     Workload(VIT, "adamw-0.999", "cosine", 1e-3),
     Workload(DIFFUSION, "adamw-0.999", "wsd", 1e-3),
     Workload(EXPERTS, "adamw-0.95", "cosine", 1e-3),
-    Workload(FINETUNING, "adamw-0.999", "linear", 1e-4),
-    Workload(ADAPTERS, "lion", "linear", 1e-4),
 )
+"""Run once, with the rule of commit 5a4de03, whose scan has been changed since (docs/evidence.md tells how): a rule that is changed again needs others."""
 WORKLOADS = {**DEVELOPMENT, **TEST}
