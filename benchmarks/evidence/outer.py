@@ -105,13 +105,13 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, 100 steps, two methods", seeds=1)
+    parser = command.parser(__doc__, RESULTS, "one workload, 100 steps, one method", seeds=1)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["digits", "recurrent", "vit"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--starts", type=int, nargs="+", default=[-2, 0, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["small"], methods=["local", "probe"], starts=[0], steps=100, seeds=1)
+    options = command.parsed(parser, arguments, workloads=["small"], methods=["probe"], starts=[0], steps=100, seeds=1)
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 
