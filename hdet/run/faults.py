@@ -165,7 +165,7 @@ _Found = tuple[str, list[int], list[int]]
 def _call_roll(replicas: Replicas, patience: float) -> _Found:
     store = dist.distributed_c10d._get_default_store()
     ranks = [rank for members in replicas.ranks for rank in members] or list(range(dist.get_world_size()))
-    call = _RollCall(store, dist.get_rank(), ranks, patience)
+    call = RollCall(store, dist.get_rank(), ranks, patience)
     thread = threading.Thread(target=call.run, daemon=True)  # a store whose host is frozen blocks for minutes: not us
     thread.start()
     thread.join(patience + 1.0)
@@ -231,7 +231,7 @@ class _Absent:
     pid: int = 0
 
 
-class _RollCall:
+class RollCall:
     """Each rank that has noticed writes a key and looks who else does. Runs in a thread of its own; attributes are the result.
 
     Attributes:
@@ -260,12 +260,12 @@ class _RollCall:
         if others and self.store.check(list(map(_answer, others))):
             self.behind = time.time() - max(float(self.store.get(_answer(rank))) for rank in others[:_MOST])
         self.store.set(_answer(self.rank), repr(time.time()))
-        slow = self._wait(others, self.patience / 2)
-        missing = self._wait(slow, self.patience / 2)
+        slow = self.wait(others, self.patience / 2)
+        missing = self.wait(slow, self.patience / 2)
         self.tardy = [rank for rank in slow if rank not in missing]
         self.absent = [_fate(self.store, rank) for rank in missing[:_MOST]] + [_Absent(rank) for rank in missing[_MOST:]]
 
-    def _wait(self, ranks: list[int], seconds: float) -> list[int]:
+    def wait(self, ranks: list[int], seconds: float) -> list[int]:
         """Those of ``ranks`` that have not answered after at most so long."""
         end, pause = time.monotonic() + seconds, 0.01
         self._last_question = end + 0.25

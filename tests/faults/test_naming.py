@@ -196,7 +196,7 @@ def status_of(pid: int) -> list[str]:
 
 
 def test_a_late_rank_is_told_apart(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, seen = faults._RollCall._wait, []
+    wait, seen = faults.RollCall.wait, []
 
     def second_half(call: Any, ranks: list[int], seconds: float) -> list[int]:
         seen.append(ranks)
@@ -204,7 +204,7 @@ def test_a_late_rank_is_told_apart(store: Any, monkeypatch: pytest.MonkeyPatch) 
             answer(store, 1)
         return wait(call, ranks, seconds)
 
-    monkeypatch.setattr(faults._RollCall, "_wait", second_half)
+    monkeypatch.setattr(faults.RollCall, "wait", second_half)
     error = lost(replicas([0], [1]))
     assert error.lost == () and error.late == (1,) and "replica 1 (rank 1) came late, but within 0.2 s" in str(error)
 

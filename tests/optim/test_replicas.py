@@ -128,9 +128,12 @@ def test_write_hyperparameters(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer, sets = replicated(2)
     with pytest.raises(RuntimeError, match="before"):
         optimizer.write_hyperparameters()
+    plans: list[Any] = []
+    make = kernels.step_plan
+    monkeypatch.setattr(kernels, "step_plan", lambda *given: plans.append(make(*given)) or plans[-1])
     run(optimizer, params, range(1))
     written: list[Any] = []
-    plan = optimizer._planned.parts[0].plan  # type: ignore[union-attr]
+    (plan,) = plans
     monkeypatch.setattr(plan, "upload", lambda settings, options: written.append((settings, options)))
     optimizer.param_groups[1]["lr"] = 0.25
     optimizer.multipliers[1][1] = 3.0
