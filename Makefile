@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # The combinations of test-matrix, as NAME:PYTHON:PACKAGES with + between packages. PYTHON310=/path/to/python3.10 names another interpreter.
 PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
-MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*  newest:$(PYTHON):torch+triton
+MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*+numpy==2.3.*  newest:$(PYTHON):torch+triton
 
 .PHONY: demo test test-matrix docs gpu lint wheel clean
 
