@@ -11,12 +11,14 @@ benchmarks.evidence.fixed_rates included, of which this runs what is missing at 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
 
@@ -31,6 +33,27 @@ HARM = 0.5
 """Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
 
 
+def around(
+    problem: Problem, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, seed: int, *, budget: float = 0.03, log: Any = None
+) -> tuple[Parts, hdet.AutoLR, hdet.Ensemble]:
+    """A training loop with an AutoLR, which has the workload's judge, where there is one."""
+    chosen = WORKLOADS[problem.name]
+    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
+    controller = hdet.AutoLR(model, budget=budget, judge=judge)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log)
+    step, last = plain(problem, model), [0.0]
+
+    def backward(batch: Batch) -> float:
+        last[0] = step(batch)
+        return last[0]
+
+    def after(batch: Batch) -> None:
+        ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
+
+    parts = Parts(optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,))
+    return parts, controller, ensemble
+
+
 def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> Record:
     """One line of the results."""
     chosen = WORKLOADS[workload]
@@ -39,24 +62,13 @@ def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> R
 
     def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
         optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
-        judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
-        controller = hdet.AutoLR(model, budget=budget, judge=judge)
         records: list[dict[str, Any]] = []
-        ensemble = hdet.Ensemble(
-            optimizer, SCHEDULES[chosen.schedule](optimizer, steps), total_steps=steps, controller=controller, seed=seed,
+        parts, controller, ensemble = around(
+            problem, model, optimizer, SCHEDULES[chosen.schedule](optimizer, steps), seed, budget=budget,
             log=lambda record, step: records.append(record),
         )  # fmt: skip
         seen.extend((controller, ensemble, records))
-        step, last = plain(problem, model), [0.0]
-
-        def backward(batch: Batch) -> float:
-            last[0] = step(batch)
-            return last[0]
-
-        def after(batch: Batch) -> None:
-            ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
-
-        return Parts(optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,))
+        return parts
 
     outcome = train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
     controller, ensemble, records = seen
@@ -72,13 +84,11 @@ def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> R
 key = identity("workload", "exponent", "seed", "steps", "budget")
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
+def tasks(options: argparse.Namespace) -> list[Task]:
     """The short ones first."""
-    for seed in range(options.seeds):
-        for steps in options.lengths:
-            for workload in options.workloads:
-                for exponent in options.starts:
-                    yield {"workload": workload, "exponent": exponent, "seed": seed, "steps": steps, "budget": options.budget}
+    return command.grid(
+        seed=range(options.seeds), steps=options.lengths, workload=options.workloads, exponent=options.starts, budget=[options.budget]
+    )
 
 
 def missing(loss: float | None, untrained: float, best: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import product
 
 from .problems import PROBLEMS
 from .runs import Record, Task, read, run_missing
@@ -33,6 +34,11 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **qui
     else:
         options.json = options.json or options.results
     return options
+
+
+def grid(**columns: Iterable[object]) -> list[Task]:
+    """A task for each combination, of which the last column changes the fastest."""
+    return [dict(zip(columns, values, strict=True)) for values in product(*columns.values())]
 
 
 def complete(

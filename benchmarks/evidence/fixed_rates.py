@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -53,13 +53,9 @@ def untrained(workload: str, seed: int) -> float:
 key = identity("workload", "exponent", "seed", "steps")
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
+def tasks(options: argparse.Namespace) -> list[Task]:
     """The short ones first."""
-    for seed in range(options.seeds):
-        for steps in options.lengths:
-            for workload in options.workloads:
-                for exponent in options.exponents:
-                    yield {"workload": workload, "exponent": exponent, "seed": seed, "steps": steps}
+    return command.grid(seed=range(options.seeds), steps=options.lengths, workload=options.workloads, exponent=options.exponents)
 
 
 def reached(loss: float | None, untrained: float) -> float:

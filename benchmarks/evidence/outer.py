@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,12 +83,10 @@ def run(workload: str, method: str, exponent: int, seed: int, steps: int) -> Rec
 key = identity("workload", "method", "exponent", "seed", "steps")
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    for seed in range(options.seeds):
-        for workload in options.workloads:
-            for exponent in options.starts:
-                for method in options.methods:
-                    yield {"workload": workload, "method": method, "exponent": exponent, "seed": seed, "steps": options.steps}
+def tasks(options: argparse.Namespace) -> list[Task]:
+    return command.grid(
+        seed=range(options.seeds), workload=options.workloads, exponent=options.starts, method=options.methods, steps=[options.steps]
+    )
 
 
 def table(records: Sequence[Record]) -> str:

@@ -14,7 +14,7 @@ import argparse
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 import hdet
 
 from . import command, fixed_rates
+from .auto import around
 from .peers import prodigy
 from .problems import Batch, Problem
 from .runs import Record, Task, identity
@@ -108,21 +109,8 @@ def schedule_free(problem: Problem, model: nn.Module, seed: int) -> Parts:
 
 def auto(problem: Problem, model: nn.Module, seed: int) -> Parts:
     """`annealed` AdamW, with an AutoLR around it."""
-    chosen = WORKLOADS.get(problem.name)
-    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen is not None and chosen.judge else None
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=DEFAULT)
-    scheduler = SCHEDULES["cosine"](optimizer, problem.steps)
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=problem.steps, controller=hdet.AutoLR(model, judge=judge), seed=seed)
-    step, last = plain(problem, model), [0.0]
-
-    def backward(batch: Batch) -> float:
-        last[0] = step(batch)
-        return last[0]
-
-    return Parts(
-        optimizer, backward, lambda batch: ensemble.step(last[0], closure=lambda: problem.losses(model, batch)),
-        rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,),
-    )  # fmt: skip
+    return around(problem, model, optimizer, SCHEDULES["cosine"](optimizer, problem.steps), seed)[0]
 
 
 ENTRIES: dict[str, Build] = {
@@ -156,11 +144,8 @@ def run(method: str, workload: str, seed: int, steps: int) -> Record:
 key = identity("method", "workload", "seed", "steps")
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    for seed in range(options.seeds):
-        for workload in options.workloads:
-            for method in options.methods:
-                yield {"method": method, "workload": workload, "seed": seed, "steps": options.steps}
+def tasks(options: argparse.Namespace) -> list[Task]:
+    return command.grid(seed=range(options.seeds), workload=options.workloads, method=options.methods, steps=[options.steps])
 
 
 def table(records: Sequence[Record]) -> str:

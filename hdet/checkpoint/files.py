@@ -291,10 +291,10 @@ class _Destinations:
 
     def _converge(self) -> dict[str, Any]:
         """Of a run without it nothing is taken, and what this one's way of averaging keeps begins anew."""
-        keys = {key: f"converge.{key}" for key in self.state.averaged_keys()}
-        if not all(flat in self.sizes for flat in keys.values()):
+        params = self.state.averaged_keys()
+        if not all(f"converge.{key}" in self.sizes for key in params):
             return {}
-        return {"converge": {key: self._blank(keys[key], p) for key, p in self.state.averaged_keys().items()}}
+        return {"converge": {key: self._blank(f"converge.{key}", p) for key, p in params.items()}}
 
     def _optimizer(self) -> dict[str, Any]:
         from torch.distributed.checkpoint._nested_dict import set_element

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.validate import within
+from ..kernels.reference.rules import store
 from ..kernels.spec import rounding
 from ..optim.sgd import FusedSGD
 from .base import Average, Task
@@ -126,7 +127,7 @@ class _Outer(PlainAverage):
         self._sgd.step()
         for begin, part in zip(self._begins, parts, strict=False):
             begin.grad = None
-            _write(part, begin)
+            store(begin, part.tensor, part.master)
         return []
 
     def _have_begun_alike(self) -> bool:
@@ -149,15 +150,3 @@ class _Outer(PlainAverage):
 
 def _value(part: Part) -> torch.Tensor:
     return part.value if part.lower is None else rounding.join(part.tensor, part.lower)
-
-
-def _write(part: Part, value: torch.Tensor) -> None:
-    """To the tensor and its master."""
-    if part.lower is not None:
-        upper, lower = rounding.split(value)
-        part.tensor.copy_(upper)
-        part.lower.copy_(lower)
-    else:
-        part.tensor.copy_(value)
-        if part.master is not None:
-            part.master.copy_(value)
