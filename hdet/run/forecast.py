@@ -50,10 +50,10 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
     return [factor if factor > 0 else 1.0 for factor in highest]
 
 
-def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) -> None:
-    """Loads ``state`` into a copy of torch's ``scheduler`` and goes on from there: some steps, or to the end in a thousand places where a
-    schedule can be asked for them. Raises ValueError if the copy raises, or sets what is no `RATE`. Nothing is done with one that runs
-    somebody's functions."""
+def rehearse(scheduler: Any, state: Mapping[str, Any], rates: Mapping[int, float], total_steps: int | None) -> None:
+    """Loads ``state`` into a copy of torch's ``scheduler``, with ``rates`` in these groups, and goes on from there: some steps, and to the end in
+    a thousand places where a schedule can be asked for them. Raises ValueError if the copy raises, or sets what is no `RATE`. Nothing is done
+    with one that runs somebody's functions."""
     scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
     if not _torchs_own(scheduler):
         return
@@ -63,24 +63,27 @@ def rehearse(scheduler: Any, state: Mapping[str, Any], total_steps: int | None) 
         return
     try:
         ahead.load_state_dict(copy.deepcopy(dict(state)))
-        done, end = _done(ahead), getattr(ahead, "total_steps", total_steps)
-        if end is not None and done >= end:  # after its last step a linear OneCycleLR is below 0
-            return
-        ask: Callable[[], Any] | None = None
-        places: Sequence[int] = range(done, done + REHEARSED)
-        if end is not None and type(ahead) in (OneCycleLR, *CLOSED) and type(ahead) is not MultiStepLR:  # plain data breaks that one's
-            ask, places = ahead.get_lr if type(ahead) is OneCycleLR else ahead._get_closed_form_lr, _places(done, end)
+        groups, done, end = ahead.optimizer.param_groups, _done(ahead), getattr(ahead, "total_steps", total_steps)
+        for index, rate in rates.items():
+            groups[index]["lr"] = rate
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no optimizer steps
-            for step in places:
-                if ask is not None:
-                    ahead.last_epoch = step
-                elif step > done:
-                    ahead.step()
-                for rate in [group["lr"] for group in ahead.optimizer.param_groups] if ask is None else ask():
-                    RATE.read(float(rate), "a rate of the schedule", {})
+            # After its last step a linear OneCycleLR is below 0.
+            for _ in range(REHEARSED if end is None else min(REHEARSED, end - 1 - done)):
+                ahead.step()
+                _check([group["lr"] for group in groups])
+            asked = type(ahead) in (OneCycleLR, *CLOSED) and type(ahead) is not MultiStepLR  # plain data breaks that one's
+            if asked and end is not None and done < end:
+                ask: Callable[[], Any] = ahead.get_lr if type(ahead) is OneCycleLR else ahead._get_closed_form_lr
+                for ahead.last_epoch in _places(done, end):
+                    _check(ask())
     except Exception as error:
         raise ValueError(f"the scheduler's state does not go on ({type(error).__name__}: {error}): it is damaged") from error
+
+
+def _check(rates: Sequence[Any]) -> None:
+    for rate in rates:
+        RATE.read(float(rate), "a rate of the schedule", {})
 
 
 def _torchs_own(scheduler: Any) -> bool:

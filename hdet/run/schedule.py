@@ -244,7 +244,13 @@ class Schedule:
         if type(own.get("total_steps")) is int:
             kinds["total_steps"] = COUNT  # torch compares it with steps, and says it by a format of whole numbers
         values["scheduler"] = {**({} if torchs else given), **read(given, kinds, "scheduler's")}
-        rehearse(self.scheduler, values["scheduler"], self.total_steps)
+        rates = {
+            index: rate
+            for knob in self._moved
+            if knob.key == "lr"
+            for index, rate in zip(knob.indices, values["scheduled"][knob.name], strict=True)
+        }
+        rehearse(self.scheduler, values["scheduler"], rates, self.total_steps)
         return values
 
     @contextmanager

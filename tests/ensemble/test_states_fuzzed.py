@@ -205,6 +205,13 @@ def test_a_damaged_state_is_refused_or_the_run_goes_on(name: str, data: st.DataO
     check(name, damaged(state, path, how, wrong))
 
 
+@pytest.mark.parametrize("steps", [60, 61, 70])
+def test_a_schedule_that_goes_below_zero_by_its_next_step_alone_is_refused(steps: int) -> None:
+    """Past T_max torch's cosine follows from the rate before it, and leaves its closed form where eta_min is another one."""
+    state = RUNS["auto"]().steps(steps).whole.state_dict()
+    assert check("auto", damaged(state, ("scheduler", "eta_min"), "other", 1)) == "refused"
+
+
 @pytest.mark.parametrize("state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, nested(3000)])
 @pytest.mark.parametrize("name", ["slope", "OneCycleAutoLR"])
 def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:
