@@ -1,4 +1,5 @@
-"""On scikit-learn's handwritten digits (8 x 8): a residual network with BatchNorm, a vision transformer, and a diffusion denoiser."""
+"""On scikit-learn's handwritten digits (8 x 8): a residual network with BatchNorm, a vision transformer, a mixer of matrices alone, a diffusion
+denoiser, and a variational autoencoder."""
 
 from __future__ import annotations
 
@@ -55,6 +56,41 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         return self.out(self.norm(self.body(x)).mean(1))
+
+
+class Mixer(nn.Module):
+    """images (batch, 1, 8, 8), as sixteen patches of 2 x 2 -> logits (batch, 10). An MLP-Mixer without biases and gains: Muon trains all of it."""
+
+    def __init__(self, width: int = 48, layers: int = 2) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(4, width, bias=False), nn.Linear(width, CLASSES, bias=False)
+        self.mixed = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, 2 * size, bias=False), nn.GELU(), nn.Linear(2 * size, size, bias=False))
+            for _ in range(layers)
+            for size in (16, width)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.inside(F.unfold(images, 2, stride=2).transpose(1, 2))
+        for across, within in zip(self.mixed[::2], self.mixed[1::2], strict=True):
+            x = x + across(F.rms_norm(x, x.shape[-1:]).transpose(1, 2)).transpose(1, 2)
+            x = x + within(F.rms_norm(x, x.shape[-1:]))
+        return self.out(F.rms_norm(x, x.shape[-1:]).mean(1))
+
+
+class Autoencoder(nn.Module):
+    """images (batch, 64) in [0, 1] -> -ELBO (batch,) in nats; it draws its own noise."""
+
+    def __init__(self, width: int = 128, code: int = 8) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(64, width), nn.SiLU(), nn.Linear(width, 2 * code))
+        self.outside = nn.Sequential(nn.Linear(code, width), nn.SiLU(), nn.Linear(width, 64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean, spread = self.inside(images).chunk(2, 1)
+        logits = self.outside(mean + torch.randn_like(mean) * (0.5 * spread).exp())
+        rebuilt = F.binary_cross_entropy_with_logits(logits, images, reduction="none").sum(1)
+        return rebuilt + 0.5 * (mean.square() + spread.exp() - 1 - spread).sum(1)
 
 
 class Denoiser(nn.Module):
@@ -120,7 +156,35 @@ def _classifier(name: str, kind: type[nn.Module], decay: float) -> Problem:
     )
 
 
-RESNET, VIT = _classifier("resnet", ResNet, 5e-4), _classifier("vit", ViT, 0.05)
+def _pictures(seed: int, step: int) -> Batch:
+    images, _, _, _ = digits.data()
+    return (images[torch.randint(len(images), (IMAGES,), generator=digits.seeded("autoencoder", seed, step))].flatten(1),)
+
+
+def _bound(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])
+
+
+def _validated_bound(model: nn.Module) -> float:
+    """Over 8 draws of the noise for each picture, the same each time."""
+    pictures = digits.data()[2].flatten(1).repeat(8, 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return mean_loss(model, _bound, [(pictures,)])
+
+
+RESNET, VIT, MIXER = _classifier("resnet", ResNet, 5e-4), _classifier("vit", ViT, 0.05), _classifier("mixer", Mixer, 0.01)
+AUTOENCODER = Problem(
+    name="autoencoder",
+    steps=1500,
+    batch_size=IMAGES,
+    build=lambda seed: _built(Autoencoder, seed),
+    groups=lambda model: decaying_matrices(model, 0.0),
+    batch=_pictures,
+    spare=lambda seed, step, number: _pictures(seed, 10_000_000 + number),
+    losses=_bound,
+    validate=_validated_bound,
+)
 DIFFUSION = Problem(
     name="diffusion",
     steps=1500,
