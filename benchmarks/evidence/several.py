@@ -1,0 +1,202 @@
+"""Several knobs at once, from usual values: one run of four replicas against random search with as many examples.
+
+    python -m benchmarks.evidence.several [--workloads sorting ...] [--steps 6000] [--seeds 1] [--jobs 1] [--quick] [--json FILE]
+
+The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table has held-out losses at the end:
+
+    usual        one run with the usual values
+    hdet         the same run; four gloo processes, each on a quarter of the batch and at values of its own, averaged every `INTERVAL` steps;
+                 `AutoLR`, then a `ProbeController` on batches that are not trained on
+    random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on. Together they see as many examples as hdet.
+                 The first trial has the usual values, the others values drawn around them, by the factors in `AROUND`
+    random 64    the same with 64 trials
+    ... again    the best trial's values in a run as long as hdet's, after the search: twice as many examples in all
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+import hdet
+
+from ..harness import spawn
+from . import command
+from .problems import Batch, Problem
+from .problems.digits import seeded
+from .runs import Record, Task, finite, identity
+from .training import Method, Parts, scheduled, train
+from .workloads import SCHEDULES, WORKLOADS
+
+RESULTS = "benchmarks/results/evidence/several.jsonl"
+WORKERS, INTERVAL, CHUNKS, JUDGED = 4, 50, 8, 16
+SPREADS = {"lr": 0.3, "weight_decay": 0.4, "beta2": 0.4, "dropout": 0.4}
+USUAL = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999, "dropout": 0.1}
+AROUND = {"lr": 16.0, "weight_decay": 16.0, "beta2": 16.0, "dropout": 4.0}
+"""Values are drawn evenly in the logarithm, from a value over this to its product with this; of 1 - beta2, and the dropout rate, likewise."""
+METHODS = ("usual", "hdet", "random 16", "random 64")
+Values = dict[str, float]
+
+
+def made(problem: Problem, seed: int, values: Values) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = problem.build(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = values["dropout"]
+    groups = problem.groups(model)
+    for group in groups:
+        group["weight_decay"] = values["weight_decay"] if group["weight_decay"] else 0.0
+    return model, hdet.FusedAdamW(groups, lr=values["lr"], betas=(0.9, values["beta2"]))
+
+
+def judge(workload: str, seed: int, number: int) -> Batch:
+    """A mini-batch that nothing trains on, and that does not validate."""
+    chosen = WORKLOADS[workload]
+    if chosen.judge:
+        batches = chosen.judge()
+        return batches[number % len(batches)]
+    return chosen.problem.spare(seed, 0, number)
+
+
+def schedule(workload: str, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    return SCHEDULES[WORKLOADS[workload].schedule](optimizer, steps)
+
+
+# -- one run of several replicas -------------------------------------------------------------------------------------------
+
+
+def replica(rank: int, world: int, workload: str, seed: int, steps: int) -> tuple[float, Values]:
+    """(held-out loss, values that were found), the same on all ranks."""
+    problem = replace(WORKLOADS[workload].problem, steps=steps)
+    model, optimizer = made(problem, seed, USUAL)
+    drops = any(isinstance(module, nn.Dropout) for module in model.modules())
+    knobs: list[Any] = [hdet.LearningRate(SPREADS["lr"]), hdet.Betas(SPREADS["beta2"], which=[1])]
+    if any(group["weight_decay"] for group in optimizer.param_groups):
+        knobs.append(hdet.WeightDecay(SPREADS["weight_decay"]))
+    if drops:
+        knobs.append(hdet.Dropout(model, SPREADS["dropout"]))
+    probe = hdet.ProbeController(
+        lambda net, batch: problem.losses(net, batch).mean(),
+        lambda cycle: [judge(workload, seed, JUDGED + CHUNKS * cycle + i) for i in range(CHUNKS)],
+        chunks=CHUNKS, model=model, held_out=True,
+    )  # fmt: skip
+    ensemble = hdet.Ensemble(
+        optimizer, schedule(workload, optimizer, steps), total_steps=steps, knobs=knobs, seed=seed,
+        controller=hdet.SequentialController(hdet.AutoLR(model), probe), sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
+    )  # fmt: skip
+    torch.manual_seed(1000 * (seed + 1) + rank)  # replicas drop different units
+    try:
+        for step in range(steps):
+            batch = tuple(column[rank::world] for column in problem.batch(seed, step))
+            with ensemble.explore():
+                loss = problem.losses(model, batch).mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss, closure=lambda batch=batch: problem.losses(model, batch))
+    except hdet.ReplicasDiverged:
+        return math.nan, {}
+    ensemble.converge()
+    found = ensemble.corrections
+    return problem.validate(model), {name: _moved(name, found[name]) for name in found}
+
+
+def _moved(name: str, factor: float) -> float:
+    """The usual value, corrected: of beta2 the steps that an average remembers are multiplied."""
+    return 1 - (1 - USUAL[name]) / factor if name == "beta2" else USUAL[name] * factor
+
+
+# -- random search ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(workload: str, seed: int, number: int) -> Values:
+    """Those of a trial; of the first one the usual ones."""
+    if not number:
+        return USUAL
+    generator = seeded("several", workload, seed, number)
+    return {name: _moved(name, around ** (2 * torch.rand((), generator=generator).item() - 1)) for name, around in AROUND.items()}
+
+
+def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, float]:
+    """(loss by which trials are chosen, held-out loss) after a run of one replica."""
+    judged: list[float] = []
+
+    def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
+        model, optimizer = made(problem, seed, values)
+
+        def final() -> nn.Module:
+            model.eval()
+            with torch.no_grad():
+                judged.append(sum(problem.losses(model, judge(workload, seed, i)).mean().item() for i in range(JUDGED)) / JUDGED)
+            return model
+
+        return replace(scheduled(problem, model, optimizer, schedule(workload, optimizer, steps)), final=final)
+
+    problem = replace(WORKLOADS[workload].problem, steps=steps)
+    outcome = train(problem, Method("alone", build, values["lr"], None), values["lr"], seed)
+    return (math.inf, math.inf) if outcome.validation is None else (judged[0], outcome.validation)
+
+
+def search(workload: str, seed: int, steps: int, trials: int) -> tuple[float, Values]:
+    """(held-out loss, values) of the best trial."""
+    tried = [drawn(workload, seed, number) for number in range(trials)]
+    losses = [alone(workload, seed, steps // trials, values) for values in tried]
+    best = min(range(trials), key=lambda number: losses[number][0])
+    return losses[best][1], tried[best]
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def run(workload: str, method: str, seed: int, steps: int) -> Record:
+    """One line of the results."""
+    began, again = time.perf_counter(), None
+    if method == "hdet":
+        validation, values = spawn(replica, WORKERS, workload, seed, steps)
+    elif method == "usual":
+        validation, values = alone(workload, seed, steps, USUAL)[1], USUAL
+    else:
+        validation, values = search(workload, seed, steps, int(method.split()[1]))
+        again = finite(alone(workload, seed, steps, values)[1])
+    return {
+        "benchmark": "several", "workload": workload, "method": method, "seed": seed, "steps": steps, "validation": finite(validation),
+        "again": again, "values": values, "seconds": time.perf_counter() - began, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+key = identity("workload", "method", "seed", "steps")
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    return command.grid(seed=range(options.seeds), workload=options.workloads, method=options.methods, steps=[options.steps])
+
+
+def table(records: Sequence[Record]) -> str:
+    lines = ["| workload | seed | method | loss | again | values |", "|---" * 6 + "|"]
+    for r in sorted(records, key=lambda r: (r["workload"], r["seed"], METHODS.index(r["method"]))):
+        loss, again = ("broke" if x is None else f"{x:.4f}" for x in (r["validation"], r["again"]))
+        values = ", ".join(f"{name} {value:.3g}" for name, value in r["values"].items())
+        lines.append(f"| {r['workload']} | {r['seed']} | {r['method']} | {loss} | {again if 'random' in r['method'] else ''} | {values} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command.parser(__doc__, RESULTS, "one workload, 128 steps, no search", seeds=1)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["small", "sorting", "recurrent"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.set_defaults(jobs=1)
+    options = command.parsed(parser, arguments, workloads=["small"], methods=["hdet"], steps=128, seeds=1)
+    print(table(command.complete(run, tasks(options), key, options)), end="")
+
+
+if __name__ == "__main__":
+    main()
