@@ -33,13 +33,16 @@ HARM = 0.5
 """Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
 
 
-def around(
-    problem: Problem, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, seed: int, *, budget: float = 0.03, log: Any = None
-) -> tuple[Parts, hdet.AutoLR, hdet.Ensemble]:
-    """A training loop with an AutoLR, which has the workload's judge, where there is one."""
-    chosen = WORKLOADS[problem.name]
-    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
-    controller = hdet.AutoLR(model, budget=budget, judge=judge)
+def beside(
+    problem: Problem,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    seed: int,
+    controller: hdet.Controller,
+    log: Any = None,
+) -> tuple[Parts, hdet.Ensemble]:
+    """A training loop with a controller that trains copies beside the run."""
     ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log)
     step, last = plain(problem, model), [0.0]
 
@@ -50,7 +53,19 @@ def around(
     def after(batch: Batch) -> None:
         ensemble.step(last[0], closure=lambda: problem.losses(model, batch))
 
-    parts = Parts(optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,))
+    return Parts(
+        optimizer, backward, after, rate=lambda: optimizer.param_groups[0]["lr"], heals=True, crashes=(hdet.ReplicasDiverged,)
+    ), ensemble
+
+
+def around(
+    problem: Problem, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, seed: int, *, budget: float = 0.03, log: Any = None
+) -> tuple[Parts, hdet.AutoLR, hdet.Ensemble]:
+    """A training loop with an AutoLR, which has the workload's judge, where there is one."""
+    chosen = WORKLOADS[problem.name]
+    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
+    controller = hdet.AutoLR(model, budget=budget, judge=judge)
+    parts, ensemble = beside(problem, model, optimizer, scheduler, seed, controller, log)
     return parts, controller, ensemble
 
 
