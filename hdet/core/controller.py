@@ -49,6 +49,14 @@ class Controller:
     state_keys: Mapping[str, Kind] | Sequence[str] = ()
     """Attributes that are the state, and their kinds (hdet/core/schema.py), against which a state is checked before it is loaded. Names
     alone: numbers, booleans, and lists of them. Hyperparameters are not state."""
+    freeze_after: float | None = None
+    frozen = False
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for key in ("measures", "state_keys"):
+            if isinstance(names := getattr(cls, key), str):  # its letters would be taken for names
+                raise TypeError(f"{key} of {cls.__name__} is {names!r}, but it is a tuple of names: write {key} = ({names!r},)")
 
     def __init__(self, freeze_after: float | None = None) -> None:
         part = isinstance(freeze_after, float)
@@ -57,7 +65,6 @@ class Controller:
                 f"freeze_after must be a part of the run (a float in (0, 1]), a number of steps (an int >= 1) or None, got {freeze_after!r}"
             )
         self.freeze_after = freeze_after
-        self.frozen = False
 
     # -- hooks, in the order in which they are called ----------------------------------------------------------------------
 

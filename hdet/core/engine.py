@@ -135,6 +135,11 @@ class Engine:
 
     def _check_plan(self, plan: Plan) -> None:
         name = self.controller_name
+        if not isinstance(plan, Plan):
+            raise TypeError(f"controller {name!r} has planned {plan!r}: plan must return a hdet.Plan")
+        for what, given, example in (("measure", plan.measure, "None"), ("snapshots", plan.snapshots, "SnapshotOf()")):
+            if not isinstance(given, Mapping):
+                raise TypeError(f"controller {name!r} plans {what}={given!r}: give a dict by name, such as {{'mine': {example}}}")
         if plan.steps is not None and plan.steps < 1:
             raise ValueError(f"controller {name!r} plans a cycle of {plan.steps!r} steps: a cycle has at least 1")
         self._check_end(plan.end, plan)
@@ -253,6 +258,11 @@ class Engine:
             if len(learned.decisions) != len(self.knobs):
                 raise ValueError(
                     f"controller {self.controller.name!r} returned {len(learned.decisions)} decisions for {len(self.knobs)} knobs"
+                )
+            wrong = [one for one in learned.decisions if not isinstance(one, Decision)]
+            if wrong:
+                raise TypeError(
+                    f"controller {self.controller.name!r} has decided {wrong[0]!r}: each decision is a hdet.Decision, such as Decision(factor=0.5)"
                 )
             self._check_end(learned.end, self.plan)
             pace = self.step / schedule_step if schedule_step else 1.0

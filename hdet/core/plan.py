@@ -6,10 +6,11 @@ controller then learns is `Learned`. While it learns it may ask further `Questio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from .validate import finite
 
 __all__ = [
     "Adopt", "Average", "Decision", "Ending", "Keep", "Learned", "Moment", "Plan", "Question", "Restore", "SnapshotOf",
@@ -114,8 +115,8 @@ class Decision:
     def __post_init__(self) -> None:
         for name in ("factor", "value"):
             number = getattr(self, name)
-            if number is not None and not (math.isfinite(number) and number > 0):
-                raise ValueError(f"a decision's {name} must be finite and positive, got {number!r}: a controller may not produce it")
+            if number is not None and not (finite(number) and number > 0):
+                raise ValueError(f"a decision's {name} must be finite and positive, and an int or a float, got {number!r}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -52,10 +53,10 @@ class Bound:
         acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
         affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe scores each replica at its own value.
         on_gradients: it acts on gradients that are all-reduced already, so that replicas differ although these are shared.
-        moments_diverge: replicas with different values have different moments.
+        moments_diverge: replicas with different values have different moments, as they have if it is ``on_gradients``.
 
     Raises:
-        ValueError: a value outside of the bounds, or one that no factor can move.
+        ValueError: a value that is no number, outside of the bounds, or (acting "forward") one that no factor can move.
     """
 
     def __init__(
@@ -72,11 +73,18 @@ class Bound:
         on_gradients: bool = False,
         moments_diverge: bool = False,
     ) -> None:
+        if acts not in ("step", "forward"):
+            raise ValueError(f"acts of the knob {name!r} must be 'step' or 'forward' (inside explore()), got {acts!r}")
+        if isinstance(cells, Cell) or not cells:
+            raise ValueError(f"cells of the knob {name!r} must be a list with at least one cell, got {cells!r}")
+        if scale is not None and not isinstance(scale, Scale):
+            raise ValueError(f"scale of the knob {name!r} must be made by scale_of(bounds, kind, unit), got {scale!r}")
         self.name, self.spread, self.cells, self.scale, self.key = name, check_spread(spread), list(cells), scale or Scale(), key
         self.valid_on_train_loss, self.acts, self.affects_eval_loss = valid_on_train_loss, acts, affects_eval_loss
-        self.on_gradients, self.moments_diverge = on_gradients, moments_diverge
+        self.on_gradients, self.moments_diverge = on_gradients, moments_diverge or on_gradients
         self.scheduled: list[Any] = [content(cell.get()) for cell in self.cells]
         """[cell]: the untouched schedule's values."""
+        self._check_first()
         self.rho = 1.0
         """This replica's multiplier in the running cycle."""
         self.in_use = False
@@ -96,6 +104,19 @@ class Bound:
         for value in map(float, self.scheduled):
             if self.scale.bounded and not low <= value <= high:
                 raise ValueError(f"{name} is {value:g}, outside of its bounds ({low:g}, {high:g}): change one of them")
+
+    def _check_first(self) -> None:
+        for value in self.scheduled:
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{self.name} is {value!r}, which is no number: begin with one") from None
+            if self.acts == "step":  # a schedule may begin at 0
+                continue
+            if not math.isfinite(number):
+                raise ValueError(f"{self.name} is {number!r}: begin with a finite number")
+            if self.scale.kind == "log" and number <= 0:
+                raise ValueError(f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, spread={self.spread:g}, {len(self.cells)} cells, scale={self.scale.kind!r})"
@@ -316,7 +337,13 @@ def _mark(value: Any) -> Any:
 def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
     """All knobs of a run: rates first, because what is explored as a product with them is written after them. Raises ValueError for a knob that
     cannot be bound, or a product without a rate."""
-    bound = sorted((one for knob in knobs for one in knob.bind(optimizer)), key=lambda one: one.key != "lr")
+    bound: list[Bound] = []
+    for knob in knobs:
+        found = knob.bind(optimizer)
+        if not isinstance(found, (list, tuple)) or not all(isinstance(one, Bound) for one in found):
+            raise TypeError(f"{type(knob).__name__}.bind gave {found!r}: it must return a list of hdet.knobs.Bound")
+        bound += found
+    bound.sort(key=lambda one: one.key != "lr")
     rates = {index: (one, i) for one in bound if isinstance(one, GroupKnob) and one.key == "lr" for i, index in enumerate(one.indices)}
     for one in bound:
         if isinstance(one, ProductKnob):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +21,7 @@ __all__ = ["Dropout", "LabelSmoothing", "LossWeights", "ModuleValue", "Scalar", 
 def _forward_knob(
     name: str, spread: float, cells: Sequence[Cell], scale: str = "log", unit: float | None = None, bounds: Bounds = None, **flags: Any
 ) -> Bound:
-    """A knob that acts inside ``explore()``. Raises ValueError for values that are not finite, that no factor moves, or outside of the bounds."""
-    values = [float(cell.get()) for cell in cells]
-    for value in values:
-        if not math.isfinite(value):
-            raise ValueError(f"{name} is {value!r}: begin with a finite number")
-    if scale == "log" and min(values) <= 0:
-        still = next(value for value in values if value <= 0)
-        raise ValueError(f"{name} is {still:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
+    """A knob that acts inside ``explore()``. Raises as `Bound`."""
     return Bound(name, spread, cells, scale_of(bounds, scale, unit or 1.0), acts="forward", **flags)
 
 
@@ -89,8 +81,7 @@ class Scalar:
     def bind(self, optimizer: Optimizer) -> list[Bound]:
         """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log scale."""
         cell = held_cell(float(self.value)) if self.value is not None else call_cell(self.get, self.set)  # type: ignore[arg-type]
-        flags = {"valid_on_train_loss": self.valid_on_train_loss, "affects_eval_loss": self.affects_eval_loss}
-        flags |= {"on_gradients": self.on_gradients, "moments_diverge": self.on_gradients}
+        flags = {name: getattr(self, name) for name in ("valid_on_train_loss", "affects_eval_loss", "on_gradients")}
         return [_forward_knob(self.name, self.spread, [cell], self.scale, self.unit, self.bounds, **flags)]
 
 

@@ -34,7 +34,8 @@ def check_arguments(
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used; both name argument, value and remedy."""
     check_wrapper(optimizer)  # some are no torch optimizers, and have a better message
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        inside = ": pass the one inside, its .optimizer" if isinstance(getattr(optimizer, "optimizer", None), Optimizer) else ""
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{inside}")
     if getattr(optimizer, "_hdet_fan_out", None) is not None:
         raise ValueError("this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or close() the other first")
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -45,7 +46,11 @@ def check_arguments(
         raise TypeError(f"scheduler must have step, state_dict and load_state_dict like torch's, got {type(scheduler).__name__}")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("scheduler belongs to another optimizer: build it with the one given to the Ensemble")
-    if isinstance(knobs, (str, bytes)) or not isinstance(knobs, Sequence) or not all(hasattr(knob, "bind") for knob in knobs):
+    if (
+        isinstance(knobs, (str, bytes))
+        or not isinstance(knobs, Sequence)
+        or not all(hasattr(knob, "bind") and not isinstance(knob, type) for knob in knobs)
+    ):
         raise TypeError(f"knobs must be a list of knobs such as [hdet.LearningRate(spread=1/9)], got {knobs!r}")
     if replicas is not None and not isinstance(replicas, Replicas):
         raise TypeError(
@@ -148,7 +153,8 @@ def check_knobs(
             raise ValueError(
                 f"the training loss is no honest judge of the knob {knob.name!r} (it always votes for less), and the controller "
                 f"{controller.name!r} would let it judge: use ProbeController(..., held_out=True), with mini-batches that are "
-                "not trained on and a loss_fn without regularisation; or controller=None"
+                "not trained on and a loss_fn without regularisation; or controller=None. A controller of your own that learns from such "
+                "mini-batches alone says judges_held_out = True"
             )
     if keeps_weights(optimizer):
         # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged.
@@ -207,6 +213,6 @@ def check_controller(controller: Controller | None, run: Run) -> None:
         )
     elif controller.regresses and knobs > run.replicas - 1:
         raise ValueError(
-            f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs}: "
-            "use LearningRate(groups=None) for one common knob, or more replicas"
+            f"{run.replicas} replicas can tell at most {run.replicas - 1} knobs apart, got {knobs} "
+            f"({', '.join(knob.name for knob in run.knobs)}): use more replicas or fewer knobs, for rates LearningRate(groups=None)"
         )

@@ -94,6 +94,11 @@ class Panel:
         for place in range(places):
             with self._during("probe"), as_replica(place):
                 found = [(name, row) for name, m in used if (row := m.measure(self._engine.cycle, place)) is not None]
+            for name, row in found:
+                if not isinstance(row, torch.Tensor) or row.dim() != 1:
+                    raise TypeError(
+                        f"{type(self._all[name]).__name__}.measure gave {row!r}: a row is a tensor of one dimension, such as loss.reshape(1)"
+                    )
             self._widths = [(name, len(row)) for name, row in found]
             table.append(torch.cat([row.to(found[0][1].device) for _, row in found]) if found else torch.zeros(0, dtype=torch.float64))
         return table

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.measure.measurement import Measurement
 from tests.distributed import run_ranks
 from tests.harness import Run, Scripted, losses_of, model
 
@@ -100,6 +101,21 @@ def test_an_average_after_a_kept_cycle_is_one(replicas: int) -> None:
 def test_an_ending_that_cannot_be_is_refused_before_anything_of_it_is_done(plan: hdet.Plan, end: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         planned([plan], [end]).steps(10)
+
+
+@pytest.mark.parametrize("row", [1.0, torch.tensor(1.0)])
+def test_a_row_of_another_shape_is_refused_by_its_measurement(row: Any) -> None:
+    class Rows(Measurement):
+        def measure(self, cycle: int, place: int = 0) -> Any:
+            return row
+
+    def rows(net: Any) -> Scripted:
+        controller = Scripted(plans=[hdet.Plan(measure={"rows": None})])
+        controller.measurements = {"rows": Rows()}
+        return controller
+
+    with pytest.raises(TypeError, match="Rows.measure gave .*: a row is a tensor of one dimension"):
+        run(rows, constant=True, total=60).steps(10)
 
 
 def test_no_replica_with_finite_parameters_ends_a_kept_cycle_too() -> None:

@@ -18,7 +18,7 @@ from hdet.core.clock import Clock
 from hdet.core.controller import Controller
 from hdet.core.engine import CycleOutcome, Engine, KnobSpec
 from hdet.core.evidence import Evidence, Run
-from hdet.core.plan import Decision, Moment
+from hdet.core.plan import Decision, Moment, Plan
 from hdet.core.rules import HypergradientRule, ProbeRule, RankController, SlopeController, SoftmaxController
 from tests.core.controller_runs import bowl, decide, end_of, evidence
 
@@ -201,6 +201,55 @@ def test_what_no_controller_can_have_learned_is_refused_by_name(said: Any) -> No
 
     with pytest.raises(TypeError, match="controller 'bare' has learned .*list with one Decision for each knob"):
         list(bowl(Bare(), [30.0], cycles=1))
+
+
+@pytest.mark.parametrize("said", [{"factor": torch.tensor(0.5)}, {"value": torch.tensor(0.5)}, {"factor": "0.5"}])
+def test_a_decision_is_made_of_numbers(said: dict[str, Any]) -> None:
+    """A tensor would become the correction, and a part of records and states."""
+    with pytest.raises(ValueError, match="and an int or a float, got"):
+        Decision(**said)
+
+
+@pytest.mark.parametrize("said", [0.5, None])
+def test_what_is_no_decision_is_refused_by_name(said: Any) -> None:
+    class Says(Bare):
+        def decide(self, evidence: Evidence) -> Any:
+            return [said]
+
+    with pytest.raises(TypeError, match=f"controller 'bare' has decided {said}: each decision is a hdet.Decision"):
+        list(bowl(Says(), [30.0], cycles=1))
+
+
+@pytest.mark.parametrize(
+    ("planned", "message"),
+    [
+        (None, "controller 'bare' has planned None: plan must return a hdet.Plan"),
+        (Plan(measure=["norm"]), r"plans measure=\['norm'\]: give a dict by name"),  # type: ignore[arg-type]
+        (Plan(snapshots="start"), "plans snapshots='start': give a dict by name"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_plan_is_refused_by_name(planned: Any, message: str) -> None:
+    class Plans(Bare):
+        def plan(self, now: Moment) -> Any:
+            return planned
+
+    with pytest.raises(TypeError, match=message):
+        list(bowl(Plans(), [30.0], cycles=1))
+
+
+@pytest.mark.parametrize("key", ["measures", "state_keys"])
+def test_a_name_without_its_comma_is_refused_with_the_class(key: str) -> None:
+    """Its letters would be taken for names."""
+    with pytest.raises(TypeError, match=rf"{key} of Listed is 'best', .*write {key} = \('best',\)"):
+        type("Listed", (Bare,), {key: "best"})
+
+
+def test_a_controller_that_does_not_call_the_constructor_above_works() -> None:
+    class Own(Bare):
+        def __init__(self) -> None:
+            self.own = 1
+
+    assert end_of(bowl(Own(), cycles=3)) == end_of(bowl(Bare(), cycles=3))
 
 
 @pytest.mark.parametrize("value", [None, "high", {"a": 1.0}, [1.0, None]])

@@ -274,6 +274,8 @@ def test_wrong_objects_are_refused() -> None:
     optimizer = sgd()
     with pytest.raises(TypeError, match="optimizer"):
         Ensemble(object())
+    with pytest.raises(TypeError, match="got Wrapper: pass the one inside, its .optimizer"):
+        Ensemble(type("Wrapper", (), {"optimizer": optimizer})())
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         Ensemble(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 

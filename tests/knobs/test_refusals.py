@@ -11,7 +11,7 @@ from torch import nn
 
 import hdet
 from hdet.knobs import Bound, of_model, of_optimizer
-from hdet.knobs.cells import held_cell
+from hdet.knobs.cells import attribute_cell, held_cell
 
 from .helpers import LOCAL, Net, adamw, ensemble, groups_of
 
@@ -31,6 +31,7 @@ KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
     "eps2": (lambda net: hdet.GroupValue("eps2"), {DIVERGE}),
     "valid eps2": (lambda net: hdet.GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
     "clip_norm": (lambda net: hdet.ClipNorm(), {VALID, DIVERGE}),
+    "silent of gradients": (lambda net: Silent(on_gradients=True), {DIVERGE, "on_gradients"}),
     "clip_norm of the loop": (lambda net: hdet.ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
     "mine": (lambda net: hdet.Scalar("mine", value=1.0), set()),
     "valid mine": (lambda net: hdet.Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
@@ -60,8 +61,11 @@ def title(name: str) -> str:
 class Silent:
     """A third party's, which forgets to say what it is: nothing that could mislead is taken for granted."""
 
+    def __init__(self, **flags: bool) -> None:
+        self.flags = flags
+
     def bind(self, optimizer: torch.optim.Optimizer) -> list[Bound]:
-        return [Bound("silent", 0.3, [held_cell(1.0)], acts="forward")]
+        return [Bound("silent", 0.3, [held_cell(1.0)], acts="forward", **self.flags)]
 
 
 @pytest.mark.parametrize("name", KNOBS)
@@ -82,7 +86,9 @@ def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
     for make in (lambda net: hdet.SoftmaxController(decay=None), probe_of):
         net, knob, settings = knob_of(name)
         controller = make(net)
-        with pytest.raises(ValueError, match=f"no honest judge of the knob '{title(name)}'.*'{controller.name}'.*held_out=True"):
+        with pytest.raises(
+            ValueError, match=f"no honest judge of the knob '{title(name)}'.*'{controller.name}'.*held_out=True.*judges_held_out = True"
+        ):
             ensemble(net, [knob], controller=controller, **settings)
         assert "step" not in settings["optimizer"].__dict__
     for make in (lambda net: probe_of(net, held_out=True), lambda net: None):
@@ -174,7 +180,9 @@ def test_more_knobs_than_replicas_can_tell_apart_are_refused_for_controllers_tha
     net = Net()
     for controller in (probe_of(net), SlopeController()):
         ensemble(net, several(3), controller=controller, count=4, **LOCAL)
-        with pytest.raises(ValueError, match="4 replicas can tell at most 3 knobs apart, got 4"):
+        with pytest.raises(
+            ValueError, match=r"4 replicas can tell at most 3 knobs apart, got 4 \(k0, k1, k2, k3\): use more replicas or fewer"
+        ):
             ensemble(net, several(4), controller=controller, count=4, **LOCAL)
     ensemble(net, several(4), controller=hdet.SoftmaxController(decay=None), count=4, **LOCAL)
 
@@ -274,6 +282,42 @@ def test_arguments_that_make_no_knob(knob: Any, message: str) -> None:
 def test_knobs_that_cannot_be_bound(knobs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ensemble(Net(), knobs, **LOCAL)
+
+
+class Bad:
+    """A third party's, which binds something else."""
+
+    def __init__(self, *found: Any, **settings: Any) -> None:
+        self.found, self.settings = found, settings
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.found[0] if self.found else [Bound("bad", 0.3, **{"cells": [held_cell(1.0)], **self.settings})]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"acts": "explore"}, r"acts of the knob 'bad' must be 'step' or 'forward' \(inside explore\(\)\), got 'explore'"),
+        ({"cells": []}, "cells of the knob 'bad' must be a list with at least one cell"),
+        ({"cells": held_cell(1.0)}, "cells of the knob 'bad' must be a list with at least one cell"),
+        ({"scale": "linear"}, r"scale of the knob 'bad' must be made by scale_of\(bounds, kind, unit\), got 'linear'"),
+        ({"cells": [attribute_cell(Bad("text"), "found")]}, r"bad is \('text',\), which is no number"),
+        ({"cells": [held_cell(0.0)], "acts": "forward"}, "bad is 0, and scale='log' multiplies"),
+    ],
+)
+def test_what_a_knob_of_your_own_gets_wrong_is_said_by_its_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ensemble(Net(), [Bad(**settings)], **LOCAL)
+
+
+def test_what_is_no_knob_is_refused() -> None:
+    bound = Bound("bad", 0.3, [held_cell(1.0)])
+    for found in (None, bound, [None]):
+        with pytest.raises(TypeError, match="Bad.bind gave .*: it must return a list of hdet.knobs.Bound"):
+            ensemble(Net(), [Bad(found)])
+    for wrong in (bound, hdet.LearningRate):
+        with pytest.raises(TypeError, match="knobs must be a list of knobs such as"):
+            ensemble(Net(), [wrong])
 
 
 def test_a_decay_of_0_is_none() -> None:
