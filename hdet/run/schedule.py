@@ -45,6 +45,8 @@ class Schedule:
         optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
         self._others = TorchSchedulers(optimizer, scheduler)
         self._shown = self._told = False
+        self._own_step: int | None = None
+        """`step` after the last one of ours; None where it is not known."""
 
     @property
     def step(self) -> int | None:
@@ -60,9 +62,16 @@ class Schedule:
     def advance(self) -> None:
         """One step. The scheduler sees its own values, as it left them, and never a correction."""
         if self.scheduler is not None:
+            if self._own_step is not None and self.step == self._own_step + 1:
+                warnings.warn(
+                    f"somebody else has stepped the {type(self.scheduler).__name__} that was given to the Ensemble, whose step() steps it already: "
+                    "the schedule passes twice as fast. Step it in one place only",
+                    stacklevel=3,
+                )
             for knob in self._moved:
                 knob.show_schedule()
             self.scheduler.step()
+            self._own_step = self.step
             for knob in self._moved:
                 knob.take_schedule()
             self.note()
@@ -164,7 +173,7 @@ class Schedule:
         try:
             yield
         finally:
-            self._shown = False
+            self._shown, self._own_step = False, None
             for knob in self.knobs:
                 knob.take_schedule()
             for knob in self.knobs:
@@ -262,6 +271,7 @@ class Schedule:
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(values["scheduler"])
             yield
+        self._own_step = None
         for knob in self.knobs:
             knob.scheduled = [float(x) for x in values["scheduled"][knob.name]]
 

@@ -69,6 +69,20 @@ def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rh
     assert (exact(plain.parameters()) == exact(ours.parameters())) == (rho == 1.0)
 
 
+def test_a_scheduler_that_the_loop_steps_as_well_is_told_of():
+    """A framework that owns the scheduler steps it, and so does the Ensemble."""
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, SCHEDULERS["StepLR"])
+    ensemble.step(toy.step())
+    ensemble.load_state_dict(ensemble.state_dict())
+    ensemble.step(toy.step())
+    ensemble.schedule.scheduler.step()
+    with pytest.warns(UserWarning, match="somebody else has stepped the StepLR that was given to the Ensemble") as told:
+        ensemble.step(toy.step())
+    assert [one.filename for one in told] == [__file__]
+    ensemble.step(toy.step())
+
+
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")
 @pytest.mark.parametrize("rho", [1.0, 1.3])
 @pytest.mark.parametrize("optimizer", [sgd, sgd_tensor_lr])
