@@ -1,0 +1,17 @@
+"""benchmarks.evidence.survey: trials that nothing follows from."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.evidence import survey
+
+
+def test_a_line_has_each_trial_and_what_its_arms_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "LENGTHS", (16, 32))
+    line = survey.run("regression", -6, seed=0, steps=1000)
+    assert [(trial["begins"], trial["steps"]) for trial in line["trials"]] == [(150, 16), (214, 32), (300, 16), (364, 32)]
+    for trial in line["trials"]:
+        gains = dict(zip(line["octaves"], trial["gains"], strict=True))
+        assert gains[0] == 0 and gains[2] > 0 > gains[-2]  # a rate that is far too low
+    assert survey.table([line]).count("| regression | 2^-6 |") == 4
