@@ -1,11 +1,12 @@
-"""Several knobs at once, from usual values: one run of four replicas against random search with as many examples.
+"""Several knobs at once, from usual values: one run of eight replicas against random search with as many examples.
 
-    python -m benchmarks.evidence.several [--workloads sorting ...] [--steps 6000] [--seeds 1] [--jobs 1] [--quick] [--json FILE]
+    python -m benchmarks.evidence.several [--workloads sorting ...] [--steps 6000] [--replicas 8] [--seeds 1] [--jobs 1] [--quick]
+                                          [--json FILE]
 
 The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table has held-out losses at the end:
 
     usual        one run with the usual values
-    hdet         the same run; four gloo processes, each on a quarter of the batch and at values of its own, averaged every `INTERVAL` steps;
+    hdet         the same run; gloo processes, each on its part of the batch and at values of its own, averaged every `INTERVAL` steps;
                  `AutoLR`, then a `ProbeController` on batches that are not trained on
     random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on. Together they see as many examples as hdet.
                  The first trial has the usual values, the others values drawn around them, by the factors in `AROUND`
@@ -37,7 +38,7 @@ from .training import Method, Parts, scheduled, train
 from .workloads import SCHEDULES, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/several.jsonl"
-WORKERS, INTERVAL, CHUNKS, JUDGED = 4, 50, 8, 16
+INTERVAL, CHUNKS, JUDGED = 50, 8, 16
 SPREADS = {"lr": 0.3, "weight_decay": 0.4, "beta2": 0.4, "dropout": 0.4}
 USUAL = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999, "dropout": 0.1}
 AROUND = {"lr": 16.0, "weight_decay": 16.0, "beta2": 16.0, "dropout": 4.0}
@@ -156,27 +157,29 @@ def search(workload: str, seed: int, steps: int, trials: int) -> tuple[float, Va
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
-def run(workload: str, method: str, seed: int, steps: int) -> Record:
+def run(workload: str, method: str, seed: int, steps: int, replicas: int) -> Record:
     """One line of the results."""
     began, again = time.perf_counter(), None
     if method == "hdet":
-        validation, values = spawn(replica, WORKERS, workload, seed, steps)
+        validation, values = spawn(replica, replicas, workload, seed, steps)
     elif method == "usual":
         validation, values = alone(workload, seed, steps, USUAL)[1], USUAL
     else:
         validation, values = search(workload, seed, steps, int(method.split()[1]))
         again = finite(alone(workload, seed, steps, values)[1])
     return {
-        "benchmark": "several", "workload": workload, "method": method, "seed": seed, "steps": steps, "validation": finite(validation),
-        "again": again, "values": values, "seconds": time.perf_counter() - began, "torch": torch.__version__,
+        "benchmark": "several", "workload": workload, "method": method, "seed": seed, "steps": steps, "replicas": replicas,
+        "validation": finite(validation), "again": again, "values": values, "seconds": time.perf_counter() - began, "torch": torch.__version__,
     }  # fmt: skip
 
 
-key = identity("workload", "method", "seed", "steps")
+key = identity("workload", "method", "seed", "steps", "replicas")
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    return command.grid(seed=range(options.seeds), workload=options.workloads, method=options.methods, steps=[options.steps])
+    return command.grid(
+        seed=range(options.seeds), workload=options.workloads, method=options.methods, steps=[options.steps], replicas=[options.replicas]
+    )
 
 
 def table(records: Sequence[Record]) -> str:
@@ -193,8 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["small", "sorting", "recurrent"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--replicas", type=int, default=8, help="of hdet: more than there are knobs")
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["small"], methods=["hdet"], steps=128, seeds=1)
+    options = command.parsed(parser, arguments, workloads=["small"], methods=["hdet"], steps=128, replicas=4, seeds=1)
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

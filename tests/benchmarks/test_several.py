@@ -19,7 +19,7 @@ def test_a_search_has_the_usual_values_among_its_trials_and_chooses_by_other_bat
     tried = [several.drawn("small", 0, number) for number in range(16)]
     assert tried[0] == several.USUAL and len({values["lr"] for values in tried}) == 16
     assert all(several.USUAL["lr"] / 16 <= values["lr"] <= several.USUAL["lr"] * 16 for values in tried)
-    line = several.run("small", "random 16", seed=0, steps=320)
+    line = several.run("small", "random 16", seed=0, steps=320, replicas=4)
     losses = [several.alone("small", 0, 20, values) for values in tried]
     assert line["validation"] == min(losses)[1] and line["values"] == tried[losses.index(min(losses))]
     assert math.isfinite(line["again"]) and f"{line['again']:.4f}" in several.table([line])
