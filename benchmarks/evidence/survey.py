@@ -3,9 +3,8 @@
     python -m benchmarks.evidence.survey [--workloads digits ...] [--starts 0 4] [--steps 10000] [--seeds 1] [--jobs 2] [--quick] [--json FILE]
 
 The run keeps its rate, 2^start times the one that people would write first. At 15 % and 30 % of it, arms train beside it at 1/4, 1/2, 2 and 4 times
-the rate, for 28, 56, 112 and 224 steps, and are scored on 48 batches (`hdet.AutoLR` affords some 28 steps and 14 batches there). The table has how
-far each arm is below the one with the run's own rate, in percent of what that has learned, and in standard errors over the batches. A rule that is
-to tell a wrong rate from a right one needs figures that differ.
+the rate, for 28, 56, 112 and 224 steps, and are scored on 48 batches (`hdet.AutoLR` affords some 28 steps and 14 batches there). A rule that is to
+tell a wrong rate from a right one needs figures that differ. Lines have all arms, with standard errors over the batches.
 """
 
 from __future__ import annotations
@@ -114,20 +113,27 @@ def tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def table(records: Sequence[Record]) -> str:
-    shown = [octave for octave in OCTAVES if octave]
+    """How far the arm at half the rate, by the trial's length, and the one at four times the rate are below the one at the run's own: in percent of
+    what that has learned, the least and the most."""
     lines = [
-        "| workload | start | at step | trial's steps | " + " | ".join(f"{2.0**o:g} x" for o in shown) + " |",
-        "|---" * (4 + len(shown)) + "|",
+        "| workload | start | " + " | ".join(f"half the rate, {steps} steps" for steps in LENGTHS) + " | four times the rate |",
+        "|---" * (3 + len(LENGTHS)) + "|",
     ]
     for record in sorted(records, key=lambda record: (record["workload"], record["seed"], record["exponent"])):
-        for trial in record["trials"]:
-            learned = record["untrained"] - trial["loss"]
-            cells = []
-            for octave in shown:
-                gain, error = (trial[name][OCTAVES.index(octave)] for name in ("gains", "errors"))
-                cells.append(f"{100 * gain / learned:+.2f} % ({gain / error if error else 0:+.1f})")
-            begins = f"{record['workload']} | 2^{record['exponent']} | {trial['begins']} | {trial['steps']}"
-            lines.append(f"| {begins} | " + " | ".join(cells) + " |")
+        half, four = (
+            {
+                steps: [
+                    100 * trial["gains"][OCTAVES.index(octave)] / (record["untrained"] - trial["loss"])
+                    for trial in record["trials"]
+                    if trial["steps"] == steps
+                ]
+                for steps in LENGTHS
+            }
+            for octave in (-1, 2)
+        )
+        every = [gain for gains in four.values() for gain in gains]
+        cells = [f"{min(gains):+.1f} to {max(gains):+.1f} %" for gains in (*half.values(), every)]
+        lines.append(f"| {record['workload']} | 2^{record['exponent']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

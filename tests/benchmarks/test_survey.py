@@ -14,4 +14,5 @@ def test_a_line_has_each_trial_and_what_its_arms_gain(monkeypatch: pytest.Monkey
     for trial in line["trials"]:
         gains = dict(zip(line["octaves"], trial["gains"], strict=True))
         assert gains[0] == 0 and gains[2] > 0 > gains[-2]  # a rate that is far too low
-    assert survey.table([line]).count("| regression | 2^-6 |") == 4
+    row = survey.table([line]).splitlines()[-1]
+    assert row.startswith("| regression | 2^-6 | -") and row.count(" to ") == 3
