@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_WAIT_POLICY"] = "passive"  # read as torch is loaded: threads that spin while they wait take the time of other tests
 import torch
 
 with suppress(ImportError):  # make gpu runs where it may be missing
