@@ -26,9 +26,9 @@ $(BIN)/hdet.stamp: $(BIN)/torch.stamp pyproject.toml setup.py CMakeLists.txt $(s
 demo: $(BIN)/hdet.stamp
 	$(BIN)/hdet train --compare --out runs/demo --overwrite
 
-# Two processes, a file's tests in one of them; what watches clocks afterwards, alone.
+# Three processes, which wait for others half of the time, a file's tests in one of them; what watches clocks afterwards, alone.
 test: $(BIN)/hdet.stamp
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder --ignore tests/faults
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder --ignore tests/faults
 	$(BIN)/python -m pytest -q tests/faults
 
 # A combination that cannot be made is named, with the reason, and the others go on; the exit code is 0 only if all were made and passed.
@@ -44,7 +44,7 @@ test-matrix:
 	    elif ! { $$python -m venv $$env && $$env/bin/python -m pip install --quiet $$packages && \
 	             $$env/bin/python -m pip install --quiet -e '.[test]' $$packages; } >$$log 2>&1; then \
 	        echo "$$what: not made: $$(grep -v '^ *$$' $$log | tail -n 1); see $$log" >>$$summary; bad=1; \
-	    elif ! $$env/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder --ignore tests/faults || ! $$env/bin/python -m pytest -q tests/faults; then \
+	    elif ! $$env/bin/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder --ignore tests/faults || ! $$env/bin/python -m pytest -q tests/faults; then \
 	        echo "$$what: failed" >>$$summary; bad=1; \
 	    else \
 	        echo "$$what: passed" >>$$summary; \

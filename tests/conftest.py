@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_WAIT_POLICY"] = "passive"  # read as torch is loaded: threads that spin while they wait take the time of other tests
 import torch
 
 with suppress(ImportError):  # make gpu runs where it may be missing
@@ -17,8 +21,8 @@ with suppress(ImportError):  # make gpu runs where it may be missing
 
 
 LONGEST = [
-    "cli/test_runs.py", "triton/test_interpreter.py", "kernels/test_shim.py", "cli/test_replay.py", "layouts/test_parallel.py",
-    "cli/test_folders.py", "cli/test_cli.py", "schedulers/test_same_as_torch.py", "benchmarks/test_fixed_rates.py",
+    "cli/test_runs.py", "kernels/test_shim.py", "triton/test_interpreter.py", "triton/test_compiled.py", "layouts/test_parallel.py",
+    "schedulers/test_rescheduling.py", "cli/test_replay.py", "controllers/test_auto.py", "controllers/test_replay.py",
 ]  # fmt: skip
 """A quarter of a minute and more each, the longest first. One of them that begins last keeps a single process busy while the other waits."""
 
@@ -27,6 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, which --no-loadscope-reorder leaves so; all else in the order in which it stands."""
     place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """A million objects are there for good: neither the collector nor hdet's search for the user's schedulers goes through them in each test."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # for the modules that look for leaks as the process ends
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_a_run_that_breaks_has_no_loss_and_counts_as_untrained() -> None:
     assert f"{line['untrained']:.4g}" in fixed_rates.table([line])
 
 
-def test_quick_prints_the_table(capsys: Any) -> None:
+def test_quick_prints_the_table(capsys: Any, in_this_process: None) -> None:
     fixed_rates.main(["--quick"])
     assert "small" in capsys.readouterr().out.splitlines()[-1]
 
@@ -67,6 +67,6 @@ def test_what_is_missing_is_of_what_was_to_be_gained() -> None:
     assert auto.missing(None, untrained=3.0, best=1.0) == auto.missing(7.0, untrained=3.0, best=1.0) == 100
 
 
-def test_quick_prints_the_table_of_auto(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_the_table_of_auto(capsys: Any, in_this_process: None) -> None:
     auto.main(["--quick"])
-    assert "2 runs: worse than" in capfd.readouterr().out
+    assert "2 runs: worse than" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""benchmarks.evidence.outer: local gradients with an outer step, through real processes."""
+"""benchmarks.evidence.outer: local gradients with an outer step, between real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from benchmarks.evidence import outer
 
 
-def test_quick_prints_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
+    monkeypatch.setattr(outer, "WORKERS", 2)
     outer.main(["--quick"])
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert "| workload | start | seed | probe | probe's correction |" in printed and "| small | 2^0 | 0 | 0." in printed

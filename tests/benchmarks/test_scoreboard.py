@@ -44,7 +44,7 @@ def test_looking_on_the_way_changes_nothing(method: str, monkeypatch: pytest.Mon
     assert len(looked["points"]) == 40 and len(alone["points"]) == 1 and looked["validation"] == alone["validation"]
 
 
-def test_quick_prints_the_tables(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_the_tables(capsys: pytest.CaptureFixture[str], in_this_process: None) -> None:
     scoreboard.main(["--quick"])
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert "| workload | adamw | autolr |" in printed and "| autolr | " in printed

@@ -31,7 +31,7 @@ def test_overwriting_replaces_a_run_and_nothing_of_others(
     (run / f".{CHECKPOINT}.partial").symlink_to(elsewhere)
     (run / f".{HISTORY}.partial").symlink_to(run / "nothing")
     theirs = {name: content for name, content in tree(run).items() if name not in ours}
-    finished = run_cli("train", *tiny(text_folder), "--schedule-only", "--out", str(run), "--overwrite")
+    finished = run_cli("train", *tiny(text_folder), "--coresident", "--schedule-only", "--out", str(run), "--overwrite")
     assert finished.code == 0 and finished.err == "", finished.err
     assert json.loads((run / CONFIG).read_text())["mode"] == "fixed"
     after = tree(run)

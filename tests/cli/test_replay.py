@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hdet.cli.job.run_files import CHECKPOINT, CONFIG, HISTORY, read_history
+from hdet.cli.job.run_files import CONFIG, HISTORY, read_history
 from hdet.cli.main import main
 
-from .harness import Finished, run_cli, tiny
+from .harness import Finished
 from .test_runs import Straight
 
 CONTROLLERS = ("probe", "softmax", "auto")
@@ -57,15 +57,6 @@ def test_a_difference_is_printed(runs: dict[str, Path], controller: str, tmp_pat
     assert main(["replay", str(rewritten(runs[controller], tmp_path / "run", records))]) == 1
     out, _ = capsys.readouterr()
     assert out.startswith(f"cycle {cycle['cycle']}: decisions differ") and len(out.splitlines()) == 1
-
-
-def test_a_resumed_run_too(text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    broken = run_cli("train", *tiny(text_folder), "--out", str(folder), fault="raise@20")
-    assert broken.code == 1 and (folder / CHECKPOINT).exists(), broken.err
-    assert run_cli("train", "--resume", str(folder)).code == 0
-    assert main(["replay", str(folder)]) == 0
-    assert "all the same to the bit" in capsys.readouterr().out
 
 
 def test_what_is_no_such_run_is_refused(tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from hdet.cli.job.place import Place, join
 from hdet.cli.job.processes import Workers
 from hdet.cli.job.run_files import read_history
 from hdet.cli.job.training import RunSpec, train_all
+from hdet.cli.main import main
 
 from ..limits import HANG_S
 from .harness import KINDS, ROOT, Finished, auto, run_cli, tiny, wait_until_gone
@@ -184,7 +185,9 @@ def test_one_process_is_enough(text_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("processes", 3), ("coresident", 1), ("auto", 2)])
-def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path, straight: Straight, kind: str, workers: int) -> None:
+def test_killed_run_resumes_bit_for_bit(
+    text_folder: Path, tmp_path: Path, straight: Straight, kind: str, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """kill -9 of the parent at step 12, four steps after the checkpoint of step 8."""
     whole, _ = straight(kind)
     folder, pids, scratch = tmp_path / "killed", tmp_path / "pids", tmp_path / "scratch"
@@ -202,6 +205,7 @@ def test_killed_run_resumes_bit_for_bit(text_folder: Path, tmp_path: Path, strai
     assert same(ours, theirs)
     assert same(*(torch.load(run / "checkpoint.pt", weights_only=True) for run in (folder, whole)))
     assert (folder / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
+    assert main(["replay", str(folder)]) == 0 and "all the same to the bit" in capsys.readouterr().out
 
 
 def test_interrupted_run_says_where_the_checkpoint_is(text_folder: Path, tmp_path: Path) -> None:

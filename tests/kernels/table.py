@@ -134,8 +134,9 @@ def covering(seed: int = 0) -> list[dict[str, Any]]:
     rng, chosen = random.Random(seed), []
     while missing:
         best: tuple[int, dict[str, Any], set[Any]] = (0, {}, set())
+        in_order = sorted(missing)
         for _ in range(20):
-            pair = rng.choice(sorted(missing))
+            pair = rng.choice(in_order)
             indices = dict(pair)
             for name in rng.sample(names, len(names)):
                 if name not in indices:

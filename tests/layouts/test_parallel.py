@@ -140,10 +140,10 @@ def test_peers_part_and_meet_and_shards_stay_apart(eight: list[dict[str, Any]]) 
 
 
 def test_runs_as_a_user_starts_it(text: Path) -> None:
-    """Four processes, two stages: eight are in the tests above, and starting them costs most of the time."""
+    """Two processes, each a replica: stages and shards are in the tests above, and starting processes costs most of the time."""
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *("examples/parallel.py", "--tp", "1", "--pp", "2", "--steps", "4", "--sync-interval", "2", "--data", str(text)),
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("examples/parallel.py", "--tp", "1", "--pp", "1", "--steps", "4", "--sync-interval", "2", "--data", str(text)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env=environment, check=False)

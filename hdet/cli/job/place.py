@@ -32,9 +32,8 @@ def choose_device(device: str, processes: int, *, least: int = 2) -> str:
     """``cpu`` or ``cuda`` for ``processes`` on this machine: NCCL wants a GPU for each. ``least``: replicas with which the run makes sense.
     Raises ValueError if ``cuda`` is asked for, and there are fewer GPUs than processes; or hdet's native module is missing or stale."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    native = hdet.kernels.available()["cpu"]
-    if native != hdet.kernels.USABLE:
-        raise ValueError(f"the kernels cannot be used: {native}")
+    if hdet.kernels.native.missing is not None:
+        raise ValueError(f"the kernels cannot be used: {hdet.kernels.native.missing}")
     if device == "cuda" and gpus < processes:
         fewer = [f"--replicas {gpus}"] if gpus >= least else []
         what = f"{processes} replicas need {processes} GPUs" if processes > 1 else "one GPU is needed"

@@ -26,8 +26,8 @@ interpreted: bool = triton.knobs.runtime.interpret
 
 
 def block_for(longest: int) -> int:
-    """A program's elements at a time. The interpreter takes each operation as one numpy call, the larger the better."""
-    return max(16, triton.next_power_of_2(longest)) if interpreted else BLOCK
+    """A program's elements at a time. The interpreter takes each operation as one numpy call, the larger the better: up to a chunk."""
+    return max(16, triton.next_power_of_2(min(longest, t.CHUNK_ELEMENTS))) if interpreted else BLOCK
 
 
 def registers_for(replicas: int) -> dict[str, int]:
