@@ -7,6 +7,6 @@ import pytest
 from benchmarks.evidence import ranks
 
 
-def test_quick_prints_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_the_table(capsys: pytest.CaptureFixture[str], in_this_process: None) -> None:
     ranks.main(["--quick"])
-    assert "| regression | 2^0 | 0 | 0." in capfd.readouterr().out
+    assert "| regression | 2^0 | 0 | 0." in capsys.readouterr().out

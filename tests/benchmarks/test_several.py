@@ -9,9 +9,9 @@ import pytest
 from benchmarks.evidence import several
 
 
-def test_quick_prints_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_the_table(capsys: pytest.CaptureFixture[str], in_this_process: None) -> None:
     several.main(["--quick"])
-    row = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("| small | 0 | hdet |"))
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| small | 0 | hdet |"))
     assert "lr 0.001, beta2 0." in row and "weight_decay 0.0" in row  # too short a run for trials of the rate
 
 
