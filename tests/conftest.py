@@ -21,10 +21,10 @@ with suppress(ImportError):  # make gpu runs where it may be missing
 
 
 LONGEST = [
-    "cli/test_runs.py", "kernels/test_shim.py", "triton/test_interpreter.py", "triton/test_compiled.py", "layouts/test_parallel.py",
-    "schedulers/test_rescheduling.py", "cli/test_replay.py", "controllers/test_auto.py", "controllers/test_replay.py",
+    "kernels/test_shim.py", "cli/test_runs.py", "triton/test_interpreter.py", "triton/test_compiled.py", "cli/test_replay.py",
+    "kernels/test_step.py", "cli/test_folders.py", "layouts/test_parallel.py", "checkpoint/test_resume.py",
 ]  # fmt: skip
-"""A quarter of a minute and more each, the longest first. One of them that begins last keeps a single process busy while the other waits."""
+"""A quarter of a minute and more each, the longest first. One of them that begins last keeps a single process busy while the others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
