@@ -1,4 +1,4 @@
-"""Named ranges for profilers: NVTX under nsys and ncu, torch.profiler in a process that uses no GPU. docs/profiling.md shows how to read them.
+"""Named ranges for profilers: NVTX for nsys and ncu where torch has CUDA, and torch.profiler everywhere. docs/profiling.md shows how to read them.
 
 They are on if HDET_NVTX=1, or if nsys has started the process (it sets NVTX_INJECTION64_PATH); this is decided when hdet is imported.
 Off, `ranged` returns the function it is given, so a range costs nothing, and `span` returns one shared empty context.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -28,7 +28,13 @@ def span(name: str) -> AbstractContextManager[object]:
     """A range around a block: ``with span("hdet.converge"): ...``."""
     if not ON:
         return _OFF
-    return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else torch.profiler.record_function(name)
+    return _marked(name)
+
+
+@contextmanager
+def _marked(name: str) -> Iterator[None]:
+    with torch.cuda.nvtx.range(name) if torch.backends.cuda.is_built() else _OFF, torch.profiler.record_function(name):
+        yield
 
 
 def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OMP_WAIT_POLICY"] = "passive"  # read as torch is loaded: threads that spin while they wait take the time of other tests
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # read as torch is loaded: threads that spin while they wait take the time of other tests
 import torch
 
 with suppress(ImportError):  # make gpu runs where it may be missing

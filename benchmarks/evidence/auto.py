@@ -33,6 +33,13 @@ HARM = 0.5
 """Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
 
 
+def auto_lr(problem: Problem, model: nn.Module, budget: float) -> hdet.AutoLR:
+    """With the workload's judge, where there is one."""
+    chosen = WORKLOADS[problem.name]
+    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
+    return hdet.AutoLR(model, budget=budget, judge=judge)
+
+
 def beside(
     problem: Problem,
     model: nn.Module,
@@ -42,7 +49,7 @@ def beside(
     controller: hdet.Controller,
     log: Any = None,
 ) -> tuple[Parts, hdet.Ensemble]:
-    """A training loop with a controller that trains copies beside the run."""
+    """A training loop with any controller; the closure has the losses of the batch."""
     ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed, log=log)
     step, last = plain(problem, model), [0.0]
 
@@ -61,12 +68,10 @@ def beside(
 def around(
     problem: Problem, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, seed: int, *, budget: float = 0.03, log: Any = None
 ) -> tuple[Parts, hdet.AutoLR, hdet.Ensemble]:
-    """A training loop with an AutoLR, which has the workload's judge, where there is one."""
-    chosen = WORKLOADS[problem.name]
-    judge = (lambda net, data: problem.losses(net, data).mean(), chosen.judge()) if chosen.judge else None
-    controller = hdet.AutoLR(model, budget=budget, judge=judge)
-    parts, ensemble = beside(problem, model, optimizer, scheduler, seed, controller, log)
-    return parts, controller, ensemble
+    """A training loop with the workload's AutoLR."""
+    chosen = auto_lr(problem, model, budget)
+    parts, ensemble = beside(problem, model, optimizer, scheduler, seed, chosen, log)
+    return parts, chosen, ensemble
 
 
 def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> Record:

@@ -15,7 +15,6 @@ write first. The table has the final held-out loss.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ..harness import spawn
 from . import command
 from .problems import Batch
 from .runs import Record, Task, finite, identity
+from .training import in_parts
 from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/outer.jsonl"
@@ -44,9 +44,6 @@ def worker(rank: int, world: int, workload: str, method: str, exponent: int, see
     model = problem.build(seed)
     optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
 
-    def part(batch: Batch) -> Batch:
-        return tuple(column[rank::world] for column in batch)
-
     def common(cycle: int) -> list[Batch]:
         whole = [problem.spare(seed, (cycle + 1) * INTERVAL, 2 * cycle + i) for i in range(CHUNKS // world)]
         return [tuple(column[r::world] for column in batch) for batch in whole for r in range(world)]
@@ -57,17 +54,8 @@ def worker(rank: int, world: int, workload: str, method: str, exponent: int, see
         knobs=[hdet.LearningRate(SPREAD if method in ("spread", "probe") else 0.0)],
         sync=hdet.Sync(INTERVAL, converge=Plain() if method == "local" else Outer(), gradients="local", moments="keep"),
     )  # fmt: skip
-    try:
-        for step in range(steps):
-            loss = problem.losses(model, part(problem.batch(seed, step))).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ensemble.step(loss)
-    except hdet.ReplicasDiverged:
-        return math.nan, math.nan
-    ensemble.converge()
-    return problem.validate(model), ensemble.corrections["lr"]
+    loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
+    return loss, ensemble.corrections["lr"]
 
 
 def run(workload: str, method: str, exponent: int, seed: int, steps: int) -> Record:

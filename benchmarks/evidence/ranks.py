@@ -1,7 +1,7 @@
 """AutoLR on N ranks at the same total batch: what do more replicas buy?
 
-    python -m benchmarks.evidence.ranks [--workloads regression ...] [--counts 1 2 4 8] [--starts -4 4] [--steps 10000] [--seeds 1] [--jobs 1]
-                                        [--quick] [--json FILE]
+    python -m benchmarks.evidence.ranks [--workloads regression ...] [--counts 1 2 4 8] [--starts -4 4] [--steps 10000] [--budget 0.03] [--seeds 1]
+                                        [--jobs 1] [--quick] [--json FILE]
 
 N gloo processes, each with an N-th of every batch; the loop averages their gradients. An arm is spread over all ranks as the run is, so a trial is a
 part of the run's compute whatever N is, and N scores of a batch's parts stand for one of the batch. The table has what was decided and the held-out loss.
@@ -10,10 +10,10 @@ part of the run's compute whatever N is, and N scores of a batch's parts stand f
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,58 +21,56 @@ import torch.distributed as dist
 import hdet
 
 from ..harness import spawn
-from . import command
+from . import auto, command
 from .runs import Record, Task, finite, identity
+from .training import in_parts
 from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/ranks.jsonl"
 
 
-def worker(rank: int, world: int, workload: str, exponent: int, seed: int, steps: int) -> tuple[float, float, float]:
-    """(held-out loss, correction, part of the run's compute in trials), the same on all ranks."""
+def worker(rank: int, world: int, workload: str, exponent: int, seed: int, steps: int, budget: float) -> list[float]:
+    """(held-out loss, correction, part of the run's compute in trials), which must be the same on all ranks."""
     chosen = WORKLOADS[workload]
     problem = replace(chosen.problem, steps=steps)
     model = problem.build(seed)
     optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
-    controller = hdet.AutoLR(model)
+    controller = auto.auto_lr(problem, model, budget)
     ensemble = hdet.Ensemble(optimizer, SCHEDULES[chosen.schedule](optimizer, steps), total_steps=steps, controller=controller, seed=seed)
-    try:
-        for step in range(steps):
-            batch = tuple(column[rank::world] for column in problem.batch(seed, step))
-            loss = problem.losses(model, batch).mean()
-            loss.backward()
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            whole = torch._utils._flatten_dense_tensors(gradients)
-            dist.all_reduce(whole)
-            for gradient, mean in zip(gradients, torch._utils._unflatten_dense_tensors(whole.div_(world), gradients), strict=True):
-                gradient.copy_(mean)
-            optimizer.step()
-            optimizer.zero_grad()
-            ensemble.step(loss, closure=lambda batch=batch: problem.losses(model, batch))
-    except hdet.ReplicasDiverged:
-        return math.nan, math.nan, math.nan
-    ensemble.converge()
-    return problem.validate(model), ensemble.corrections["lr"], controller.rule.spent / steps
+
+    def average() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(world)
+
+    loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world, average=average)
+    found = [loss, ensemble.corrections["lr"], controller.rule.spent / steps]
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, found)
+    assert len(set(map(str, every))) == 1, every
+    return found
 
 
-def run(workload: str, count: int, exponent: int, seed: int, steps: int) -> Record:
+def run(workload: str, count: int, exponent: int, seed: int, steps: int, budget: float) -> Record:
     """One line of the results."""
     began = time.perf_counter()
-    validation, correction, spent = spawn(worker, count, workload, exponent, seed, steps)
+    validation, correction, spent = spawn(worker, count, workload, exponent, seed, steps, budget)
     return {
-        "benchmark": "ranks", "workload": workload, "count": count, "exponent": exponent, "seed": seed, "steps": steps,
+        "benchmark": "ranks", "workload": workload, "count": count, "exponent": exponent, "seed": seed, "steps": steps, "budget": budget,
         "validation": finite(validation), "correction": finite(correction), "spent_percent": 100 * spent,
         "seconds": time.perf_counter() - began, "torch": torch.__version__,
     }  # fmt: skip
 
 
-key = identity("workload", "count", "exponent", "seed", "steps")
+key = identity("workload", "count", "exponent", "seed", "steps", "budget")
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
     return command.grid(
-        seed=range(options.seeds), workload=options.workloads, exponent=options.starts, count=options.counts, steps=[options.steps]
-    )
+        seed=range(options.seeds), workload=options.workloads, exponent=options.starts, count=options.counts, steps=[options.steps],
+        budget=[options.budget],
+    )  # fmt: skip
 
 
 def table(records: Sequence[Record]) -> str:
@@ -90,13 +88,14 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command.parser(__doc__, RESULTS, "one workload, two ranks, 100 steps", seeds=1)
+    parser = command.parser(__doc__, RESULTS, "one workload, two ranks, 400 steps", seeds=1)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["regression", "autoencoder"])
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--starts", type=int, nargs="+", default=[-4, 4])
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--budget", type=float, default=0.03)
     parser.set_defaults(jobs=1)
-    options = command.parsed(parser, arguments, workloads=["regression"], counts=[2], starts=[0], steps=100, seeds=1)
+    options = command.parsed(parser, arguments, workloads=["regression"], counts=[2], starts=[-4], steps=400, budget=0.3, seeds=1)
     print(table(command.complete(run, tasks(options), key, options)), end="")
 
 

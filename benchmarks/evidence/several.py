@@ -8,8 +8,9 @@ The knobs are the rate, the decay, beta2, and the dropout rate of a model that h
     usual        one run with the usual values
     hdet         the same run; gloo processes, each on its part of the batch and at values of its own, averaged every `INTERVAL` steps;
                  `AutoLR`, then a `ProbeController` on batches that are not trained on
-    random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on. Together they see as many examples as hdet.
-                 The first trial has the usual values, the others values drawn around them, by the factors in `AROUND`
+    random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on. Together they train on as many
+                 examples as hdet, whose trials and probes come on top. The first trial has the usual values, the others values drawn
+                 around them, by the factors in `AROUND`
     random 64    the same with 64 trials
     ... again    the best trial's values in a run as long as hdet's, after the search: twice as many examples in all
 """
@@ -34,7 +35,7 @@ from . import command
 from .problems import Batch, Problem
 from .problems.digits import seeded
 from .runs import Record, Task, finite, identity
-from .training import Method, Parts, scheduled, train
+from .training import Method, Parts, in_parts, scheduled, train
 from .workloads import SCHEDULES, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/several.jsonl"
@@ -93,21 +94,9 @@ def replica(rank: int, world: int, workload: str, seed: int, steps: int) -> tupl
         optimizer, schedule(workload, optimizer, steps), total_steps=steps, knobs=knobs, seed=seed,
         controller=hdet.SequentialController(hdet.AutoLR(model), probe), sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
     )  # fmt: skip
-    torch.manual_seed(1000 * (seed + 1) + rank)  # replicas drop different units
-    try:
-        for step in range(steps):
-            batch = tuple(column[rank::world] for column in problem.batch(seed, step))
-            with ensemble.explore():
-                loss = problem.losses(model, batch).mean()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ensemble.step(loss, closure=lambda batch=batch: problem.losses(model, batch))
-    except hdet.ReplicasDiverged:
-        return math.nan, {}
-    ensemble.converge()
+    loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
     found = ensemble.corrections
-    return problem.validate(model), {name: _moved(name, found[name]) for name in found}
+    return loss, {name: _moved(name, found[name]) for name in found}
 
 
 def _moved(name: str, factor: float) -> float:

@@ -91,6 +91,8 @@ def run(workload: str, exponent: int, seed: int, steps: int) -> Record:
 
     rate = chosen.rate * 2.0**exponent
     train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
+    if seen[0].todo:
+        raise ValueError(f"{steps} steps are too few for {len(PLACES) * len(LENGTHS)} trials")
     trials = []
     for told in seen[0].told:
         own = told["losses"][OCTAVES.index(0)]

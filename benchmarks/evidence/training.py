@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+import hdet
 
 from .problems import Batch, Problem
 
@@ -139,6 +141,29 @@ def train(problem: Problem, method: Method, rate: float, seed: int, watch: Watch
 
 class _Crashed(Exception):
     """The loss is not finite."""
+
+
+def in_parts(
+    problem: Problem, model: nn.Module, optimizer: Optimizer, ensemble: hdet.Ensemble, seed: int, rank: int, world: int, *,
+    average: Callable[[], object] = lambda: None,
+) -> float:  # fmt: skip
+    """A run of which this is one of ``world`` ranks, each on its part of every batch. Returns the held-out loss of the replicas' average, NaN where
+    the run has diverged. ``average``: what is done with gradients; nothing, where they are local."""
+    torch.manual_seed(1000 * (seed + 1) + rank)  # each draws its own noise, and drops its own units
+    try:
+        for step in range(problem.steps):
+            batch = tuple(column[rank::world] for column in problem.batch(seed, step))
+            with ensemble.explore():
+                loss = problem.losses(model, batch).mean()
+                loss.backward()
+            average()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss, closure=partial(problem.losses, model, batch))
+    except hdet.ReplicasDiverged:
+        return math.nan
+    ensemble.converge()
+    return problem.validate(model)
 
 
 # -- for methods ----------------------------------------------------------------------------------------------------------

@@ -89,9 +89,9 @@ class Controller:
         return Learned(learned) if isinstance(learned, list) else learned
 
     def _ask(self, learning: Generator[Question, Any, Learned], frozen: bool) -> Generator[Question, Any, Learned]:
-        learned = yield from learning
+        learned: Any = yield from learning
         self.frozen = frozen
-        return learned
+        return Learned(learned) if isinstance(learned, list) else learned
 
     def decide(self, evidence: Evidence) -> list[Decision] | Learning:
         """One Decision for each knob, or what `learn` returns; a function of the evidence and of the state alone."""

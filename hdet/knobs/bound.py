@@ -75,7 +75,7 @@ class Bound:
     ) -> None:
         if acts not in ("step", "forward"):
             raise ValueError(f"acts of the knob {name!r} must be 'step' or 'forward' (inside explore()), got {acts!r}")
-        if isinstance(cells, Cell) or not cells:
+        if isinstance(cells, Cell) or not list(cells) or not all(isinstance(cell, Cell) for cell in cells):
             raise ValueError(f"cells of the knob {name!r} must be a list with at least one cell, got {cells!r}")
         if scale is not None and not isinstance(scale, Scale):
             raise ValueError(f"scale of the knob {name!r} must be made by scale_of(bounds, kind, unit), got {scale!r}")
@@ -108,14 +108,12 @@ class Bound:
     def _check_first(self) -> None:
         for value in self.scheduled:
             try:
-                number = float(value)
-            except (TypeError, ValueError):
-                raise ValueError(f"{self.name} is {value!r}, which is no number: begin with one") from None
-            if self.acts == "step":  # a schedule may begin at 0
-                continue
+                number = math.nan if isinstance(value, str) else float(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                number = math.nan
             if not math.isfinite(number):
-                raise ValueError(f"{self.name} is {number!r}: begin with a finite number")
-            if self.scale.kind == "log" and number <= 0:
+                raise ValueError(f"{self.name} is {value!r}: begin with a finite number")
+            if self.acts != "step" and self.scale.kind == "log" and number <= 0:  # a schedule may begin at 0
                 raise ValueError(f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use scale='linear' with a unit")
 
     def __repr__(self) -> str:

@@ -97,7 +97,7 @@ class Panel:
             for name, row in found:
                 if not isinstance(row, torch.Tensor) or row.dim() != 1:
                     raise TypeError(
-                        f"{type(self._all[name]).__name__}.measure gave {row!r}: a row is a tensor of one dimension, such as loss.reshape(1)"
+                        f"{type(self._all[name]).__name__}.measure gave {getattr(row, 'shape', row)!r}: a row is a tensor of one dimension, such as loss.reshape(1)"
                     )
             self._widths = [(name, len(row)) for name, row in found]
             table.append(torch.cat([row.to(found[0][1].device) for _, row in found]) if found else torch.zeros(0, dtype=torch.float64))

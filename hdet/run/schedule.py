@@ -17,7 +17,7 @@ from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
 from ..replicas.layout import brief
 from .forecast import RATE, highest_factors, rehearse
-from .torch_schedulers import REMEDY, TorchSchedulers
+from .torch_schedulers import REMEDY, TorchSchedulers, position
 
 __all__ = ["Schedule", "Scheduler", "plain"]
 
@@ -45,8 +45,10 @@ class Schedule:
         optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
         self._others = TorchSchedulers(optimizer, scheduler)
         self._shown = self._told = False
-        self._own_step: int | None = None
-        """`step` after the last one of ours; None where it is not known."""
+        self._left: tuple[int, ...] | None = None
+        """Where our last step has left the scheduler; None where that is not known."""
+        self._elsewhere: int | None = 0
+        """In how many steps in a row somebody else has moved it; None once that was told."""
 
     @property
     def step(self) -> int | None:
@@ -62,19 +64,28 @@ class Schedule:
     def advance(self) -> None:
         """One step. The scheduler sees its own values, as it left them, and never a correction."""
         if self.scheduler is not None:
-            if self._own_step is not None and self.step == self._own_step + 1:
-                warnings.warn(
-                    f"somebody else has stepped the {type(self.scheduler).__name__} that was given to the Ensemble, whose step() steps it already: "
-                    "the schedule passes twice as fast. Step it in one place only",
-                    stacklevel=3,
-                )
+            self._check_alone()
             for knob in self._moved:
                 knob.show_schedule()
             self.scheduler.step()
-            self._own_step = self.step
+            self._left = position(self.scheduler)
             for knob in self._moved:
                 knob.take_schedule()
             self.note()
+
+    def _check_alone(self) -> None:
+        """Warns once where somebody else steps the scheduler as well. Once is no step: a state was loaded."""
+        before, self._left = self._left, None
+        if before is None or self._elsewhere is None:
+            return
+        self._elsewhere = self._elsewhere + 1 if position(self.scheduler) > before else 0
+        if self._elsewhere > 1:
+            self._elsewhere = None
+            warnings.warn(
+                "somebody else steps the scheduler that was given to the Ensemble, whose step() does so already: the schedule passes too fast. "
+                "Step it in one place only",
+                stacklevel=4,
+            )
 
     def write(self, engine: Engine) -> None:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""
@@ -173,7 +184,7 @@ class Schedule:
         try:
             yield
         finally:
-            self._shown, self._own_step = False, None
+            self._shown = False
             for knob in self.knobs:
                 knob.take_schedule()
             for knob in self.knobs:
@@ -271,7 +282,7 @@ class Schedule:
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(values["scheduler"])
             yield
-        self._own_step = None
+        self._left = None
         for knob in self.knobs:
             knob.scheduled = [float(x) for x in values["scheduled"][knob.name]]
 

@@ -19,7 +19,7 @@ from ..knobs import Bound, GroupKnob
 from ..knobs.cells import close, content, group_cell, put
 from ..tensors.eval_mode import eval_mode
 
-__all__ = ["REMEDY", "StandIn", "TorchSchedulers", "twin_on"]
+__all__ = ["REMEDY", "StandIn", "TorchSchedulers", "position", "twin_on"]
 
 REMEDY = "step it inside `with ensemble.rescheduling():`, where the groups hold the schedule's own values, and what is written is taken for the next of them"
 Write = tuple[GroupKnob, int, Any]
@@ -56,7 +56,7 @@ class TorchSchedulers:
     def note(self) -> None:
         """All values in the groups are accounted for: only schedulers that step from now on may have written later ones."""
         for scheduler in self._known:
-            self._noted[scheduler] = _position(scheduler)
+            self._noted[scheduler] = position(scheduler)
 
     def forget(self) -> None:
         """Any of them may have written."""
@@ -64,7 +64,7 @@ class TorchSchedulers:
 
     def moved(self) -> list[LRScheduler]:
         """Those that have stepped since `note`, of the ones that are known."""
-        return [one for one in self._known if self._noted.get(one) != _position(one)]
+        return [one for one in self._known if self._noted.get(one) != position(one)]
 
     def own_values(self, writes: Sequence[Write], knobs: Sequence[Bound]) -> list[Any]:
         """[write]: the schedule's own value, where a scheduler or nobody has written; None for anybody else's writes. Raises ValueError where it
@@ -164,7 +164,7 @@ class TorchSchedulers:
 
     def _steps_of(self, scheduler: LRScheduler) -> int:
         """Since `note`; 1 where that is not known."""
-        then, now = self._noted.get(scheduler, ()), _position(scheduler)
+        then, now = self._noted.get(scheduler, ()), position(scheduler)
         return max(1, *(b - a for a, b in zip(then, now, strict=True))) if len(then) == len(now) else 1
 
     def _check_not_several(self, knob: GroupKnob, i: int, value: Any) -> None:
@@ -285,10 +285,10 @@ def _parts(values: Iterable[Any]) -> Iterator[LRScheduler]:
             yield from _parts(value)
 
 
-def _position(scheduler: LRScheduler) -> tuple[int, ...]:
+def position(scheduler: Any) -> tuple[int, ...]:
     """Changes with each step."""
     own = (getattr(scheduler, "last_epoch", 0), getattr(scheduler, "_step_count", 0))
-    return sum((_position(part) for part in getattr(scheduler, "_schedulers", ())), own)
+    return sum((position(part) for part in getattr(scheduler, "_schedulers", ())), own)
 
 
 def _name(knob: GroupKnob, i: int) -> str:

@@ -212,6 +212,18 @@ def test_a_schedule_that_goes_below_zero_by_its_next_step_alone_is_refused(steps
     assert check("auto", damaged(state, ("scheduler", "eta_min"), "other", 1)) == "refused"
 
 
+@pytest.mark.parametrize("steps", [110, 120])
+def test_groups_without_a_knob_go_on_from_their_own_rates(steps: int) -> None:
+    """The optimizer's state may be loaded later."""
+
+    def build(optimizer: Any) -> torchs.SequentialLR:
+        rises, falls = torchs.LinearLR(optimizer, 1e-3, total_iters=10), torchs.CosineAnnealingLR(optimizer, 100, eta_min=1e-5)
+        return torchs.SequentialLR(optimizer, [rises, falls], [10])
+
+    make = functools.partial(Run, CONTROLLERS["none"], build, [hdet.LearningRate(0.3, groups=[0])], total=200)
+    make().ensemble.load_state_dict(make().steps(steps).ensemble.state_dict())
+
+
 @pytest.mark.parametrize("state", [None, 3, [], "x", {}, {"ensemble": 3, "last_epoch": 2}, nested(3000)])
 @pytest.mark.parametrize("name", ["slope", "OneCycleAutoLR"])
 def test_what_is_no_state_at_all_is_refused(name: str, state: Any) -> None:

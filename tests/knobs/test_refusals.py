@@ -301,7 +301,7 @@ class Bad:
         ({"cells": []}, "cells of the knob 'bad' must be a list with at least one cell"),
         ({"cells": held_cell(1.0)}, "cells of the knob 'bad' must be a list with at least one cell"),
         ({"scale": "linear"}, r"scale of the knob 'bad' must be made by scale_of\(bounds, kind, unit\), got 'linear'"),
-        ({"cells": [attribute_cell(Bad("text"), "found")]}, r"bad is \('text',\), which is no number"),
+        ({"cells": [attribute_cell(Bad("text"), "found")]}, r"bad is \('text',\): begin with a finite number"),
         ({"cells": [held_cell(0.0)], "acts": "forward"}, "bad is 0, and scale='log' multiplies"),
     ],
 )

@@ -148,7 +148,7 @@ def test_runs_as_a_user_starts_it(text: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # which torch 2.10 prints
     assert [line.split()[1] for line in lines] == ["2", "4"], done.stdout
     losses = [float(word) for line in lines for word in line.split("replicas")[1].split("rate")[0].split()]
     assert all(5 < loss < 6 for loss in losses) and len(losses) == 4  # ln 256 is 5.55

@@ -69,18 +69,32 @@ def test_neutral_controller_leaves_the_schedulers_own_values(name, optimizer, rh
     assert (exact(plain.parameters()) == exact(ours.parameters())) == (rho == 1.0)
 
 
-def test_a_scheduler_that_the_loop_steps_as_well_is_told_of():
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("name", ["StepLR", "ChainedScheduler"])
+def test_a_scheduler_that_the_loop_steps_as_well_is_told_of_once(name, times, recwarn):
     """A framework that owns the scheduler steps it, and so does the Ensemble."""
+    toy = Toy(sgd)
+    ensemble = ensemble_on(toy, SCHEDULERS[name])
+    for number in range(6):
+        ensemble.step(toy.step())
+        if number in (0, 1):
+            ensemble.load_state_dict(ensemble.state_dict())
+        else:
+            for _ in range(times):
+                ensemble.schedule.scheduler.step()
+    told = [one for one in recwarn if "somebody else steps the scheduler that was given to the Ensemble" in str(one.message)]
+    assert [one.filename for one in told] == [__file__]
+
+
+def test_a_state_that_is_loaded_into_the_scheduler_alone_is_no_step(recwarn):
     toy = Toy(sgd)
     ensemble = ensemble_on(toy, SCHEDULERS["StepLR"])
     ensemble.step(toy.step())
-    ensemble.load_state_dict(ensemble.state_dict())
-    ensemble.step(toy.step())
-    ensemble.schedule.scheduler.step()
-    with pytest.warns(UserWarning, match="somebody else has stepped the StepLR that was given to the Ensemble") as told:
+    scheduler = ensemble.schedule.scheduler
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 3})
+    for _ in range(3):
         ensemble.step(toy.step())
-    assert [one.filename for one in told] == [__file__]
-    ensemble.step(toy.step())
+    assert not [one for one in recwarn if "somebody else" in str(one.message)]
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")

@@ -25,6 +25,8 @@ LEAST = 3.0
 """So many cycles, counted with forgetting, have to tell the noise before anything may move."""
 NOISE_MEMORY = 0.9
 """Weight of the cycle before in the noise, which changes more slowly than the slope."""
+UNHEARD_OF = 1e90
+"""Noise of this size comes from a damaged state, and a state with it would not load."""
 
 Matrix = list[list[float]]
 _SQUARE = ListOf(ListOf(Number(), "seen"), "seen")
@@ -74,7 +76,7 @@ class SlopeController(PooledController):
                 beyond = cross[k] - dot(row, slope)
                 if expected > 0:
                     shares.append(beyond * beyond / expected)
-            if shares and all(map(math.isfinite, shares)):
+            if shares and max(shares) < UNHEARD_OF:
                 self.noise = NOISE_MEMORY * self.noise + math.fsum(shares) / len(shares)
                 self.seen = NOISE_MEMORY * self.seen + 1
         self.information = _added(self.information, gram, fade)
