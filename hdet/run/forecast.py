@@ -52,8 +52,8 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
 
 def rehearse(scheduler: Any, state: Mapping[str, Any], rates: Mapping[int, float], total_steps: int | None) -> None:
     """Loads ``state`` into a copy of torch's ``scheduler``, with ``rates`` in these groups and its own last ones in the others, and goes on from
-    there: some steps, and to the end in a thousand places where a schedule can be asked for them. Raises ValueError if the copy raises, or sets what is no `RATE`. Nothing is done
-    with one that runs somebody's functions."""
+    there: some steps, and to the end in a thousand places where a schedule can be asked for them. Raises ValueError if the copy raises, or sets
+    what is no `RATE`. Nothing is done with one that runs somebody's functions."""
     scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
     if not _torchs_own(scheduler):
         return

@@ -288,7 +288,7 @@ def _parts(values: Iterable[Any]) -> Iterator[LRScheduler]:
 def position(scheduler: Any) -> tuple[int, ...]:
     """Changes with each step."""
     own = (getattr(scheduler, "last_epoch", 0), getattr(scheduler, "_step_count", 0))
-    return sum((position(part) for part in getattr(scheduler, "_schedulers", ())), own)
+    return sum((position(part) for part in getattr(scheduler, "_schedulers", None) or ()), own)
 
 
 def _name(knob: GroupKnob, i: int) -> str:
