@@ -76,7 +76,7 @@ class SlopeController(PooledController):
                 beyond = cross[k] - dot(row, slope)
                 if expected > 0:
                     shares.append(beyond * beyond / expected)
-            if shares and max(shares) < UNHEARD_OF:
+            if shares and all(share < UNHEARD_OF for share in shares):  # no NaN either
                 self.noise = NOISE_MEMORY * self.noise + math.fsum(shares) / len(shares)
                 self.seen = NOISE_MEMORY * self.seen + 1
         self.information = _added(self.information, gram, fade)
