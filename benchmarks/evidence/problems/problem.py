@@ -36,6 +36,16 @@ class Problem:
     """Mean held-out loss in nats, in eval mode, always of the same data."""
 
 
+def drawn(kind: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    """A problem's `build`: a new model, whose first weights are a function of the seed."""
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return kind()
+
+    return build
+
+
 @torch.no_grad()
 def mean_loss(model: nn.Module, losses: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]) -> float:
     """Over the examples of all batches, in eval mode."""

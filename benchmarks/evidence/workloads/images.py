@@ -3,6 +3,7 @@ denoiser, and a variational autoencoder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..problems import digits
-from ..problems.problem import Batch, Problem, mean_loss
+from ..problems.problem import Batch, Problem, drawn, mean_loss
 from .groups import decaying_matrices
 
 IMAGES, CLASSES = 32, 10
@@ -137,23 +138,25 @@ def _noise_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (model(images, times) - noise).square().mean(1)
 
 
-def _built(kind: type[nn.Module], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind()
-
-
-def _classifier(name: str, kind: type[nn.Module], decay: float) -> Problem:
+def _on_digits(
+    name: str, kind: type[nn.Module], decay: float, batch: Callable[[int, int], Batch], losses: Callable[[nn.Module, Batch], Tensor],
+    validate: Callable[[nn.Module], float],
+) -> Problem:  # fmt: skip
     return Problem(
         name=name,
         steps=1500,
         batch_size=IMAGES,
-        build=lambda seed: _built(kind, seed),
+        build=drawn(kind),
         groups=lambda model: decaying_matrices(model, decay),
-        batch=digits.batch,
-        spare=lambda seed, step, number: digits.batch(seed, 10_000_000 + number),
-        losses=digits.losses,
-        validate=lambda model: mean_loss(model, digits.losses, [digits.held_out()]),
+        batch=batch,
+        spare=lambda seed, step, number: batch(seed, 10_000_000 + number),
+        losses=losses,
+        validate=validate,
     )
+
+
+def _classifier(name: str, kind: type[nn.Module], decay: float) -> Problem:
+    return _on_digits(name, kind, decay, digits.batch, digits.losses, lambda model: mean_loss(model, digits.losses, [digits.held_out()]))
 
 
 def _pictures(seed: int, step: int) -> Batch:
@@ -174,25 +177,7 @@ def _validated_bound(model: nn.Module) -> float:
 
 
 RESNET, VIT, MIXER = _classifier("resnet", ResNet, 5e-4), _classifier("vit", ViT, 0.05), _classifier("mixer", Mixer, 0.01)
-AUTOENCODER = Problem(
-    name="autoencoder",
-    steps=1500,
-    batch_size=IMAGES,
-    build=lambda seed: _built(Autoencoder, seed),
-    groups=lambda model: decaying_matrices(model, 0.0),
-    batch=_pictures,
-    spare=lambda seed, step, number: _pictures(seed, 10_000_000 + number),
-    losses=_bound,
-    validate=_validated_bound,
-)
-DIFFUSION = Problem(
-    name="diffusion",
-    steps=1500,
-    batch_size=IMAGES,
-    build=lambda seed: _built(Denoiser, seed),
-    groups=lambda model: decaying_matrices(model, 0.0),
-    batch=_noised,
-    spare=lambda seed, step, number: _noised(seed, 10_000_000 + number),
-    losses=_noise_losses,
-    validate=lambda model: mean_loss(model, _noise_losses, [_noised_held_out()]),
+AUTOENCODER = _on_digits("autoencoder", Autoencoder, 0.0, _pictures, _bound, _validated_bound)
+DIFFUSION = _on_digits(
+    "diffusion", Denoiser, 0.0, _noised, _noise_losses, lambda model: mean_loss(model, _noise_losses, [_noised_held_out()])
 )

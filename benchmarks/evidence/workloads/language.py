@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems.problem import Problem, mean_loss
+from ..problems.problem import Problem, drawn, mean_loss
 from ..problems.transformer import losses as window_losses
 from .groups import decaying_matrices
 from .text import CONTEXT, WINDOWS, held_out, windows
@@ -100,21 +100,6 @@ class Recurrent(nn.Module):
         return self.out(self.cells(self.tokens(tokens))[0])
 
 
-def _llama(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Llama(3, 96, 4)
-
-
-def _experts(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Llama(2, 48, 4, experts=True)
-
-
-def _recurrent(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Recurrent()
-
-
 def language(name: str, build: object, context: int = CONTEXT, decay: float = 0.01) -> Problem:
     return Problem(
         name=name,
@@ -129,5 +114,6 @@ def language(name: str, build: object, context: int = CONTEXT, decay: float = 0.
     )
 
 
-LLAMA, EXPERTS = language("llama", _llama), language("experts", _experts, decay=0.1)
-RECURRENT = language("recurrent", _recurrent, context=32, decay=0.0)
+LLAMA = language("llama", drawn(lambda: Llama(3, 96, 4)))
+EXPERTS = language("experts", drawn(lambda: Llama(2, 48, 4, experts=True)), decay=0.1)
+RECURRENT = language("recurrent", drawn(Recurrent), context=32, decay=0.0)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..problems.digits import seeded
-from ..problems.problem import Batch, Problem, mean_loss
+from ..problems.problem import Batch, Problem, drawn, mean_loss
 from .groups import decaying_matrices
 from .language import BYTES, language
 
@@ -44,16 +44,6 @@ class Dilated(nn.Module):
         return self.out(x.transpose(1, 2))
 
 
-def _sorter(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Sorter()
-
-
-def _dilated(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Dilated()
-
-
 def _lists(key: tuple[object, ...], count: int) -> Batch:
     numbers = torch.randint(NUMBERS, (count, LENGTH), generator=seeded("sorting", *key))
     return numbers, numbers.sort(1).values
@@ -68,11 +58,11 @@ SORTING = Problem(
     name="sorting",
     steps=1500,
     batch_size=LISTS,
-    build=_sorter,
+    build=drawn(Sorter),
     groups=lambda model: decaying_matrices(model, 0.01),
     batch=lambda seed, step: _lists((seed, step), LISTS),
     spare=lambda seed, step, number: _lists((seed, "spare", number), LISTS),
     losses=_losses,
     validate=lambda model: mean_loss(model, _losses, [_lists(("validation",), 2048)]),
 )
-CONVOLUTIONS = language("convolutions", _dilated, context=BACK, decay=0.01)
+CONVOLUTIONS = language("convolutions", drawn(Dilated), context=BACK, decay=0.01)
