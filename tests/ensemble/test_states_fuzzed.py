@@ -212,6 +212,12 @@ def test_a_schedule_that_goes_below_zero_by_its_next_step_alone_is_refused(steps
     assert check("auto", damaged(state, ("scheduler", "eta_min"), "other", 1)) == "refused"
 
 
+def test_what_a_damaged_state_leads_to_is_a_state_that_loads() -> None:
+    """The square of such a moment is more than a state may hold."""
+    state = damaged(saved("CosineAnnealingLR"), ("controller_state", "moments", 0), "other", 6.21429301126293e49)
+    assert check("CosineAnnealingLR", state) == "went on"
+
+
 @pytest.mark.parametrize("steps", [110, 120])
 def test_groups_without_a_knob_go_on_from_their_own_rates(steps: int) -> None:
     """The optimizer's state may be loaded later."""
