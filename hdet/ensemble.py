@@ -26,7 +26,7 @@ from .policies import Sync
 from .profiling import ranged
 from .replicas import Replicas
 from .replicas.refusals import check_sharding
-from .run.compatibility import averaged_tensors, check_arguments, check_controller, check_knobs, design_of
+from .run.compatibility import averaged_tensors, check_arguments, check_controller, check_knobs, check_several, design_of
 from .run.cycle_stats import CycleStats, gather_stats, masters_of, verdict_on
 from .run.fan_out import FanOut
 from .run.faults import Guard
@@ -61,6 +61,7 @@ class Ensemble:
         design: how multipliers are assigned to replicas: ``"permutation"``, each knob's grid by itself, as published; or ``"orthogonal"``,
             two levels for all knobs together, which tells their effects apart best. Default: orthogonal for 2 to N - 1 knobs.
         replicas: who takes part; default the world if torch.distributed is initialised, else a single replica; or a `CoresidentReplicas`.
+            Parameters sharded over a mesh of one dimension that is the world (plain FSDP2): by default all ranks are one replica.
         warmup_steps: S_warm, steps before the controller may act; spread and averages run from the start.
         controller: None, `AutoLR`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
         sync: when and how replicas are averaged: `Sync`.
@@ -103,9 +104,13 @@ class Ensemble:
         self.optimizer, self.sync, self.divergence, self.log = optimizer, sync, divergence, log
         self.parameters = averaged_tensors(optimizer, sync.buffers)
         check_tied(sync.tied, self.parameters)
-        check_sharding(optimizer, self.parameters, replicas, sync.gradients, rollback=divergence.rollback is not None)
+        replicas = Replicas.of_shards(self.parameters) if replicas is None else replicas
+        check_sharding(
+            optimizer, self.parameters, replicas, sync.gradients, decides=controller is not None or divergence.rollback is not None
+        )
         self.replicas = Replicas.default() if replicas is None else replicas
         self.knobs: list[Bound] = bind_all(knobs, optimizer)
+        check_several(self.replicas, self.knobs, controller)
         design = design_of(design, self.knobs, self.replicas)
         check_knobs(self.knobs, optimizer, self.replicas, controller, design=design, sync=sync)
         self.schedule = Schedule(scheduler, self.knobs, total_steps)

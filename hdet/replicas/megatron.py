@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .layout import Table, brief, paired
-from .process_groups import Request, more_than_one, together
+from .process_groups import Request, together
 
 _SHARING = ("tp", "cp", "pp", "ep", "expt_tp", "embd")
 _INSTANCE = ("intra_dist_opt", "intra_dp_cp", "intra_expt_dp")  # of the distributed optimizer: they share one copy of its state
@@ -22,10 +22,6 @@ def megatron_table(groups: Any, distributed_optimizer: bool) -> tuple[Table, Cal
     found = {name: _groups([row.get(name) for row in rows], name) for name in names}
     sharing = {name: table for name, table in found.items() if name not in _COPIES}
     table = paired(range(len(rows)), sharing, {name: found[name] for name in _COPIES if found[name]})
-    remedy = "Make tp, cp, pp or ep smaller"
-    if distributed_optimizer:
-        remedy += ", or let --num-distributed-optimizer-instances divide the data-parallel size without cp, and that of experts"
-    more_than_one(table, "from_megatron", remedy)
     peers = set(zip(*table, strict=True))
     name = next((name for name in _COPIES if set(found[name]) == peers), None)
     return table, None if name is None else lambda: getattr(groups, name)  # all ranks have said that it is there

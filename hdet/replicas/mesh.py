@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from .agreement import digest
 from .layout import Table, brief
-from .process_groups import Request, more_than_one, together
+from .process_groups import Request, together
 
 
 def mesh_table(mesh: Any, replicate: str | Sequence[str]) -> tuple[Table, Callable[[], dist.ProcessGroup] | None]:
@@ -30,7 +30,7 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
     if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
         raise ValueError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     known = tuple(mesh.mesh_dim_names or ())
-    if not names or not set(names) <= set(known) or len(set(names)) < len(names):
+    if not set(names) <= set(known) or len(set(names)) < len(names):
         have = f"the mesh has dimensions {', '.join(known)}" if known else "the mesh has no names: give init_device_mesh mesh_dim_names"
         raise ValueError(f"replicate is {', '.join(map(repr, names))}, but {have}: name those over which parameters are replicated")
     # Not public; without it a part of a mesh cannot be told from a mesh of its own.
@@ -58,9 +58,16 @@ def _table(rows: Sequence[tuple[int, int] | None]) -> Table:
     count = max(map(len, lines.values()), default=0)
     if not count or any(sorted(line) != list(range(count)) for line in lines.values()):
         raise ValueError("the mesh's lines are not of one length: build the mesh on every rank with the same arguments")
-    table = tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
-    remedy = "Build a mesh whose replicating dimension is larger than 1, as in init_device_mesh(type, (2, 4), mesh_dim_names=(...))"
-    return more_than_one(table, "from_mesh", remedy)
+    return tuple(tuple(lines[first][r] for first in sorted(lines)) for r in range(count))
+
+
+def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
+    """The mesh of one dimension that is the whole world, over which some of the tensors are sharded (plain FSDP2); None: there is no such mesh."""
+    for tensor in tensors:
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is not None and mesh.ndim == 1 and mesh.size() == dist.get_world_size() > 1 and not tensor.placements[0].is_replicate():
+            return mesh
+    return None
 
 
 def dims(mesh: Any) -> str:

@@ -68,9 +68,9 @@ def build(kind: Callable[..., Kind], table: Table, existing: Callable[[], dist.P
     if index < 0:
         raise ValueError(f"rank {rank} belongs to no replica, only ranks {brief(place)} do: leave it out of the training loop")
     peers = existing() if existing is not None else groups[member]
-    if len(table) == 1:
+    if len(place) == 1:
         return kind(0, 1, ranks=table)
-    return kind(index, len(table), peers, ranks=table, member=member, world_group=world)
+    return kind(index, len(table), peers if len(table) > 1 else None, ranks=table, member=member, world_group=world)
 
 
 def make_groups(table: Sequence[Sequence[int]]) -> list[Any]:
@@ -102,23 +102,11 @@ def _new_group(ranks: Sequence[int], apart: bool = False) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=False)
 
 
-def more_than_one(table: Table, name: str, remedy: str) -> Table:
-    """Raises ValueError for a table without replicas; a world of one process has nothing else to offer."""
-    if len(table) == 1 and len(table[0]) > 1:
-        raise ValueError(
-            f"{name} finds one replica, of ranks {brief(table[0])}: there is nothing to explore with. {remedy}. "
-            "Replicas.single() is for one process alone"
-        )
-    return table
-
-
 def layout_table(**sizes: Any) -> Table:
     """For `Replicas.from_layout`, on all ranks."""
 
     def ask() -> Request:
-        layout = Layout(dist.get_world_size(), **sizes)
-        remedy = "All ranks are tied together by what they share: start more ranks, or make tp, cp, pp, ep or shard smaller"
-        more_than_one(layout.replicas, "from_layout", remedy)
+        Layout(dist.get_world_size(), **sizes)
         return f"({', '.join(f'{name}={value!r}' for name, value in sizes.items())})", None
 
     together("from_layout", ask)
@@ -152,4 +140,3 @@ def _check_lists(lists: Sequence[Sequence[int]], world: int) -> None:
     if len(count) < world:
         missing = brief(set(range(world)) - set(count))
         raise ValueError(f"ranks {missing} are in none of the lists: name all, or give from_mesh a mesh of those that train")
-    more_than_one(tuple(tuple(ranks) for ranks in lists), "from_group", "Give one list for each replica, as in [[0, 1], [2, 3]]")

@@ -24,7 +24,7 @@ _HSDP = (
 
 
 def check_sharding(
-    optimizer: Any, parameters: Sequence[torch.Tensor], replicas: Replicas | None, gradients: str, *, rollback: bool = False
+    optimizer: Any, parameters: Sequence[torch.Tensor], replicas: Replicas | None, gradients: str, *, decides: bool = False
 ) -> None:
     """Do these replicas each have all of these parameters, and an optimizer of their own? Communicates nothing, changes nothing.
 
@@ -32,7 +32,7 @@ def check_sharding(
         parameters: the optimizer's; further tensors may follow.
         replicas: None: nobody has said who is a replica, it would be the world.
         gradients: "shared" or "local".
-        rollback: may a replica's loss take its parameters back?
+        decides: may a replica's loss move its values, or take its parameters back?
 
     Raises:
         ValueError: they do not; names the parameter or the optimizer, and the way out.
@@ -55,7 +55,7 @@ def check_sharding(
                 "for all replicas: set outer_dp_sharding_strategy='no_shard'"
             )
         if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
-            _check_dtensor(parameter, name, replicas, gradients, rollback)
+            _check_dtensor(parameter, name, replicas, gradients, decides)
 
 
 def check_wrapper(optimizer: Any) -> None:
@@ -92,19 +92,19 @@ def _names(optimizer: Any) -> list[str]:
     return names
 
 
-def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradients: str, rollback: bool) -> None:
+def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradients: str, decides: bool) -> None:
     mesh = parameter.device_mesh
     if replicas is None:
         if dist.get_world_size() > 1:
             raise ValueError(
                 f"{name} is a DTensor over a mesh {dims(mesh)}, so a replica is not one rank of the world: say who is one, "
-                f"replicas=Replicas.from_mesh(mesh). Under FSDP2: {_HSDP}"
+                f"replicas=Replicas.from_mesh(mesh), with replicate=() where the whole mesh is. Several under FSDP2: {_HSDP}"
             )
         return
-    if replicas.count == 1 and rollback and mesh.size() > 1:
+    if replicas.members == 1 and replicas.count == 1 and decides and mesh.size() > 1:
         raise ValueError(
-            f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: each would take its shards back by its own "
-            f"loss. Leave divergence's rollback out, or use FSDP2: {_HSDP}"
+            f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: each would decide about its shards by its own "
+            "loss. Say that the mesh is one replica, replicas=Replicas.from_mesh(mesh, replicate=())"
         )
     if replicas.count == 1 or not replicas.ranks:
         return
@@ -116,7 +116,8 @@ def _check_dtensor(parameter: Any, name: str, replicas: Replicas | None, gradien
             raise ValueError(
                 f"{name} is sharded ({placement}) over ranks {brief(group)} by {dim} of the mesh {dims(mesh)}, but they are of several "
                 f"replicas (this one is ranks {brief(own)}): averaging would mix different shards. Replicas are copies: "
-                f"{_HSDP}; in from_mesh, replicate= names the dimension over which parameters are replicated"
+                f"{_HSDP}; in from_mesh, replicate= names the dimension over which parameters are replicated. For one replica, which is enough "
+                "for hdet.AutoLR(model), leave replicas out"
             )
         if gradients == "local":
             raise ValueError(

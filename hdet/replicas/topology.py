@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .agreement import compare, reachable
 from .megatron import megatron_table
-from .mesh import mesh_table
+from .mesh import mesh_of_the_world, mesh_table
 from .process_groups import build, layout_table, listed_table
 
 
@@ -94,10 +94,10 @@ class Replicas:
         """Replicas are numbered along the dimensions ``replicate`` of a DeviceMesh; its other dimensions lie inside a replica.
 
         HSDP and torchtitan's meshes are of this kind. The mesh may be a part of a larger one (``mesh["dp_replicate"]``), of which all ranks
-        count. All ranks of the world call it, also those that the mesh leaves out.
+        count. All ranks of the world call it, also those that the mesh leaves out. ``replicate=()``: the whole mesh is one replica.
 
         Raises:
-            ValueError: there is no such dimension, or only one replica; or this rank is not in the mesh.
+            ValueError: there is no such dimension; or this rank is not in the mesh.
             ReplicaDisagreement: on all ranks, if they give different meshes or dimensions.
         """
         return build(cls, *mesh_table(mesh, replicate))
@@ -119,7 +119,7 @@ class Replicas:
         All ranks of the world call it with the same sizes.
 
         Raises:
-            ValueError: the sizes do not go together, or leave one replica.
+            ValueError: the sizes do not go together.
             ReplicaDisagreement: on all ranks, if they give different sizes.
         """
         return build(cls, layout_table(tp=tp, cp=cp, ep=ep, pp=pp, order=order, etp=etp, shard=shard))
@@ -133,7 +133,7 @@ class Replicas:
         call it.
 
         Raises:
-            ValueError: a group is missing or does not fit the others; one replica, such as a distributed optimizer of one instance.
+            ValueError: a group is missing or does not fit the others; a distributed optimizer of one instance.
             ReplicaDisagreement: on all ranks, if they ask for different things.
         """
         return build(cls, *megatron_table(groups, distributed_optimizer))
@@ -142,6 +142,13 @@ class Replicas:
     def default(cls) -> Replicas:
         """The world if ``torch.distributed`` is initialised, else a single replica."""
         return cls.from_group() if dist.is_available() and dist.is_initialized() else cls.single()
+
+    @classmethod
+    def of_shards(cls, tensors: Iterable[torch.Tensor]) -> Replicas | None:
+        """All ranks of the world as one replica, where tensors are sharded over a mesh of one dimension that is the world, as under plain FSDP2;
+        None where they are not. An Ensemble asks for it by itself."""
+        mesh = mesh_of_the_world(tensors)
+        return None if mesh is None else cls.from_mesh(mesh, replicate=())
 
     # -- what this process holds: one replica here, several in a subclass ------------------------------------------------
 

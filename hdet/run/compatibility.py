@@ -20,12 +20,13 @@ from ..core.evidence import Run
 from ..knobs import Bound
 from ..policies import Sync
 from ..replicas import Replicas
+from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
 from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts
 from .snapshot import keeps_weights
 
-__all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_knobs", "design_of"]
+__all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_knobs", "check_several", "design_of"]
 
 
 def check_arguments(
@@ -192,6 +193,16 @@ def _check_mean_is_base(knobs: Sequence[Bound], replicas: int, design: str) -> N
         raise ValueError(
             f"converge is ExactLocal(), which needs multipliers that add up to the number of replicas, but no orthogonal design of {replicas} "
             f"replicas for {len(knobs)} knobs is balanced: use Plain(), design='permutation', or another number of replicas"
+        )
+
+
+def check_several(replicas: Replicas, knobs: Sequence[Bound], controller: Controller | None) -> None:
+    """Raises ValueError for one replica of several ranks where something is to be explored, or a controller needs more of them."""
+    explores = any(knob.spread > 0 for knob in knobs) if controller is None else controller.needs_replicas
+    if explores and replicas.count == 1 and replicas.members > 1:
+        raise ValueError(
+            f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is nothing to explore with. Start more ranks, make tp, cp, "
+            "pp, ep or the shards smaller, or give the mesh a dimension over which parameters are replicated. hdet.AutoLR(model) needs one replica only"
         )
 
 

@@ -16,7 +16,7 @@ from tests.ensemble.test_trials import SCORES, STEPS, Tries
 from tests.layouts.common import CLOSE, RATE, batch, flat, loss_of, model
 
 
-def trained(net: Any, replicas: hdet.Replicas, shards: list[int]) -> tuple[list[float], torch.Tensor]:
+def trained(net: Any, replicas: hdet.Replicas | None, shards: list[int]) -> tuple[list[float], torch.Tensor]:
     """Losses of the arms, and the weights of the last one, as which the run goes on."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
     controller = Tries(Trials(net), end=hdet.Restore("arm 2"))
@@ -34,16 +34,17 @@ def trained(net: Any, replicas: hdet.Replicas, shards: list[int]) -> tuple[list[
     return [sum(column) / len(rows) for column in list(zip(*rows, strict=True))[1:]], flat(net.parameters())
 
 
-def on_a_mesh(rank: int, world: int) -> tuple[list[float], torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+def on_a_mesh(rank: int, world: int, shape: tuple[int, ...]) -> tuple[list[float], torch.Tensor]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
     net = model()
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
-    return trained(net, hdet.Replicas.from_mesh(mesh), [rank])
+    return trained(net, None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh), [rank])
 
 
-def test_arms_of_sharded_replicas_are_those_of_one_process() -> None:
+@pytest.mark.parametrize("shape", [(2, 2), (4,)], ids=["two replicas", "one replica"])
+def test_arms_of_sharded_replicas_are_those_of_one_process(shape: tuple[int, ...]) -> None:
     losses, weights = trained(model(), hdet.Replicas.single(), [0, 1, 2, 3])
-    for found, own in run_ranks(on_a_mesh, 4):
+    for found, own in run_ranks(on_a_mesh, 4, shape):
         assert found == pytest.approx(losses, rel=1e-9)
         torch.testing.assert_close(own, weights, **CLOSE)

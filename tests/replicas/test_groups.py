@@ -212,7 +212,6 @@ def test_from_megatron(world: int, sizes: dict[str, int], instances: int, ranks:
         ({}, 2, True, ("intra_dist_opt",), "not in one inter_dist_opt group"),
         ({"tp": 2}, 1, False, ("dp",), "at least dp"),
         ({"tp": 2}, 1, False, ("tp",), "not in one dp group.*missing"),
-        ({"tp": 4}, 1, False, (), "finds one replica.*Make tp, cp"),
     ],
 )
 def test_what_is_wrong_with_megatrons_groups_is_said(
@@ -267,11 +266,9 @@ def test_ranks_that_ask_for_different_replicas_all_say_so(calls: Any, parts: lis
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (("from_layout", {"tp": 4}), "finds one replica, of ranks 0-3.*start more ranks.*single\\(\\) is for one process"),
         (("from_layout", {"tp": 3}), "not divisible"),
         (("from_mesh", {"mesh": True, "replicate": "dp"}), "replicate is 'dp', but the mesh has dimensions dp_replicate, dp_shard"),
         (("from_mesh", {"mesh": None}), "must be a torch.distributed.device_mesh.DeviceMesh, got NoneType"),
-        (("from_group", {"group": [[0, 1, 2, 3]]}), "one list for each replica"),
         (("from_group", {"group": [[0, 1], [2]]}), "lists of 2, 1 ranks: all replicas must be of one size"),
         (("from_group", {"group": [[0], [1]]}), "ranks 2-3 are in none"),
         (("from_group", {"group": [[0, 1], [1, 2]]}), "ranks 1 more than once"),

@@ -39,20 +39,29 @@ def sharded(mesh: Any) -> torch.optim.Optimizer:
 
 
 def one_dimension(rank: int, world: int) -> list[str]:
-    optimizer = sharded(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    single = hdet.Replicas.single()
-    rolled = refusal(optimizer, single, divergence=hdet.Divergence(rollback="device"))
-    return [refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()), refusal(optimizer, single), rolled]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    single, auto = hdet.Replicas.single(), {"controller": hdet.AutoLR(model), "total_steps": 100}
+    return [
+        refusal(optimizer, None),
+        refusal(optimizer, hdet.Replicas.from_group()),
+        refusal(optimizer, single),
+        refusal(optimizer, single, divergence=hdet.Divergence(rollback="device")),
+        refusal(optimizer, single, **auto),
+        refusal(optimizer, None, **auto),
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_one_dimensional_fsdp_has_no_replicas(world: int) -> None:
-    for unsaid, said, single, rolled in run_ranks(one_dimension, world):
-        assert unsaid.startswith("parameter 0 of group 0 (0.weight) is a DTensor over a mesh (dp=") and "Replicas.from_mesh(mesh)" in unsaid
+def test_one_dimensional_fsdp_is_one_replica(world: int) -> None:
+    for several, said, single, rolled, alone, auto in run_ranks(one_dimension, world):
+        assert several.startswith(f"ranks 0-{world - 1} are one replica") and "AutoLR(model) needs one replica only" in several
         assert f"(0.weight) is sharded (S(0)) over ranks 0-{world - 1} by 'dp' of the mesh (dp={world})" in said
-        for way_out in (unsaid, said, rolled):
-            assert "('dp_replicate', 'dp_shard')" in way_out and "fully_shard" in way_out and "from_mesh(mesh)" in way_out
-        assert single == "" and "take its shards back by its own loss" in rolled
+        assert "('dp_replicate', 'dp_shard')" in said and "fully_shard" in said and "leave replicas out" in said
+        for own in (rolled, alone):
+            assert "decide about its shards by its own loss" in own and "from_mesh(mesh, replicate=())" in own
+        assert single == auto == ""
 
 
 def two_dimensions(rank: int, world: int) -> dict[str, str]:
