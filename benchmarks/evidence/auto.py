@@ -95,7 +95,7 @@ def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> R
     return {
         "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps, "budget": budget,
         "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
-        "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(),
+        "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(), "interval": (controller.rule.found or [None])[-1],
         "notes": [[record["step"], note] for record in records for note in record["notes"]],
         "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip
@@ -125,13 +125,17 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
             every.setdefault(cell(record), []).append(record["validation"])
     same = {fixed_rates.key(record): record for record in fixed}
     lines = ["| workload | steps | seed | start | fixed: missing | AutoLR: missing | difference | correction | compute |", "|---" * 9 + "|"]
-    harms, left = [], []
+    harms, left, held = [], [], []
     for record in records:
         best, untrained = min(every[cell(record)]), record["untrained"]
         alone = missing(same[fixed_rates.key(record)]["validation"], untrained, best)
         auto = missing(record["validation"], untrained, best)
         harms.append(auto - alone)
         left.append(auto)
+        if record["interval"]:
+            low, high = record["interval"]
+            near = [one["rate"] for one in fixed if cell(one) == cell(record) and missing(one["validation"], untrained, best) <= HARM]
+            held.append(any(low <= rate <= high for rate in near))
         lines.append(
             f"| {record['workload']} | {record['steps']} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
             f"{auto - alone:+.1f} | {record['correction']:.3g} | {record['spent_percent']:.1f} % |"
@@ -139,7 +143,8 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     harmed = sum(harm > HARM for harm in harms)
     lines.append(
         f"\n{len(records)} runs: worse than the start's fixed rate by more than {HARM} %: {harmed}, at most by {max(harms):+.1f} %; "
-        f"within {HARM} % of the best: {sum(x <= HARM for x in left)}, within 2 %: {sum(x <= 2 for x in left)}, farthest off {max(left):.1f} %"
+        f"within {HARM} % of the best: {sum(x <= HARM for x in left)}, within 2 %: {sum(x <= 2 for x in left)}, farthest off {max(left):.1f} %; "
+        f"the interval that was told holds a rate of the grid within {HARM} % of the best: {sum(held)} of {len(held)}"
     )
     return "\n".join(lines) + "\n"
 
