@@ -13,13 +13,12 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
-from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, FEWEST, LOOK, LOOKS, LOWERED, MARGIN, RAISED, SCAN, TRIALS, WITHIN, TrialRule
+from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECKS, FEWEST, RAISED, SCAN, TRIALS, WITHIN, TrialRule
 from hdet.measure.trials import arm
 from tests.core.controller_runs import evidence
 
 TOTAL = 10_000
 CYCLE = {"total_steps": TOTAL, "sync_interval": 50, "knobs": ["lr", "decay"], "multipliers": [[1.0], [1.0]], "losses": [4.0]}
-BELOW = -SCAN.octaves[0]
 NOISE = [0.001, -0.001, 0.0005, -0.0005]
 
 
@@ -54,7 +53,7 @@ def at(rule: TrialRule, step: int) -> Plan:
 def past_scan(**settings: Any) -> TrialRule:
     rule = started(**settings)
     tell(rule, at(rule, 0), 36, [3.0, 2.5, 2.8])
-    assert rule.rounds[rule.round] == CHECK
+    assert rule.rounds[rule.round] == CHECKS[0]
     return rule
 
 
@@ -62,8 +61,7 @@ def past_scan(**settings: Any) -> TrialRule:
 
 
 @pytest.mark.parametrize(("total", "budget", "rounds"), [
-    (1500, 0.03, []), (4000, 0.03, [ALONE]), (7000, 0.03, [SCAN, CHECK]), (10_000, 0.03, [SCAN, CHECK, LOOKS[0]]),
-    (30_000, 0.03, [SCAN, CHECK, *LOOKS[:3]]), (1500, 0.2, [SCAN, CHECK, LOOKS[0]]), (100_000, 0.03, [SCAN, CHECK, *LOOKS]),
+    (1500, 0.03, []), (4000, 0.03, [ALONE]), (10_000, 0.03, [SCAN, *CHECKS[:2]]), (30_000, 0.03, [SCAN, *CHECKS]), (1500, 0.2, [SCAN, *CHECKS[:2]]),
 ])  # fmt: skip
 def test_a_short_run_has_few_rounds_or_none(total: int, budget: float, rounds: list[Any]) -> None:
     rule = started(total, budget=budget)
@@ -74,7 +72,7 @@ def test_a_short_run_has_few_rounds_or_none(total: int, budget: float, rounds: l
 @pytest.mark.parametrize("arms", [[3.0, 2.5, 2.8], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0], None])
 @pytest.mark.parametrize("total", [3000, 10_000, 30_000, 300_000])
 def test_the_budget_holds_whatever_arms_score(total: int, arms: list[float] | None) -> None:
-    rule, step, planned, most = started(total), 0, 0.0, 0
+    rule, step, planned = started(total), 0, 0.0
     while step < total:
         plan = at(rule, step)
         length = min(plan.steps or 50, total - step)
@@ -86,10 +84,8 @@ def test_the_budget_holds_whatever_arms_score(total: int, arms: list[float] | No
         assert length == settings["steps"] + settings["scores"] and settings["steps"] >= FEWEST and len(plan.measure) == 1
         number = len(settings["multiples"])
         planned += number * (settings["steps"] + settings["scores"] / 3)
-        most = max(most, settings["steps"])
         tell(rule, plan, step, None if arms is None else arms[:number], total_steps=total)
-    assert rule.idle and planned == pytest.approx(rule.spent) and planned <= 0.03 * total + 1e-9
-    assert planned > 0.3 * 0.03 * total or most == LOOK[1]  # what is left over is of no use
+    assert rule.idle and planned == pytest.approx(rule.spent) and 0.3 * 0.03 * total < planned <= 0.03 * total + 1e-9
 
 
 def test_a_trial_that_is_lost_is_paid_for() -> None:
@@ -103,7 +99,7 @@ def test_a_trial_that_is_lost_is_paid_for() -> None:
 
 def test_the_budget_counts_the_judges_batches_and_the_optimizers_steps() -> None:
     many, few = started(judged=300), started(judged=6)
-    assert not many.rounds and few.rounds == started().rounds
+    assert not many.rounds and len(few.rounds) == 3
     rule = past_scan()
     half = rule.plan(Moment(0, 300, 600)).measure  # the schedule steps twice for one step
     assert not half or half[TRIALS]["steps"] < at(past_scan(), 600).measure[TRIALS]["steps"]
@@ -115,7 +111,7 @@ def test_the_budget_counts_the_judges_batches_and_the_optimizers_steps() -> None
 def test_the_scan_keeps_a_rate_that_is_not_grossly_wrong() -> None:
     rule = started()
     plan = at(rule, 0)
-    assert plan.measure[TRIALS]["multiples"] == [2.0**-BELOW, 1.0, 2.0 ** SCAN.octaves[-1]] and plan.measure[TRIALS]["of"] == "peak"
+    assert plan.measure[TRIALS]["multiples"] == [2.0**-SCAN.below, 1.0, 2.0**SCAN.above] and plan.measure[TRIALS]["of"] == "peak"
     assert tell(rule, plan, 36, [3.0, 2.5, 2.8])[::2] == (0.0, None)
     assert at(rule, 36) == Plan(steps=50, spread=False) and at(rule, 590) == Plan(steps=10, spread=False)
     assert at(rule, 600).measure[TRIALS]["of"] == "base"
@@ -129,16 +125,16 @@ def test_the_scan_keeps_a_rate_whose_harm_is_less_than_what_batches_differ_by() 
 
 def test_the_scan_lowers_a_rate_that_is_too_high_from_the_start_and_goes_on_as_the_arm() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 36, [2.5, 3.0, 1e30])[::2] == (-BELOW, Restore("arm 0"))
+    assert tell(rule, at(rule, 0), 36, [2.5, 3.0, 1e30])[::2] == (-SCAN.below, Restore("arm 0"))
     again = at(rule, 36)
-    assert again.measure[TRIALS]["multiples"] == [2.0**-BELOW, 1.0] and "origin" == again.measure[TRIALS]["origin"]
+    assert again.measure[TRIALS]["multiples"] == [2.0**-SCAN.below, 1.0] and "origin" == again.measure[TRIALS]["origin"]
     assert tell(rule, again, 70, [2.6, 2.5])[::2] == (0.0, None)
 
 
 def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
     rule = started()
     assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (RAISED, None)
-    assert at(rule, 36).measure[TRIALS]["multiples"] == [1.0, 2.0**9]
+    assert len(at(rule, 36).measure[TRIALS]["multiples"]) == 3
     rule = started()
     assert tell(rule, at(rule, 0), 36, [3.5, 3.3, 3.0])[::2] == (0.0, None)  # it learns by itself
     rule = started(judged=2)  # of few examples: short runs prefer a rate that is a hundred times too high
@@ -149,14 +145,11 @@ def test_the_scan_takes_back_what_breaks() -> None:
     rule = started()
     plan = at(rule, 0)
     assert not plan.judged
-    assert tell(rule, plan, 36, [BROKEN] * 3, broke=True, losses=[None])[::2] == (-2 * BELOW, Restore("origin"))
+    assert tell(rule, plan, 36, [BROKEN] * 3, broke=True, losses=[None])[::2] == (-2 * SCAN.below, Restore("origin"))
     assert tell(rule, at(rule, 36), 70, [2.5, 2.5], broke=True, losses=[None])[::2] == (
-        -BELOW,
+        -SCAN.below,
         Restore("arm 0"),
     )  # the run alone has broken
-    rule = started()
-    tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])
-    assert tell(rule, at(rule, 36), 70, [2.5, 2.5], broke=True, losses=[None])[::2] == (-BELOW, Restore("origin"))  # raised too far
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------------------
@@ -165,21 +158,21 @@ def test_the_scan_takes_back_what_breaks() -> None:
 def test_a_check_moves_to_the_vertex_less_a_margin() -> None:
     rule = past_scan()
     octaves, note, end = tell(rule, at(rule, 600), 636, [2.9, 2.5, 2.2])
-    assert octaves == 2.0 - MARGIN and end is None and "now" in note  # the vertex lies beyond the arm
+    assert octaves == 2.0 - CHECKS[0].margin and end is None and "now" in note  # the vertex lies beyond the arm
     rule = past_scan()
     octaves, _, _ = tell(rule, at(rule, 600), 636, [3.3, 2.5, 2.4])
-    assert octaves == pytest.approx(2 * (0.8 + 0.1) / (2 * (0.8 - 0.1)) - MARGIN, abs=1e-3)
+    assert octaves == pytest.approx(2 * (0.8 + 0.1) / (2 * (0.8 - 0.1)) - CHECKS[0].margin, abs=1e-3)
     rule = past_scan()
     octaves, _, _ = tell(rule, at(rule, 600), 636, [2.4, 2.5, 3.3])
-    assert octaves == pytest.approx(-(2 * (0.8 + 0.1) / (2 * (0.8 - 0.1)) - MARGIN), abs=1e-3)
+    assert octaves == pytest.approx(-(2 * (0.8 + 0.1) / (2 * (0.8 - 0.1)) - CHECKS[0].margin), abs=1e-3)
 
 
 def test_a_check_that_went_as_far_as_it_could_is_repeated() -> None:
     rule = past_scan()
     tell(rule, at(rule, 600), 636, [2.9, 2.5, 2.0])
-    assert rule.rounds[rule.round] == CHECK and at(rule, 636).measure
+    assert rule.rounds[rule.round] == CHECKS[0] and at(rule, 636).measure
     tell(rule, at(rule, 636), 660, [2.5, 2.0, 2.4], correction=2.8)
-    assert rule.rounds[rule.round] == LOOKS[0] and len(rule.found) == 2
+    assert rule.rounds[rule.round] == CHECKS[1] and len(rule.found) == 2
     low, high = rule.found[-1]
     assert high == pytest.approx(4**WITHIN * low) and low < 2.8e-3 < high and f"best peak {low:.2g} to {high:.2g}" in rule.report()
 
@@ -193,38 +186,7 @@ def test_a_check_keeps_the_rate_unless_another_is_clearly_better(arms: list[floa
     rule = past_scan()
     octaves, note, end = tell(rule, at(rule, 600), 636, arms)
     assert octaves == 0 and end is None and "kept" in note, why
-    assert rule.rounds[rule.round] == LOOKS[0]
-
-
-def past_check(total: int = TOTAL, **settings: Any) -> TrialRule:
-    rule = started(total, **settings)
-    tell(rule, at(rule, 0), 36, [3.0, 2.5, 2.8])
-    tell(rule, at(rule, total * 6 // 100), total * 6 // 100 + 36, [2.6, 2.5, 2.7])
-    return rule
-
-
-@pytest.mark.parametrize(("arms", "octaves"), [
-    ([2.49, 2.5], -LOWERED), ([2.495, 2.5], 0), ([2.5, 2.4], 0), ([2.5, 2.5], 0),
-])  # fmt: skip
-def test_a_look_lowers_a_rate_whose_half_is_clearly_better(arms: list[float], octaves: float) -> None:
-    """By 0.4 % of the 1.5 that was learned."""
-    rule = past_check()
-    plan = at(rule, 1500)
-    assert plan.measure[TRIALS]["multiples"] == [0.5, 1.0] and LOOK[0] <= plan.measure[TRIALS]["steps"] <= LOOK[1]
-    moved, note, end = tell(rule, plan, 1600, arms)
-    assert moved == octaves and end is None and ("now" if octaves else "kept") in note and rule.idle
-
-
-@pytest.mark.parametrize(("total", "looks"), [(7000, 0), (10_000, 1), (30_000, 3), (100_000, 5)])
-def test_looks_are_long_or_left_out(total: int, looks: int) -> None:
-    rule, step, seen = past_check(total), total * 6 // 100 + 36, []
-    while step < total:
-        plan = at(rule, step)
-        step += min(plan.steps or total, total - step)
-        if plan.measure:
-            seen.append(plan.measure[TRIALS]["steps"])
-            tell(rule, plan, step, [2.5, 2.5])
-    assert len(seen) == looks and all(LOOK[0] <= steps <= LOOK[1] for steps in seen)
+    assert rule.rounds[rule.round] == CHECKS[1]
 
 
 def test_a_judge_lowers_a_rate_and_raises_it_only_where_it_has_hardly_learned_anything() -> None:

@@ -2,17 +2,14 @@
 
 A run is told nothing by its own losses about a rate that it does not have; and a look a few steps ahead prefers a rate that is too low, because
 most of what a high rate costs is noise, which goes when the rate falls. So copies of the run train beside it for ``steps`` steps at several
-multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. How much such a trial says depends on its
-length, and on the question (docs/evidence.md, "What a trial can tell"). Hence the rounds:
+multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. What they say is right for a run about as long
+as the run has been: from the start the best rate of 60 steps, later that of a tenth of the run, which lies within a factor of about two of
+the best one for the whole (docs/evidence.md). Hence the rounds:
 
 - One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
   (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
-- One *check* early on, at a quarter of the rate and at four times. Where another arm is clearly better, the base value moves to the vertex of the
-  parabola through the three, less a margin.
-- *Looks* later on, at half the rate, for as many steps as the budget has. A rate that is four times too high or more loses a little to its own
-  half in 50 to 120 steps, and one that is right does not. In fewer steps, both do.
-
-Where nothing is clearly better the rate stays, and the run is bit for bit the one that it would have been.
+- *Checks* at several parts of the run, with multiples close by. Where another arm is clearly better, the base value moves to the vertex of the
+  parabola through the three, less a margin. Else it stays, and the run is bit for bit the one that it would have been.
 """
 
 from __future__ import annotations
@@ -52,38 +49,27 @@ Finding = tuple[float, str, str | None]
 """Octaves by which the rates move, a note, and the snapshot as which the run goes on (None: as itself)."""
 
 
-ENOUGH = 24
-"""Steps of a trial that a round is planned for."""
-LOOK = (48, 112)
-"""Steps of a look: in fewer, half the rate looks better where it is not; in more, where it is, it does so less."""
-
-
 @dataclass(frozen=True)
 class Round:
     """Arms that train at the same time."""
 
     at: float
     """The part of the run after which it begins."""
-    kind: str
-    """"scan", "check" or "look"."""
-    octaves: tuple[float, ...]
-    """From the rate in force to each arm's, ascending."""
-    steps: tuple[int, int]
-    """Of a trial: at least, at most."""
+    below: float
+    above: float
+    """Octaves between the rate in force and the other two arms."""
+    margin: float
+    """Octaves by which a check goes less far than the parabola says."""
+    scan: bool = False
 
 
-SCAN = Round(0.0, "scan", (-3.0, 0.0, 7.0), (FEWEST, 28))
-CHECK = Round(0.06, "check", (-2.0, 0.0, 2.0), (FEWEST, ENOUGH))
-LOOKS = tuple(Round(at, "look", (-1.0, 0.0), LOOK) for at in (0.15, 0.22, 0.3, 0.4, 0.5))
-ALONE = Round(0.1, "check", (-2.0, 0.0, 2.0), (FEWEST, LOOK[1]))
-WORTH = {"check": 0.005, "look": 0.004}
+SCAN = Round(0.0, 3.0, 7.0, 0.0, scan=True)
+CHECKS = (Round(0.06, 2.0, 2.0, 0.5), Round(0.15, 1.0, 1.0, 0.25), Round(0.3, 1.0, 1.0, 0.25))
+ALONE = Round(0.1, 2.0, 2.0, 0.5)
+ENOUGH = 24
+"""Steps of a trial that a round is planned for."""
+WORTH = 0.005
 """Of what the run has learned so far: a gain that is smaller moves nothing."""
-MARGIN = 0.5
-"""Octaves by which a check goes less far than the parabola says."""
-LOWERED = 1.5
-"""Octaves by which a look lowers a rate."""
-WITHIN = 2.0
-"""Octaves around the rate in force, within which the best one is said to lie."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
 LITTLE = 0.3
@@ -93,6 +79,9 @@ FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
 """How often a scan, or a check that went as far as it could, is repeated."""
+WITHIN = 2.0
+"""Octaves around the rate in force, within which the best one is said to lie. The parabola's vertex would say more, and be wrong: what is best in some
+60 steps is up to three octaves below what is best for the run."""
 
 
 class TrialRule(Controller):
@@ -111,7 +100,7 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 2 + len(LOOKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
+        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
@@ -140,7 +129,7 @@ class TrialRule(Controller):
         self.used, self.began = 0, 0
         """Steps of the trial that goes on (0: there is none), and the step of the run at which it began."""
         self.found: list[list[float]] = []
-        """By check and look: where the best peak lies, in the schedule's unit."""
+        """By check: between which rates the best peak is said to lie."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -158,7 +147,8 @@ class TrialRule(Controller):
         self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
         if not self._rates:
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
-        self.rounds = self._afforded(self.budget * run.total_steps)
+        affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
+        self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, *CHECKS[: affords - 1])
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
@@ -178,26 +168,13 @@ class TrialRule(Controller):
         self._resumed = self.used > 0
         self._spend()
 
-    def _afforded(self, left: float) -> Sequence[Round]:
-        """Of so much compute, where none has to be repeated."""
-        enough = 3 * self._cost(ENOUGH)
-        if left < 2 * enough:
-            return (ALONE,) if left >= enough else ()
-        found = [SCAN, CHECK]
-        left -= sum(3 * self._cost(one.steps[1]) for one in found)
-        for one in LOOKS:
-            if left >= 2 * self._cost(LOOK[0]):
-                found.append(one)
-                left -= 2 * self._cost(LOOK[1])
-        return found
-
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
         return steps + (self.judged or _scores(steps)) / 3
 
     def _spend(self) -> None:
         if self.used and self.round < len(self.rounds):
-            self.spent += len(self._octaves()) * self._cost(self.used)
+            self.spent += len(self._multiples()) * self._cost(self.used)
         self.used = 0
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
@@ -218,34 +195,32 @@ class TrialRule(Controller):
             if now.schedule_step < due:
                 return Plan(steps=None if self._fixed else min(self._interval, due - now.schedule_step), spread=False)
             steps = self._affordable(now)
-            if steps >= self.rounds[self.round].steps[0]:
+            if steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 return self._trial(now)
             self._next()
         return Plan(spread=False)
 
     def _affordable(self, now: Moment) -> int:
-        """Steps of a trial: where little is left of the budget, a scan shares it with the check to come."""
+        """Steps of a trial: what is left of the budget is shared evenly by the rounds to come, unless that is too little for this one."""
         pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
-        left, arms, this = self.budget * self._total * pace - self.spent, len(self._octaves()), self.rounds[self.round]
-        worth = (max(left / 2, min(left, arms * self._cost(ENOUGH))) if this.kind == "scan" else left) / arms
-        steps = min(int(worth - self.judged / 3) if self.judged else _steps(worth), this.steps[1])
+        left, arms = self.budget * self._total * pace - self.spent, len(self._multiples())
+        worth = max(left / (len(self.rounds) - self.round), min(left, arms * self._cost(ENOUGH))) / arms
+        steps = int(worth - self.judged / 3) if self.judged else _steps(worth)
         left_of_run = self._total - now.schedule_step
         return min(steps, int(LONGEST * left_of_run), left_of_run - _scores(steps) - 1)
 
-    def _octaves(self) -> tuple[float, ...]:
-        """Of the arms. A scan that is repeated has two: it goes on in the direction in which it went."""
+    def _multiples(self) -> list[float]:
+        """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
         this = self.rounds[self.round]
-        if this.kind != "scan" or not self.repeated:
-            return this.octaves
-        below, same, above = this.octaves
-        return (below, same) if self.lowered else (same, above + FARTHER * self.repeated)
+        above = this.above + (FARTHER * self.repeated if this.scan else 0)
+        return [2.0**-this.below, 1.0, *([] if this.scan and self.lowered else [2.0**above])]
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
-        multiples, scores = [2.0**octave for octave in self._octaves()], _scores(self.used)
+        multiples, scores = self._multiples(), _scores(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
-        scan = self.rounds[self.round].kind == "scan"
+        scan = self.rounds[self.round].scan
         of, origin = ("peak", ORIGIN) if scan else ("base", "")
         settings = {"trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores}
         # What breaks in a scan is taken back by it.
@@ -263,75 +238,59 @@ class TrialRule(Controller):
             return self._nothing(evidence)
         steps = self.used
         self._spend()
-        octaves = self._octaves()
-        arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(octaves))
+        arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(self._multiples()))
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
-        kind = self.rounds[self.round].kind
-        if kind == "scan":
-            moved, note, adopted = self._scanned(dict(zip(octaves, arms, strict=True)), steps, any(row[0] for row in told))
-        else:
-            moved, note, adopted = (self._looked if kind == "look" else self._checked)(arms, steps, in_force)
-            self.found.append([in_force * 2.0 ** (moved - WITHIN), in_force * 2.0 ** (moved + WITHIN)])
-        self.peaks.append([peak, in_force * 2.0**moved])
-        decision = Decision(factor=2.0**moved, note=note, ramp=steps if moved > 0 else 0)
+        scan, broke = self.rounds[self.round].scan, any(row[0] for row in told)
+        octaves, note, adopted = self._scanned(arms, steps, broke) if scan else self._checked(arms, steps, in_force)
+        self.peaks.append([peak, in_force * 2.0**octaves])
+        decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
         decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
         return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
 
     def hold(self, evidence: Evidence) -> Learned:
         return self._nothing(evidence)
 
-    def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
-        """``arms``: by octave. ``broke``: are the run's own weights not finite?"""
-        below, above, same = SCAN.octaves[0], max(arms), arms[0.0]
-        lower = arms.get(below)
-        if max(lower or same) >= BROKEN or (broke and not lower):
+    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, broke: bool) -> Finding:
+        """``broke``: are the run's own weights not finite?"""
+        this, above = self.rounds[self.round], math.log2(self._multiples()[-1])
+        lower, same, *higher = arms
+        if max(lower) >= BROKEN:
             self._repeat(lowered=True)
-            what, octaves = (f"even 2^{below:g} times the rate", 2 * below) if lower else ("the rate", below)
-            return octaves, f"{what} breaks in {steps} steps: back to the start", ORIGIN
-        if lower and (broke or _far_better(lower, same)):
+            return -2 * this.below, f"even 2^{-this.below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
+        if broke or _far_better(lower, same):
             self._repeat(lowered=True)
-            why = f"2^{below:g} times the rate is better in {steps} steps from the start"
-            return below, f"{why}: the run goes on as that arm", "arm 0"
-        if above > 0 and not self.judged and _better(arms[above], same) and self._far_behind(same, arms[above]):
+            why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
+            return -this.below, f"{why}: the run goes on as that arm", "arm 0"
+        if higher and not self.judged and _better(higher[0], same) and self._far_behind(same, higher[0]):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
-        tried = " or ".join(f"2^{octave:g}" for octave in arms if octave)
-        return 0.0, f"{tried} times the rate is not clearly better in {steps} steps from the start: kept", None
+        return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{above:g} times the rate is better: kept", None
 
     def _checked(self, arms: Sequence[Sequence[float]], steps: int, peak: float) -> Finding:
         """Of the ``peak`` in force."""
-        low, _, high = self.rounds[self.round].octaves
+        this = self.rounds[self.round]
         lower, same, higher = arms
         best = min((lower, same, higher), key=mean)
-        to = _vertex(low, mean(lower) - mean(same), high, mean(higher) - mean(same))
+        to = _vertex(-this.below, mean(lower) - mean(same), this.above, mean(higher) - mean(same))
+        octaves, found = 0.0, f"the best of {steps} steps is {peak * 2.0**to:.2g}, in force {peak:.2g}"
         if (
-            not self._worth(best, same)
+            best is same
+            or not _better(best, same)
             or (best is lower) != (to < 0)
+            or mean(same) - mean(best) < WORTH * abs(self._learned(same))
             or (self.judged and best is higher and not self._far_behind(same, higher))
         ):
             self._next()
-            return 0.0, f"2^{low:g} or 2^{high:g} times the rate is not clearly better in {steps} steps: kept", None
-        octaves = math.copysign(max(0.0, abs(to) - MARGIN), to)
-        if to in (low, high):
-            self._repeat(lowered=False)
         else:
-            self._next()
-        return octaves, f"2^{low if best is lower else high:g} times the rate is better in {steps} steps: now {peak * 2**octaves:.2g}", None
-
-    def _looked(self, arms: Sequence[Sequence[float]], steps: int, peak: float) -> Finding:
-        """Of the ``peak`` in force."""
-        lower, same = arms
-        octaves = -LOWERED if self._worth(lower, same) else 0.0
-        self._next()
-        if not octaves:
-            return 0.0, f"half the rate is not clearly better in {steps} steps: kept", None
-        return octaves, f"half the rate is better in {steps} steps: now {peak * 2**octaves:.2g}", None
-
-    def _worth(self, arm: Sequence[float], same: Sequence[float]) -> bool:
-        """Is it so much better than the rate in force that it has to move?"""
-        return _better(arm, same) and mean(same) - mean(arm) >= WORTH[self.rounds[self.round].kind] * abs(self._learned(same))
+            octaves = math.copysign(max(0.0, abs(to) - this.margin), to)
+            if abs(to) >= (this.above if to > 0 else this.below):
+                self._repeat(lowered=False)
+            else:
+                self._next()
+        self.found.append([peak * 2.0 ** (octaves - WITHIN), peak * 2.0 ** (octaves + WITHIN)])
+        return octaves, f"{found}: {f'now {peak * 2**octaves:.2g}' if octaves else 'kept'}", None
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
