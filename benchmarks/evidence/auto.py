@@ -11,6 +11,7 @@ benchmarks.evidence.fixed_rates included, of which this runs what is missing at 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
+from hdet.core.rules.trial_rule import WITHIN
 
 from . import command, fixed_rates
 from .problems import Batch, Problem
@@ -95,7 +97,7 @@ def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> R
     return {
         "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps, "budget": budget,
         "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
-        "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(), "interval": (controller.rule.found or [None])[-1],
+        "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(),
         "notes": [[record["step"], note] for record in records for note in record["notes"]],
         "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip
@@ -132,10 +134,8 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
         auto = missing(record["validation"], untrained, best)
         harms.append(auto - alone)
         left.append(auto)
-        if record["interval"]:
-            low, high = record["interval"]
-            near = [one["rate"] for one in fixed if cell(one) == cell(record) and missing(one["validation"], untrained, best) <= HARM]
-            held.append(any(low <= rate <= high for rate in near))
+        near = [one["rate"] for one in fixed if cell(one) == cell(record) and missing(one["validation"], untrained, best) <= HARM]
+        held.append(any(abs(math.log2(rate / record["rate"] / record["correction"])) <= WITHIN for rate in near))
         lines.append(
             f"| {record['workload']} | {record['steps']} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
             f"{auto - alone:+.1f} | {record['correction']:.3g} | {record['spent_percent']:.1f} % |"

@@ -107,6 +107,6 @@ TEST = _named(
     Workload(TRANSFER, "lion", "linear", 1e-4),
     Workload(BRACKETS, "adamw-0.95", "cosine", 1e-3),
 )
-"""Made after the rule of commit 1a1fd45 was frozen, and run once with it (docs/evidence.md tells of former halves): a rule that is changed again needs
+"""Made after the rule was frozen, and run once with it (docs/evidence.md tells of former halves): a rule that is changed again needs
 others."""
 WORKLOADS = {**DEVELOPMENT, **TEST}
