@@ -112,7 +112,7 @@ def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
 
 
 def prepared() -> tuple[Problem, Any, list[Tensor], list[StepSettings]]:
-    problem = Problem(Case("", sizes=(5, 40, 0), rows=2), "cpu")
+    problem = Problem(Case("", sizes=(5, 40, 0), groups=2), "cpu")
     gradients, settings, _ = problem.arguments(0)
     settings = [s._replace(lr=0.1) for s in settings]
     plan = kernels.step_plan(problem.tensors, "cuda")
@@ -140,7 +140,7 @@ def test_what_has_not_changed_is_not_copied() -> None:
 def test_tables_are_kept_for_every_stream_that_uses_them() -> None:
     _, plan, gradients, settings = prepared()
     tables = len(set(state.used))
-    assert tables == len(state.used) >= 6
+    assert tables == len(state.used) >= 5
     plan.step(gradients, settings)
     assert len(state.used) == tables
     for stream in (5, 77, 5):
