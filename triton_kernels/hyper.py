@@ -195,4 +195,4 @@ def derive(
         else:
             rate = s.lr * rho_k  # Eq. 2
             store_pair(target, rate / correction, derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE), live)
-    tl.store(counter, count + 1, mask=live & (skip == 0))
+    tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))
