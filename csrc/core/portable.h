@@ -7,8 +7,10 @@
 // one of these functions could be taken from a translation unit that needs AVX-512.
 #if defined(__CUDACC__)
 #define HDET_HD static __forceinline__ __host__ __device__
+#define HDET_ROLLED _Pragma("unroll 1")  // several turns at a time would take registers that there are not
 #else
 #define HDET_HD static inline __attribute__((always_inline))
+#define HDET_ROLLED
 #endif
 
 namespace hdet {

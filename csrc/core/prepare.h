@@ -38,6 +38,7 @@ HDET_HD void prepare_replicas(const StepPlan& plan, const Control& /*control*/, 
   const GroupSettings& s = group_settings(plan, at.group);
   ReplicaRow* const rows = plan.replica_rows + at.tensor * plan.num_replicas;
   const double lr = rate_of(plan, at.group), correction1 = at.like < 0 ? derive_correction1(plan.rule, s, at.step) : 1.0;
+  HDET_ROLLED
   for (int32_t k = 0; k < plan.num_replicas; ++k) {
     rows[k] = at.like < 0 ? derive_replica(plan.rule, s, lr, rho_settings(plan, at.group)[k], correction1)
                           : plan.replica_rows[at.like * plan.num_replicas + k];

@@ -146,9 +146,8 @@ constexpr int blocks_per_multiprocessor() {
 template <class Rule, bool kMany, bool kFloat>
 __global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kFloat>())
     step_kernel(const __grid_constant__ StepPlan plan) {
-  const Chunk chunk = plan.chunks[blockIdx.x];
-  if (without_gradient(plan, chunk)) return;
-  Update<Rule, kMany, kFloat> update(plan, chunk);
+  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
+  Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   const Cut parts = update.prepare();
