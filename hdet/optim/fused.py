@@ -90,10 +90,9 @@ class FusedOptimizer(Optimizer):
 
     State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the parameter's device), the moments under
     torch's names, `master_param` (float32) or `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of
-    K - 1 tensors. One `step` is read for all parameters of a group that have counted alike: to change a single one, assign a new tensor
-    (`state["step"] = torch.tensor(0.0)`); what is written into it in place is not read. States of torch's optimizer load here and ours
-    there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state without masters gets them from the parameters,
-    and "fp32" and "split" load into each other exactly.
+    K - 1 tensors. Each `step` counts for its own parameter, also after a write to it; a parameter without a gradient does not count.
+    States of torch's optimizer load here and ours there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state
+    without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
 
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
     model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average
@@ -110,12 +109,14 @@ class FusedOptimizer(Optimizer):
 
     torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
     with max_grad_norm and zero_gradients as they will be, then capture `step()` and call `write_hyperparameters()` before each replay;
-    rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is).
+    rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is). Some gradients may be
+    None; a replay has the gradients, and the Nones, that it was captured with, also when steps with others have come between.
 
     Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
     12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
-    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. A changed rate costs one small copy. Other
-    gradients than in the last step (None here and there), moved or replaced tensors cost a new plan, some microseconds per tensor.
+    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other rates
+    and other gradients than in the last step, also None here and there, cost one small copy together. A parameter's first gradient, moved
+    or replaced tensors cost a new plan, some microseconds per tensor.
     """
 
     rule: ClassVar[str]

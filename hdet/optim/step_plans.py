@@ -111,7 +111,7 @@ class Planned:
         for i in without.intersection(self._slices):
             place = self._slices[i]
             chosen[place] = bytes(place.stop - place.start)
-        self.written = list(compress(self.writes, chosen))
+        self.written = list(compress(self.writes, chosen)) if absent else self.writes
         self.watch.expect(self.written)
         self.active = [(n, part) for n, part in enumerate(self.parts) if not without.issuperset(part.places)]
 
