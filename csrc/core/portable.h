@@ -7,9 +7,13 @@
 // one of these functions could be taken from a translation unit that needs AVX-512.
 #if defined(__CUDACC__)
 #define HDET_HD static __forceinline__ __host__ __device__
-#define HDET_ROLLED _Pragma("unroll 1")  // several turns at a time would take registers that there are not
 #else
 #define HDET_HD static inline __attribute__((always_inline))
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define HDET_ROLLED _Pragma("unroll 1")  // several turns at a time would take registers that there are not
+#else
 #define HDET_ROLLED
 #endif
 
