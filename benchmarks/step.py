@@ -70,38 +70,63 @@ def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> d
     return compare(options, "adamw, bf16 throughout, stochastic", name, shapes, ours.step, theirs.step, 14, **notes)
 
 
-def host(options: Options, tensors: int = 300) -> dict[str, Any]:
-    """A step on 300 tensors of one element each: nothing but the way from Python to the kernel and back."""
+HOST = {
+    "steady": "gradients at the same addresses in every step",
+    "fresh": "at other addresses in every step, as zero_grad(set_to_none=True) leaves them",
+    "one None": "one of them is None in every other step, as in a mixture of experts",
+}
+
+
+def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
+    """A step on 300 tensors of one element each, nothing but the way from Python to the kernel and back, in each case of HOST."""
     shapes: Shapes = [(1,)] * tensors
-    gradients = options.randn(shapes)
-    steps = {"hdet": fused(options, options.randn(shapes), gradients).step, "torch": torch_adamw(options.randn(shapes), gradients).step}
-    times: dict[str, list[float]] = {key: [] for key in steps}
+    runs = {(case, side): _one_run(options, shapes, side) for case in HOST for side in ("hdet", "torch")}
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for turn in range(-20, 200):
-        for key, step in steps.items():
+        for (case, side), (step, params, sets) in runs.items():
+            for param, gradient in zip(params, sets[turn % 2 if case == "fresh" else 0], strict=True):
+                param.grad = gradient
+            if case == "one None" and turn % 2:
+                params[tensors // 2].grad = None
             start = time.perf_counter()
             step()
             if turn >= 0:
-                times[key].append(1e6 * (time.perf_counter() - start))
+                times[case, side].append(1e6 * (time.perf_counter() - start))
             if options.device == "cuda":
                 torch.cuda.synchronize()
-    record = {
-        "benchmark": "kernels",
-        "operation": "host time of a step",
-        "shapes": f"{tensors} x 1",
-        "device": options.device,
-        "backend": options.backend,
-        "tensors": tensors,
-        "hdet_us": round(statistics.median(times["hdet"]), 1),
-        "torch_us": round(statistics.median(times["torch"]), 1),
-        "ratio": round(statistics.median(times["hdet"]) / statistics.median(times["torch"]), 3),
-    }
-    emit(record)
-    return record
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    records = []
+    for case, meaning in HOST.items():
+        ours, theirs = medians[case, "hdet"], medians[case, "torch"]
+        records.append(
+            {
+                "benchmark": "kernels",
+                "operation": f"host time of a step, {case}",
+                "gradients": meaning,
+                "shapes": f"{tensors} x 1",
+                "device": options.device,
+                "backend": options.backend,
+                "tensors": tensors,
+                "hdet_us": round(ours, 1),
+                "torch_us": round(theirs, 1),
+                "ratio": round(ours / theirs, 3),
+                "of_steady": round(ours / medians["steady", "hdet"], 2),
+            }
+        )
+        emit(records[-1])
+    return records
+
+
+def _one_run(options: Options, shapes: Shapes, side: str) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
+    """A step, its parameters, and two sets of gradients for them."""
+    sets = [options.randn(shapes) for _ in range(2)]
+    made = fused(options, options.randn(shapes), sets[0]) if side == "hdet" else torch_adamw(options.randn(shapes), sets[0])
+    return made.step, made.param_groups[0]["params"], sets
 
 
 def run(options: Options) -> list[dict[str, Any]]:
     """All records."""
-    records = [] if options.counting else [host(options)]
+    records = [] if options.counting else host(options)
     for benchmark, memory in ((adamw, 28), (low, 16), (clipped, 40)):
         for name, shapes, notes in options.shapes(memory):
             if benchmark is adamw or options.wants(name):

@@ -12,6 +12,7 @@
 #include "core/rank_one.h"
 #include "cpu/kernels.h"
 #include "gradients.h"
+#include "lists.h"
 #ifdef HDET_CUDA
 #include "cuda/kernels.h"
 #endif
@@ -49,10 +50,10 @@ struct PlanClass : py::class_<Plan, Base...> {
 void define_step_plan(py::module_& m) {
   using Plan = hdet::StepPlan;
   PlanClass<Plan>(m, "StepPlan")
-      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_rows)
+      HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
       HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(all_float) HDET_FIELD(seed) HDET_FIELD(first_replica)
       HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs)
-      HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(leaders) HDET_FIELD(rates)
+      HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(groups) HDET_FIELD(rates)
       HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
       HDET_FIELD(grad_scale) HDET_FIELD(found_inf);
 }
@@ -85,54 +86,31 @@ void define_gradients(py::module_& m) {
   gradients.def("forget", [](Gradients& self) { self.forget(); });
   gradients.def("write_addresses", [](const Gradients& self, Address out) { self.write_addresses(at<Address>(out)); }, py::arg("out"));
   gradients.def_property_readonly("types", &Gradients::types);
+  gradients.attr("EMPTY") = Address{Gradients::kEmpty};
   gradients.attr("UNUSUAL") = int{Gradients::kUnusual};
   gradients.attr("MOVED") = int{Gradients::kMoved};
   gradients.attr("RETYPED") = int{Gradients::kRetyped};
 }
 
-void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows,
-                  const std::vector<int32_t>& formats) {
-  hdet::write_chunks(at<hdet::Chunk>(out), elements, rows, formats);
+void define_lists(py::module_& m) {
+  using hdet::Addresses;
+  m.def("same", &hdet::same, py::arg("a"), py::arg("b"));
+  m.def("gradients", &hdet::gradients, py::arg("params"));
+  m.def("absent", &hdet::absent, py::arg("items"));
+  m.def("contents", &hdet::contents, py::arg("outer"));
+  m.def("same_contents", &hdet::same_contents, py::arg("outer"), py::arg("known"));
+  py::class_<Addresses>(m, "Addresses")
+      .def(py::init<const py::object&, const py::list&>(), py::arg("exchange"), py::arg("tensors"))
+      .def_property_readonly("usable", &Addresses::usable)
+      .def("same", &Addresses::same, py::arg("tensors"));
+}
+
+void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats) {
+  hdet::write_chunks(at<hdet::Chunk>(out), elements, formats);
 }
 
 void write_addresses(Address out, const std::vector<Address>& addresses) {
   if (!addresses.empty()) std::memcpy(at<Address>(out), addresses.data(), addresses.size() * sizeof(Address));
-}
-
-void write_numbers(Address out, const std::vector<double>& numbers) {
-  if (!numbers.empty()) std::memcpy(at<double>(out), numbers.data(), numbers.size() * sizeof(double));
-}
-
-// The same objects in the same places.
-bool same(const py::list& a, const py::list& b) {
-  if (a.size() != b.size()) return false;
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (PyList_GET_ITEM(a.ptr(), i) != PyList_GET_ITEM(b.ptr(), i)) return false;
-  }
-  return true;
-}
-
-// [p.grad for p in params]
-py::list gradients(const py::list& params) {
-  static PyObject* const name = PyUnicode_InternFromString("grad");
-  py::list result(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    PyObject* const gradient = PyObject_GetAttr(PyList_GET_ITEM(params.ptr(), i), name);
-    if (gradient == nullptr) throw py::error_already_set();
-    PyList_SET_ITEM(result.ptr(), i, gradient);
-  }
-  return result;
-}
-
-// Whether dicts[i].get(key) is items[i], for all i.
-bool same_items(const py::list& dicts, const py::str& key, const py::list& items) {
-  if (dicts.size() != items.size()) return false;
-  for (size_t i = 0; i < dicts.size(); ++i) {
-    PyObject* const found = PyDict_GetItemWithError(PyList_GET_ITEM(dicts.ptr(), i), key.ptr());
-    if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if ((found == nullptr ? Py_None : found) != PyList_GET_ITEM(items.ptr(), i)) return false;
-  }
-  return true;
 }
 
 void define_cpu(py::module_& m) {
@@ -195,11 +173,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 6;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 7;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("CALL_SETTINGS") = hdet::kCallSettings;
-  m.attr("ROW_SETTINGS") = hdet::kRowSettings;
+  m.attr("GROUP_SETTINGS") = hdet::kGroupSettings;
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);
   m.attr("REPLICA_ROW_BYTES") = sizeof(hdet::ReplicaRow);
   m.attr("CONTROL_BYTES") = sizeof(hdet::Control);
@@ -211,12 +189,9 @@ PYBIND11_MODULE(_C, m) {
   define_gradients(m);
 
   m.def("count_chunks", &hdet::count_chunks, py::arg("elements"));
-  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("rows"), py::arg("formats"));
+  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("formats"));
   m.def("write_addresses", &write_addresses, py::arg("out"), py::arg("addresses"));
-  m.def("write_numbers", &write_numbers, py::arg("out"), py::arg("numbers"));
-  m.def("same", &same, py::arg("a"), py::arg("b"));
-  m.def("gradients", &gradients, py::arg("params"));
-  m.def("same_items", &same_items, py::arg("dicts"), py::arg("key"), py::arg("items"));
+  define_lists(m);
 
   define_cpu(m);
 #ifdef HDET_CUDA

@@ -1,6 +1,6 @@
-// Where this step's gradients lie, found in about 10 ns for each: asked of torch through DLPack's C exchange interface (the
-// structures below are its stable binary interface, version 1), because a Python call for each attribute of 300 gradients would
-// take longer than the step's launch.
+// Where tensors lie, found in about 10 ns for each: asked of torch through DLPack's C exchange interface (the structures below are
+// its stable binary interface, version 1), because a Python call for each attribute of 300 gradients would take longer than the
+// step's launch.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -57,18 +57,58 @@ inline bool is_contiguous(const Tensor& t) {
   return true;
 }
 
+inline std::uintptr_t address_of(const Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset; }
+
+// What describes a torch tensor, from torch.Tensor.__dlpack_c_exchange_api__; null where a torch has none, or another one.
+inline auto describer(const pybind11::object& capsule) -> int (*)(void*, Tensor*) {
+  constexpr const char* kCapsule = "dlpack_exchange_api";
+  if (PyCapsule_IsValid(capsule.ptr(), kCapsule) == 0) return nullptr;
+  const auto* const exchange = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
+  return exchange->major == 1 ? exchange->tensor_from_object : nullptr;
+}
+
 }  // namespace dlpack
 
-// The gradients of one list of parameters. read() takes what a step can use as it is: plain tensors of the parameters' shapes, on
-// their device, contiguous, of a type that Formats knows. For anything else it says so, and Python finds out what it is.
+// Where tensors lay when this was made. Not usable where one of them is not described, or a torch has no exchange interface.
+class Addresses {
+ public:
+  Addresses(const pybind11::object& capsule, const pybind11::list& tensors) : describe_(dlpack::describer(capsule)) {
+    for (size_t i = 0; i < tensors.size() && describe_ != nullptr; ++i) {
+      known_.push_back(address(tensors, i));
+      if (known_.back() == kUnknown) describe_ = nullptr;
+    }
+  }
+
+  bool usable() const { return describe_ != nullptr; }
+
+  bool same(const pybind11::list& tensors) const {
+    bool alike = tensors.size() == known_.size();
+    for (size_t i = 0; i < known_.size() && alike; ++i) alike = address(tensors, i) == known_[i];
+    return alike;
+  }
+
+ private:
+  static constexpr std::uintptr_t kUnknown = UINTPTR_MAX;
+
+  std::uintptr_t address(const pybind11::list& tensors, size_t i) const {
+    dlpack::Tensor t{};
+    if (describe_(PyList_GET_ITEM(tensors.ptr(), i), &t) == 0) return dlpack::address_of(t);
+    PyErr_Clear();
+    return kUnknown;
+  }
+
+  int (*describe_)(void*, dlpack::Tensor*);
+  std::vector<std::uintptr_t> known_;
+};
+
+// The gradients of one list of parameters; None: there is none. read() takes what a step can use as it is: plain tensors of the
+// parameters' shapes, on their device, contiguous, of a type that Formats knows. For anything else it says so, and Python finds out
+// what it is.
 class Gradients {
  public:
-  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__. Where a torch has none, or another one, Python sees all lists.
-  Gradients(const pybind11::object& type, const pybind11::object& capsule, const pybind11::list& params) : type_(type) {
-    if (PyCapsule_IsValid(capsule.ptr(), kCapsule) != 0) {
-      const auto* const exchange = static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
-      if (exchange->major == 1) describe_ = exchange->tensor_from_object;
-    }
+  // `type` is torch.Tensor, `capsule` its __dlpack_c_exchange_api__. Without one, Python sees all lists.
+  Gradients(const pybind11::object& type, const pybind11::object& capsule, const pybind11::list& params)
+      : type_(type), describe_(dlpack::describer(capsule)) {
     for (const pybind11::handle param : params) {
       dlpack::Tensor t{};
       if (describe_ != nullptr && describe_(param.ptr(), &t) != 0) {
@@ -84,26 +124,30 @@ class Gradients {
   }
 
   static constexpr int kUnusual = -1, kMoved = 1, kRetyped = 2;
+  static constexpr std::uintptr_t kEmpty = 64;  // where an empty gradient lies, which is there and which nobody reads
 
-  // kUnusual, or a sum of what has changed since the last call.
+  // kUnusual, or a sum of what has changed since the last call. A gradient that goes or comes has moved.
   int read(const pybind11::list& gradients) {
     if (describe_ == nullptr || gradients.size() != shapes_.size()) return kUnusual;
     int changes = 0;
     for (size_t i = 0; i < shapes_.size(); ++i) {
       PyObject* const gradient = PyList_GET_ITEM(gradients.ptr(), i);
-      dlpack::Tensor t{};
-      if (reinterpret_cast<PyObject*>(Py_TYPE(gradient)) != type_.ptr()) return forget();
-      if (describe_(gradient, &t) != 0) {
-        PyErr_Clear();
-        return forget();
+      std::uintptr_t address = 0;
+      if (gradient != Py_None) {
+        dlpack::Tensor t{};
+        if (reinterpret_cast<PyObject*>(Py_TYPE(gradient)) != type_.ptr()) return forget();
+        if (describe_(gradient, &t) != 0) {
+          PyErr_Clear();
+          return forget();
+        }
+        const auto type = static_cast<int32_t>(dlpack::dtype_of(t));
+        address = dlpack::elements(t) == 0 ? kEmpty : dlpack::address_of(t);
+        if (!is_usual(t, i) || type == 0 || address == 0) return forget();
+        if (types_[i] != type) changes |= kRetyped;
+        types_[i] = type;
       }
-      const auto type = static_cast<int32_t>(dlpack::dtype_of(t));
-      const auto address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-      if (!is_usual(t, i) || type == 0 || (address == 0 && dlpack::elements(t) != 0)) return forget();
       if (addresses_[i] != address) changes |= kMoved;
-      if (types_[i] != type) changes |= kRetyped;
       addresses_[i] = address;
-      types_[i] = type;
     }
     return changes;
   }
@@ -115,7 +159,7 @@ class Gradients {
     return kUnusual;
   }
 
-  // Addresses and DTypes of the last list that read() took.
+  // Of the last list that read() took: addresses, 0 where there was no gradient; and DTypes, 0 where there has never been one.
   void write_addresses(std::uintptr_t* out) const { std::copy(addresses_.begin(), addresses_.end(), out); }
   const std::vector<int32_t>& types() const { return types_; }
 
@@ -126,10 +170,8 @@ class Gradients {
            (shape.empty() || std::memcmp(t.shape, shape.data(), shape.size() * sizeof(int64_t)) == 0) && dlpack::is_contiguous(t);
   }
 
-  static constexpr const char* kCapsule = "dlpack_exchange_api";
-
   pybind11::object type_;
-  int (*describe_)(void*, dlpack::Tensor*) = nullptr;
+  int (*describe_)(void*, dlpack::Tensor*);
   std::vector<std::vector<int64_t>> shapes_;
   int32_t device_type_ = 0, device_id_ = 0;
   std::vector<std::uintptr_t> addresses_;

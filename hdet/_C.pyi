@@ -27,7 +27,7 @@ INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
 CALL_SETTINGS: int
-ROW_SETTINGS: int
+GROUP_SETTINGS: int
 ROW_BYTES: int
 REPLICA_ROW_BYTES: int
 CONTROL_BYTES: int
@@ -40,7 +40,7 @@ class StepPlan:
     num_chunks: int
     num_tensors: int
     num_replicas: int
-    num_rows: int
+    num_groups: int
     rule: int
     zero_gradients: int
     all_float: int
@@ -53,7 +53,7 @@ class StepPlan:
     exp_avg_sqs: int
     counters: int
     ids: int
-    leaders: int
+    groups: int
     rates: int
     settings: int
     rows: int
@@ -94,6 +94,7 @@ class PairPlan:
 # Where gradients lie: see csrc/gradients.h. `type` is torch.Tensor, `exchange` its
 # __dlpack_c_exchange_api__; with anything else, read() leaves all lists to Python.
 class Gradients:
+    EMPTY: int
     UNUSUAL: int
     MOVED: int
     RETYPED: int
@@ -105,14 +106,23 @@ class Gradients:
 
 # tables of a plan
 def count_chunks(elements: Sequence[int]) -> int: ...
-def write_chunks(out: int, elements: Sequence[int], rows: Sequence[int], formats: Sequence[int]) -> None: ...
+def write_chunks(out: int, elements: Sequence[int], formats: Sequence[int]) -> None: ...
 def write_addresses(out: int, addresses: Sequence[int]) -> None: ...
-def write_numbers(out: int, numbers: Sequence[object]) -> None: ...
 
-# lists: the same objects at the same places; [p.grad for p in params]; whether dicts[i].get(key) is items[i] for all i
+# csrc/lists.h: the same objects at the same places; [p.grad for p in params]; the places of None
 def same(a: list[Any], b: list[Any]) -> bool: ...
 def gradients(params: list[Any]) -> list[Any]: ...
-def same_items(dicts: list[Any], key: str, items: list[Any]) -> bool: ...
+def absent(items: list[Any]) -> list[int]: ...
+
+# All keys and values of a dictionary and of the dictionaries in it; and whether they are these objects
+def contents(outer: dict[Any, Any]) -> list[Any]: ...
+def same_contents(outer: dict[Any, Any], known: list[Any]) -> bool: ...
+
+# Do tensors lie where these lay? `usable`: is `exchange` what read() of Gradients needs?
+class Addresses:
+    usable: bool
+    def __init__(self, exchange: object, tensors: list[Any]) -> None: ...
+    def same(self, tensors: list[Any]) -> bool: ...
 
 # isa: one of build_info()["isa"]; "" takes the environment's HDET_ISA, else the best
 def cpu_step(plan: StepPlan, threads: int, isa: str = "") -> None: ...

@@ -15,14 +15,18 @@ class Chunk(NamedTuple):
     offset: tl.tensor  # int64; all others int32
     length: tl.tensor
     tensor: tl.tensor
-    row: tl.tensor
 
 
 @triton.jit
 def load_chunk(chunks):
-    place = chunks + tl.program_id(0) * 4
-    length = tl.load(place + 1).to(tl.int32)
-    return Chunk(tl.load(place), length, tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32))
+    place = chunks + tl.program_id(0) * 3
+    return Chunk(tl.load(place), tl.load(place + 1).to(tl.int32), tl.load(place + 2).to(tl.int32))
+
+
+@triton.jit
+def live_length(chunk, address):
+    """Of a chunk that there is something to do for: none where its gradient's address is 0."""
+    return tl.where(address != 0, chunk.length, 0)
 
 
 @triton.jit

@@ -1,6 +1,8 @@
-"""From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h in Triton. One program of one launch.
+"""From settings in float64 to the float32 rows that the update reads: csrc/core/hyper.h and prepare.h in Triton, where each formula is
+explained.
 
-`settings` is one array of doubles: max_norm; nine for each row; rho[rows][K] (Eq. 1).
+It is here a second time because these kernels are for builds without nvcc, whose steps may not read counters, rates, scaler and norm on
+the host either. `settings` is one array of doubles: max_norm; nine for each group; rho[groups][K] (Eq. 1).
 """
 
 from typing import NamedTuple
@@ -11,9 +13,7 @@ import triton.language as tl
 from .rules import HYPER_ROW
 
 CALL_SETTINGS = tl.constexpr(1)
-ROW_SETTINGS = tl.constexpr(9)
-ROWS = tl.constexpr(128)
-"""rows derived at a time, one a thread"""
+GROUP_SETTINGS = tl.constexpr(9)
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def derive_control(settings, partials, num_partials, grad_scale, found_inf, cont
 
 
 class Settings(NamedTuple):
-    """What the host wrote for ROWS rows, in float64, and what counts for all their replicas."""
+    """What the host wrote for some tensors, in float64, and what counts for all their replicas."""
 
     lr: tl.tensor
     beta1: tl.tensor
@@ -71,14 +71,13 @@ class Settings(NamedTuple):
 
 
 @triton.jit
-def load_settings(settings, leaders, rates, row, live):
-    """`leaders` and `rates` hold addresses; a rate of address 0 is in the settings."""
-    source = settings + CALL_SETTINGS + row * ROW_SETTINGS
-    counter = tl.load(leaders + row, mask=live, other=0).to(tl.pointer_type(tl.float32))
-    address = tl.load(rates + row, mask=live, other=0)
-    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=live & (address != 0), other=0).to(tl.float64)
+def load_settings(settings, rates, group, step, live):
+    """`rates` holds addresses; a rate of address 0 is in the settings."""
+    source = settings + CALL_SETTINGS + group * GROUP_SETTINGS
+    address = tl.load(rates + group, mask=live, other=0)
+    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0).to(tl.float64)
     return Settings(
-        tl.where(live & (address != 0), rate, tl.load(source, mask=live, other=0)),
+        tl.where(address != 0, rate, tl.load(source, mask=live, other=0)),
         tl.load(source + 1, mask=live, other=0),
         tl.load(source + 2, mask=live, other=0),
         tl.load(source + 3, mask=live, other=0),
@@ -87,14 +86,14 @@ def load_settings(settings, leaders, rates, row, live):
         tl.load(source + 6, mask=live, other=0),
         tl.load(source + 7, mask=live, other=0),
         tl.load(source + 8, mask=live, other=0),
-        tl.load(counter, mask=live, other=0).to(tl.uint32) + 1,
+        step,
     )
 
 
 @triton.jit
-def store_row(target, s, gradient_scale, live, RULE: tl.constexpr):
-    """The HyperRow of each row."""
-    one = tl.full((ROWS,), 1.0, tl.float64)
+def store_rows(target, s, gradient_scale, live, RULE: tl.constexpr):
+    """The HyperRow of each tensor."""
+    one = s.beta1 * 0 + 1
     lerp1 = one - s.beta1
     inv_sqrt_correction2 = one
     coupled_decay = one * 0
@@ -120,78 +119,80 @@ def store_row(target, s, gradient_scale, live, RULE: tl.constexpr):
 @triton.jit
 def derive_decay(s, rate, RULE: tl.constexpr):
     """1 - rate * weight_decay for decoupled rules; 1 for coupled ones."""
-    one = tl.full((ROWS,), 1.0, tl.float64)
     if RULE == "adam" or RULE == "sgd":
-        return one
+        return rate * 0 + 1
     else:
-        return one - rate * s.weight_decay
+        return 1 - rate * s.weight_decay
 
 
 @triton.jit
 def correction1(s, RULE: tl.constexpr):
     """What the step size is divided by: 1 - beta1^step for Adam's rules."""
-    one = tl.full((ROWS,), 1.0, tl.float64)
     if RULE == "adamw" or RULE == "adam":
-        return one - power(s.beta1, s.step)
+        return 1 - power(s.beta1, s.step)
     else:
-        return one
+        return s.beta1 * 0 + 1
 
 
 @triton.jit
-def rho_settings(settings, num_rows):
-    return settings + CALL_SETTINGS + num_rows * ROW_SETTINGS
-
-
-@triton.jit
-def derive_rows(settings, gradient_scale, leaders, rates, rows, replica_rows, num_rows, num_replicas, RULE: tl.constexpr):
-    """HyperRow of every row, and (step_size, decay) of every [row][replica]."""
-    for first in range(0, num_rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        live = row < num_rows
-        s = load_settings(settings, leaders, rates, row, live)
-        store_row(rows + row * HYPER_ROW, s, gradient_scale, live, RULE)
-        correction = correction1(s, RULE)
-        for k in range(num_replicas):
-            place = row * num_replicas + k
-            rate = s.lr * tl.load(rho_settings(settings, num_rows) + place, mask=live, other=0)  # Eq. 2
-            decay = derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE)
-            tl.store(replica_rows + place * 2, (rate / correction).to(tl.float32), mask=live)
-            tl.store(replica_rows + place * 2 + 1, decay.to(tl.float32), mask=live)
-
-
-@triton.jit
-def count_steps(counters, num_tensors, skip, BLOCK: tl.constexpr):
-    """Every tensor's counter += 1, unless the step is skipped."""
-    for first in range(0, num_tensors, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        live = i < tl.where(skip, 0, num_tensors)
-        counter = tl.load(counters + i, mask=live, other=0).to(tl.pointer_type(tl.float32))
-        tl.store(counter, tl.load(counter, mask=live, other=0) + 1, mask=live)
+def store_pair(target, first, second, live):
+    """A ReplicaRow of each tensor."""
+    tl.store(target, first.to(tl.float32), mask=live)
+    tl.store(target + 1, second.to(tl.float32), mask=live)
 
 
 @triton.jit(
-    do_not_specialize=["num_partials", "num_tensors", "num_rows", "num_replicas"],
-    do_not_specialize_on_alignment=["grad_scale", "found_inf", "rates"],
+    do_not_specialize=["num_partials", "num_tensors", "num_groups", "num_replicas"],
+    do_not_specialize_on_alignment=["grad_scale", "found_inf", "settings", "rates"],
 )
 def derive(
+    gradients,  # [tensor][2] address, type
     settings,
+    rates,  # [group] addresses, or 0: the rate is in the settings
     partials,
     grad_scale,
     found_inf,
     counters,  # [tensor] addresses
-    leaders,  # [row] addresses
-    rates,  # [row] addresses, or 0: the rate is in the settings
+    groups,  # [tensor]
     rows,
     replica_rows,
     control,
+    scales,  # [tensor] addresses, of replicas on one line (rank_one.py); else any pointer, as the next
+    lines,
     num_partials,
     num_tensors,
-    num_rows,
+    num_groups,
     num_replicas,
     RULE: tl.constexpr,
+    ON_LINE: tl.constexpr,
+    TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """TENSORS tensors, one a thread, with their counters. Every program adds up all partials: none waits for another."""
     skip, gradient_scale = derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK)
-    derive_rows(settings, gradient_scale, leaders, rates, rows, replica_rows, num_rows, num_replicas, RULE)
-    tl.debug_barrier()  # all rows have read their leader's counter
-    count_steps(counters, num_tensors, skip, BLOCK)
+    tensor = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
+    live = tensor < num_tensors
+    live = live & (tl.load(gradients + 2 * tensor, mask=live, other=0) != 0)
+    counter = tl.load(counters + tensor, mask=live, other=0).to(tl.pointer_type(tl.float32))
+    count = tl.load(counter, mask=live, other=0)
+    group = tl.load(groups + tensor, mask=live, other=0)
+    s = load_settings(settings, rates, group, count.to(tl.uint32) + 1, live)
+    store_rows(rows + tensor * HYPER_ROW, s, gradient_scale, live, RULE)
+    correction = correction1(s, RULE)
+    rho = settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas
+    scale = s.lr * 0
+    if ON_LINE:
+        decay = tl.where(skip, s.lr * 0 + 1, derive_decay(s, s.lr, RULE))
+        address = tl.load(scales + tensor, mask=live, other=0).to(tl.pointer_type(tl.float64))
+        scale = tl.load(address, mask=live, other=0) * decay
+        tl.store(address, scale, mask=live)
+        store_pair(lines + tensor * 2, s.lr / correction, decay, live)
+    for k in range(num_replicas):
+        target = replica_rows + (tensor * num_replicas + k) * 2
+        rho_k = tl.load(rho + k, mask=live, other=0)
+        if ON_LINE:
+            store_pair(target, rho_k, scale, live)
+        else:
+            rate = s.lr * rho_k  # Eq. 2
+            store_pair(target, rate / correction, derive_decay(s, tl.where(s.decay_at_base != 0, s.lr, rate), RULE), live)
+    tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

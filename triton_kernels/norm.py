@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .chunks import TAIL, load_chunk, whole_vectors
+from .chunks import TAIL, live_length, load_chunk, whole_vectors
 from .hyper import total
 from .numbers import BF16, F16, F32, load, pointer
 
@@ -11,7 +11,8 @@ from .numbers import BF16, F16, F32, load, pointer
 @triton.jit
 def chunk_squares(address, chunk, FORMAT: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     p = pointer(address, chunk.offset, FORMAT, VECTOR)
-    whole = whole_vectors(chunk.length, VECTOR)
+    length = live_length(chunk, address)
+    whole = whole_vectors(length, VECTOR)
     sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, whole, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -20,7 +21,7 @@ def chunk_squares(address, chunk, FORMAT: tl.constexpr, VECTOR: tl.constexpr, BL
     result = tl.sum(sums, 0)
     if VECTOR > 1:
         offsets = whole + tl.arange(0, TAIL)
-        x = load(p, offsets, offsets < chunk.length, FORMAT).to(tl.float64)
+        x = load(p, offsets, offsets < length, FORMAT).to(tl.float64)
         result += tl.sum(x * x, 0)
     return result
 

@@ -1,6 +1,6 @@
 """K replicas on one line, A * base - rho_k * D: csrc/core/rank_one.h in Triton, where the formulas are explained.
 
-Between steps each row keeps A in a double. A line is what an update reads of a row: (step_size, decay) in a step, (rho_mean, A) in a
+Between steps each tensor keeps A in a double. A line is what an update reads of a tensor: (step_size, decay) in a step, (rho_mean, A) in a
 converge.
 """
 
@@ -9,72 +9,23 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .chunks import TAIL, load_chunk, whole_vectors
-from .hyper import ROWS, correction1, count_steps, derive_control, derive_decay, load_settings, rho_settings, store_row
+from .chunks import TAIL, live_length, load_chunk, whole_vectors
+from .hyper import store_pair
 from .numbers import F32, load, pointer, store
 from .rules import HYPER_ROW, load_row, take_step
 from .step import SHARED, load_shared, locate, new_direction, pointers_of
 
 
-@triton.jit
-def derive_lines(settings, skip, s, scales, lines, replica_rows, row, live, num_rows, num_replicas, RULE: tl.constexpr):
-    """The lines of ROWS rows, what their scales become, and (rho_k, A') for each replica's output."""
-    decay = tl.where(skip, tl.full((ROWS,), 1.0, tl.float64), derive_decay(s, s.lr, RULE))
-    scale = tl.load(scales + row, mask=live, other=0) * decay
-    tl.store(lines + row * 2, (s.lr / correction1(s, RULE)).to(tl.float32), mask=live)
-    tl.store(lines + row * 2 + 1, decay.to(tl.float32), mask=live)
-    tl.store(scales + row, scale, mask=live)
-    for k in range(num_replicas):
-        place = row * num_replicas + k
-        rho = tl.load(rho_settings(settings, num_rows) + place, mask=live, other=0)
-        tl.store(replica_rows + place * 2, rho.to(tl.float32), mask=live)
-        tl.store(replica_rows + place * 2 + 1, scale.to(tl.float32), mask=live)
-
-
-@triton.jit(
-    do_not_specialize=["num_partials", "num_tensors", "num_rows", "num_replicas"],
-    do_not_specialize_on_alignment=["grad_scale", "found_inf", "rates"],
-)
-def derive_rank_one(
-    settings,
-    partials,
-    grad_scale,
-    found_inf,
-    counters,  # [tensor] addresses
-    leaders,  # [row] addresses
-    rates,  # [row] addresses, or 0: the rate is in the settings
-    rows,
-    replica_rows,
-    scales,
-    lines,
-    control,
-    num_partials,
-    num_tensors,
-    num_rows,
-    num_replicas,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    skip, gradient_scale = derive_control(settings, partials, num_partials, grad_scale, found_inf, control, BLOCK)
-    for first in range(0, num_rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        live = row < num_rows
-        s = load_settings(settings, leaders, rates, row, live)
-        store_row(rows + row * HYPER_ROW, s, gradient_scale, live, RULE)
-        derive_lines(settings, skip, s, scales, lines, replica_rows, row, live, num_rows, num_replicas, RULE)
-    tl.debug_barrier()  # all rows have read their leader's counter
-    count_steps(counters, num_tensors, skip, BLOCK)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def derive_converge(mean_rho, scales, lines, num_rows):
+@triton.jit(do_not_specialize=["num_tensors"])
+def derive_converge(groups, mean_rho, scales, lines, num_tensors, TENSORS: tl.constexpr):
     """The replicas' mean becomes base and outputs; D = 0 and A = 1."""
-    for first in range(0, num_rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        live = row < num_rows
-        tl.store(lines + row * 2, tl.load(mean_rho + row, mask=live, other=0).to(tl.float32), mask=live)
-        tl.store(lines + row * 2 + 1, tl.load(scales + row, mask=live, other=0).to(tl.float32), mask=live)
-        tl.store(scales + row, tl.full((ROWS,), 1.0, tl.float64), mask=live)
+    tensor = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
+    live = tensor < num_tensors
+    address = tl.load(scales + tensor, mask=live, other=0).to(tl.pointer_type(tl.float64))
+    scale = tl.load(address, mask=live, other=0)
+    rho = tl.load(mean_rho + tl.load(groups + tensor, mask=live, other=0), mask=live, other=0)
+    store_pair(lines + tensor * 2, rho, scale, live)
+    tl.store(address, scale * 0 + 1, mask=live)
 
 
 class Line(NamedTuple):
@@ -86,7 +37,7 @@ class Line(NamedTuple):
 
 @triton.jit
 def load_line(addresses, lines, chunk, V: tl.constexpr):
-    line = lines + chunk.row * 2
+    line = lines + chunk.tensor * 2
     return Line(
         pointer(tl.load(addresses + 2 * chunk.tensor), chunk.offset, F32, V.vector),
         pointer(tl.load(addresses + 2 * chunk.tensor + 1), chunk.offset, F32, V.vector),
@@ -139,12 +90,13 @@ def update_rank_one(
     chunk = load_chunk(chunks)
     shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
     line = load_line(line_addresses, lines, chunk, V)
-    row = load_row(rows + chunk.row * HYPER_ROW)
-    whole = whole_vectors(chunk.length, VECTOR)
+    row = load_row(rows + chunk.tensor * HYPER_ROW)
+    length = live_length(chunk, place.gradient)
+    whole = whole_vectors(length, VECTOR)
     for start in range(0, whole, V.block):
         rank_one_block(shared, place, line, row, start, whole, V, V.block)
-    if whole < chunk.length:
-        rank_one_block(shared, place, line, row, whole, chunk.length, V, TAIL)
+    if whole < length:
+        rank_one_block(shared, place, line, row, whole, length, V, TAIL)
 
 
 @triton.jit

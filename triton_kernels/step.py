@@ -6,7 +6,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .chunks import BATCH, TAIL, load_chunk, whole_vectors
+from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
 from .numbers import BF16, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
 from .rules import HYPER_ROW, direction, load_row, take_step
 
@@ -45,6 +45,7 @@ class Shared(NamedTuple):
 class Place(NamedTuple):
     """What a block must know of its chunk. Stores may hit any address, so what is not loaded here is loaded again in each block."""
 
+    gradient: tl.tensor  # its address; 0: there is nothing to do
     addresses: tl.tensor  # of this tensor: params[K], masters[K]
     pointers: tuple  # the parameter's and the master's, of each replica; of more than HELD replicas none
     replica_rows: tuple  # two numbers of each replica
@@ -160,13 +161,15 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
             pointers = pointers + load_pointers(columns + SHARED, chunk.offset, k, V)
     row_numbers = ()
     for i in tl.static_range(2 * K):
-        row_numbers = row_numbers + (tl.load(replica_rows + chunk.row * (2 * K) + i),)
+        row_numbers = row_numbers + (tl.load(replica_rows + chunk.tensor * (2 * K) + i),)
+    gradient = tl.load(gradients + 2 * chunk.tensor)
     shared = Shared(
-        pointer(tl.load(gradients + 2 * chunk.tensor), chunk.offset, V.gradient, V.vector),
+        pointer(gradient, chunk.offset, V.gradient, V.vector),
         pointer(tl.load(columns), chunk.offset, V.exp_avg, V.vector),
         pointer(tl.load(columns + 1), chunk.offset, V.exp_avg_sq, V.vector),
     )
     place = Place(
+        gradient,
         columns + SHARED,
         pointers,
         row_numbers,
@@ -194,9 +197,10 @@ def update(
     VECTOR: tl.constexpr = V.vector
     chunk = load_chunk(chunks)
     shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
-    row = load_row(rows + chunk.row * HYPER_ROW)
-    whole = whole_vectors(chunk.length, VECTOR)
+    row = load_row(rows + chunk.tensor * HYPER_ROW)
+    length = live_length(chunk, place.gradient)
+    whole = whole_vectors(length, VECTOR)
     for start in range(0, whole, V.block):
         update_block(shared, place, row, start, whole, V, V.block)
-    if whole < chunk.length:
-        update_block(shared, place, row, whole, chunk.length, V, TAIL)
+    if whole < length:
+        update_block(shared, place, row, whole, length, V, TAIL)

@@ -1,7 +1,7 @@
 """The tables a plan gives to the kernels, made in host memory: chunks and addresses. Needs torch alone.
 
-A chunk is a row of int64 (offset, length, tensor, row): elements from the start of its tensor, elements (1 .. CHUNK_ELEMENTS), row
-of the address tables, row of the hyperparameters. Offsets of 64 bits appear only here; inside a chunk an index has 32. An empty
+A chunk is a row of int64 (offset, length, tensor): elements from the start of its tensor, elements (1 .. CHUNK_ELEMENTS), row of the
+address tables and of the hyperparameters. Offsets of 64 bits appear only here; inside a chunk an index has 32. An empty
 tensor has no chunk. Kernels are compiled for one format each, so a plan has a chunk table for each format.
 """
 
@@ -52,16 +52,15 @@ def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
     return members
 
 
-def chunk_table(members: Sequence[int], elements: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
-    """The chunks of some tensors. `elements` and `rows` have an entry for every tensor of the plan."""
+def chunk_table(members: Sequence[int], elements: Sequence[int]) -> Tensor:
+    """The chunks of some tensors. `elements` has an entry for every tensor of the plan."""
     tensor = torch.tensor(members, dtype=torch.int64)
     length = torch.tensor([elements[i] for i in members], dtype=torch.int64)
-    row = torch.tensor([0 if rows is None else rows[i] for i in members], dtype=torch.int64)
     count = (length + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
     owner = torch.repeat_interleave(torch.arange(len(members)), count)
     before = torch.cumsum(count, 0) - count
     offset = (torch.arange(len(owner)) - before[owner]) * CHUNK_ELEMENTS
-    return torch.stack((offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner], row[owner]), dim=1)
+    return torch.stack((offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner]), dim=1)
 
 
 def vector(formats: Sequence[int], aligned: bool) -> int:

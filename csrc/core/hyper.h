@@ -10,15 +10,15 @@ namespace hdet {
 
 enum class Rule : int32_t { adamw = 0, adam = 1, sgd = 2, lion = 3 };
 
-// One array of doubles, in this order: CallSettings, RowSettings[rows], rho[rows][replicas] (Eq. 1).
+// One array of doubles, in this order: CallSettings, GroupSettings[groups], rho[groups][replicas] (Eq. 1).
 // Of the whole call.
 struct CallSettings {
   double max_norm;  // clip gradients to this global norm; infinity only measures it; 0: no norm at all
 };
 
-// A row: one parameter group at one count of steps.
-struct RowSettings {
-  double lr;  // where the row has no address of a rate in device memory
+// Of a parameter group.
+struct GroupSettings {
+  double lr;  // where the group has no address of a rate in device memory
   double beta1;  // SGD: momentum
   double beta2;
   double eps;
@@ -29,9 +29,9 @@ struct RowSettings {
   double decay_at_base;  // decoupled decay: 1 acts at lr, 0 at the replica's lr * rho
 };
 constexpr int kCallSettings = sizeof(CallSettings) / sizeof(double);
-constexpr int kRowSettings = sizeof(RowSettings) / sizeof(double);
+constexpr int kGroupSettings = sizeof(GroupSettings) / sizeof(double);
 
-// What all replicas share. 48 bytes: three 16-byte loads.
+// What all replicas of a tensor share. 48 bytes: three 16-byte loads.
 struct alignas(16) HyperRow {
   float gradient_scale;  // sign, unscaling and clipping in one factor
   float beta1;
@@ -47,7 +47,7 @@ struct alignas(16) HyperRow {
 };
 static_assert(sizeof(HyperRow) == 48);
 
-// What each replica has for itself: [row][replica].
+// What each replica of a tensor has for itself.
 struct alignas(8) ReplicaRow {
   float step_size;  // lr * rho; AdamW and Adam: lr * rho / (1 - beta1^step)
   float decay;      // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
@@ -100,7 +100,7 @@ HDET_HD constexpr bool is_coupled(Rule rule) {
 }
 
 // Everything derived is derived here, in double, and rounded once. `step` counts from 1.
-HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, float gradient_scale) {
+HDET_HD HyperRow derive_row(Rule rule, const GroupSettings& s, uint32_t step, float gradient_scale) {
   HyperRow row{};
   row.gradient_scale = s.maximize != 0.0 ? -gradient_scale : gradient_scale;
   row.beta1 = static_cast<float>(s.beta1);
@@ -120,15 +120,18 @@ HDET_HD HyperRow derive_row(Rule rule, const RowSettings& s, uint32_t step, floa
 }
 
 // 1 - rate * weight_decay for decoupled rules; 1 for coupled ones.
-HDET_HD double derive_decay(Rule rule, const RowSettings& s, double rate) {
+HDET_HD double derive_decay(Rule rule, const GroupSettings& s, double rate) {
   return 1.0 - (is_coupled(rule) ? 0.0 : rate * s.weight_decay);  // as a choice of two results it spills registers on sm_80 and sm_90
 }
 
-HDET_HD ReplicaRow derive_replica(Rule rule, const RowSettings& s, double lr, double rho, uint32_t step) {
-  const bool adam = rule == Rule::adamw || rule == Rule::adam;
+// What a replica's rate is divided by.
+HDET_HD double derive_correction1(Rule rule, const GroupSettings& s, uint32_t step) {
+  return rule == Rule::adamw || rule == Rule::adam ? 1.0 - power(s.beta1, step) : 1.0;
+}
+
+HDET_HD ReplicaRow derive_replica(Rule rule, const GroupSettings& s, double lr, double rho, double correction1) {
   const double rate = lr * rho;  // Eq. 2
-  return {static_cast<float>(adam ? rate / (1.0 - power(s.beta1, step)) : rate),
-          static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate))};
+  return {static_cast<float>(rate / correction1), static_cast<float>(derive_decay(rule, s, s.decay_at_base != 0.0 ? lr : rate))};
 }
 
 }  // namespace hdet

@@ -20,9 +20,8 @@ constexpr int64_t kChunkElements = 16384;
 struct alignas(16) Chunk {
   int64_t offset;   // elements from the start of its tensor
   int64_t begin;    // elements in all chunks before this one: where the threads of a CPU cut the list
-  int32_t tensor;   // column of the address tables
+  int32_t tensor;   // column of the address tables, row of the hyperparameters
   int32_t length;   // elements, 1..kChunkElements
-  int32_t row;      // row of the hyperparameter table
   int32_t formats;  // how the tensor's streams are stored: numbers.h
 };
 static_assert(sizeof(Chunk) == 32, "the Python side allocates chunks of 32 bytes");
@@ -36,14 +35,13 @@ inline int64_t count_chunks(const std::vector<int64_t>& elements) {
 }
 
 // Cuts tensor i of elements[i] numbers into chunks. `out` has room for count_chunks().
-inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const std::vector<int32_t>& rows,
-                         const std::vector<int32_t>& formats) {
-  if (elements.size() != rows.size() || elements.size() != formats.size()) throw std::invalid_argument("tables differ in length");
+inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats) {
+  if (elements.size() != formats.size()) throw std::invalid_argument("tables differ in length");
   int64_t begin = 0;
   for (size_t tensor = 0; tensor < elements.size(); ++tensor) {
     for (int64_t offset = 0; offset < elements[tensor]; offset += kChunkElements) {
       const auto length = static_cast<int32_t>(std::min(kChunkElements, elements[tensor] - offset));
-      *out++ = Chunk{offset, begin, static_cast<int32_t>(tensor), length, rows[tensor], formats[tensor]};
+      *out++ = Chunk{offset, begin, static_cast<int32_t>(tensor), length, formats[tensor]};
       begin += length;
     }
   }
@@ -56,7 +54,7 @@ struct StepPlan {
   int64_t num_chunks;
   int64_t num_tensors;
   int32_t num_replicas;
-  int32_t num_rows;
+  int32_t num_groups;
   Rule rule;
   int32_t zero_gradients;  // 1: the gradients are zeros afterwards, also where the step was skipped
   int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master: the loops need not ask
@@ -64,20 +62,20 @@ struct StepPlan {
   int32_t first_replica;   // number of the plan's first replica, for random numbers
 
   // addresses
-  void* const* gradients;      // [tensor]
+  void* const* gradients;      // [tensor]; null: the tensor has no gradient in this step, which leaves it and its counter alone
   void* const* params;         // [replica][tensor]
   void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
   void* const* exp_avgs;       // [tensor], where Formats::exp_avg is not none; or null
   void* const* exp_avg_sqs;    // the same
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
-  const int32_t* leaders;      // [row] the first tensor of each row: its counter speaks for the row
-  const float* const* rates;   // [row] a learning rate in device memory, or null: RowSettings::lr
+  const int32_t* groups;       // [tensor] whose settings it has
+  const float* const* rates;   // [group] a learning rate in device memory, or null: GroupSettings::lr
 
   // from the host, and derived from it
   const double* settings;      // hyper.h
-  HyperRow* rows;              // [row]
-  ReplicaRow* replica_rows;    // [row][replica]
+  HyperRow* rows;              // [tensor]
+  ReplicaRow* replica_rows;    // [tensor][replica]
   Control* control;
   double* partials;            // [chunk] sums of squares; null: no norm
   const float* grad_scale;     // torch's GradScaler, or null

@@ -11,6 +11,12 @@
 #define HDET_HD static inline __attribute__((always_inline))
 #endif
 
+#if defined(__CUDA_ARCH__)
+#define HDET_ROLLED _Pragma("unroll 1")  // several turns at a time would take registers that there are not
+#else
+#define HDET_ROLLED
+#endif
+
 namespace hdet {
 
 HDET_HD uint32_t bits_of(float x) {

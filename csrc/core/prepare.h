@@ -1,6 +1,5 @@
-// The derive phase of a step: from the host's settings, the norm, the scaler and the step counters to what the update reads. The
-// CPU runs it as loops, CUDA in one block: control first, then all rows and replicas, and then, once no row is left that still has
-// to read its counter, the counters.
+// The derive phase of a step: from the host's settings, the norm, the scaler and the step counters to what the update reads. Control
+// comes first, then each tensor for itself, its counter included: a loop on a CPU, a thread for each tensor on a GPU.
 #pragma once
 
 #include "hyper.h"
@@ -9,10 +8,17 @@
 namespace hdet {
 
 // Where a plan's settings lie: see hyper.h.
-HDET_HD const RowSettings* row_settings(const StepPlan& plan) {
-  return reinterpret_cast<const RowSettings*>(plan.settings + kCallSettings);
+HDET_HD const GroupSettings& group_settings(const StepPlan& plan, int32_t group) {
+  return reinterpret_cast<const GroupSettings*>(plan.settings + kCallSettings)[group];
 }
-HDET_HD const double* rho_settings(const StepPlan& plan) { return plan.settings + kCallSettings + int64_t{kRowSettings} * plan.num_rows; }
+HDET_HD const double* rho_settings(const StepPlan& plan, int32_t group) {
+  return plan.settings + kCallSettings + int64_t{kGroupSettings} * plan.num_groups + int64_t{group} * plan.num_replicas;
+}
+
+HDET_HD double rate_of(const StepPlan& plan, int32_t group) {
+  const bool on_device = plan.rates != nullptr && plan.rates[group] != nullptr;
+  return on_device ? static_cast<double>(*plan.rates[group]) : group_settings(plan, group).lr;
+}
 
 HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
   const float scale = plan.grad_scale != nullptr ? *plan.grad_scale : 1.0f;
@@ -20,26 +26,39 @@ HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
   return derive_control(*reinterpret_cast<const CallSettings*>(plan.settings), scale, found_inf, sum_of_squares);
 }
 
-// The number of the step that is about to be taken, from 1.
-HDET_HD uint32_t step_of_row(const StepPlan& plan, int32_t row) { return static_cast<uint32_t>(*plan.counters[plan.leaders[row]]) + 1u; }
+// A tensor that has a gradient, on its way through the derive phase. `step` is the number of the step that is about to be taken, from 1.
+// `like`: a tensor prepared before it in this step that has the same group and count, so that its rows serve again; or -1.
+struct Prepared {
+  int64_t tensor, like;
+  int32_t group;
+  uint32_t step;
+};
 
-HDET_HD double rate_of_row(const StepPlan& plan, int32_t row) {
-  const bool on_device = plan.rates != nullptr && plan.rates[row] != nullptr;
-  return on_device ? static_cast<double>(*plan.rates[row]) : row_settings(plan)[row].lr;
+HDET_HD void prepare_replicas(const StepPlan& plan, const Control& /*control*/, const Prepared& at) {
+  const GroupSettings& s = group_settings(plan, at.group);
+  ReplicaRow* const rows = plan.replica_rows + at.tensor * plan.num_replicas;
+  const double lr = rate_of(plan, at.group), correction1 = at.like < 0 ? derive_correction1(plan.rule, s, at.step) : 1.0;
+  HDET_ROLLED
+  for (int32_t k = 0; k < plan.num_replicas; ++k) {
+    rows[k] = at.like < 0 ? derive_replica(plan.rule, s, lr, rho_settings(plan, at.group)[k], correction1)
+                          : plan.replica_rows[at.like * plan.num_replicas + k];
+  }
 }
 
-HDET_HD void prepare_row(const StepPlan& plan, const Control& control, int32_t row) {
-  plan.rows[row] = derive_row(plan.rule, row_settings(plan)[row], step_of_row(plan, row), control.gradient_scale);
+// All that the chunks of this tensor read, and its counter. `before`: the tensor that was prepared before it, if one was; else -1.
+// Returns the tensor, or `before` where it has no gradient.
+template <class Plan>
+HDET_HD int64_t prepare_tensor(const Plan& plan, const Control& control, int64_t tensor, int64_t before) {
+  if (plan.gradients[tensor] == nullptr) return before;
+  float* const counter = plan.counters[tensor];
+  const int32_t group = plan.groups[tensor];
+  const uint32_t step = static_cast<uint32_t>(*counter) + 1u;
+  const bool alike = before >= 0 && plan.groups[before] == group && plan.rows[before].step == step;
+  const Prepared at{tensor, alike ? before : -1, group, step};
+  plan.rows[tensor] = alike ? plan.rows[before] : derive_row(plan.rule, group_settings(plan, group), step, control.gradient_scale);
+  prepare_replicas(plan, control, at);
+  if (control.skip == 0.0f) *counter += 1.0f;
+  return tensor;
 }
-
-HDET_HD void prepare_replica(const StepPlan& plan, int32_t row, int32_t replica) {
-  const RowSettings& settings = row_settings(plan)[row];
-  const double lr = rate_of_row(plan, row);
-  const int64_t place = static_cast<int64_t>(row) * plan.num_replicas + replica;
-  plan.replica_rows[place] = derive_replica(plan.rule, settings, lr, rho_settings(plan)[place], step_of_row(plan, row));
-}
-
-// Only where Control::skip is 0, and after every row has been prepared.
-HDET_HD void count_step(const StepPlan& plan, int64_t tensor) { *plan.counters[tensor] += 1.0f; }
 
 }  // namespace hdet

@@ -16,28 +16,30 @@ namespace hdet {
 struct RankOnePlan : StepPlan {
   float* const* bases;          // [tensor]
   float* const* displacements;  // [tensor] D
-  double* scales;               // [row] A, which stays from step to step
-  ReplicaRow* lines;            // [row] of a step: its step_size and decay; of a converge: {rho_mean, A}
-  const double* mean_rho;       // [row] the multiplier of the replicas' mean, for a converge
+  double* const* scales;        // [tensor] A, which stays from step to step
+  ReplicaRow* lines;            // [tensor] of a step: its step_size and decay; of a converge: {rho_mean, A}
+  const double* mean_rho;       // [group] the multiplier of the replicas' mean, for a converge
 };
 
-// The derive phase of a step, after prepare_row: one row with all its replicas.
-HDET_HD void prepare_rank_one(const RankOnePlan& plan, const Control& control, int32_t row) {
-  const RowSettings& settings = row_settings(plan)[row];
-  const double lr = rate_of_row(plan, row);
-  const double decay = control.skip != 0.0f ? 1.0 : derive_decay(plan.rule, settings, lr);
-  plan.lines[row] = {derive_replica(plan.rule, settings, lr, 1.0, step_of_row(plan, row)).step_size, static_cast<float>(decay)};
-  plan.scales[row] *= decay;
+// Called by prepare_tensor, in the place of that of prepare.h.
+HDET_HD void prepare_replicas(const RankOnePlan& plan, const Control& control, const Prepared& at) {
+  const GroupSettings& s = group_settings(plan, at.group);
+  double& scale = *plan.scales[at.tensor];
+  ReplicaRow& line = plan.lines[at.tensor];
+  const double lr = rate_of(plan, at.group);
+  line = at.like < 0 ? derive_replica(plan.rule, s, lr, 1.0, derive_correction1(plan.rule, s, at.step)) : plan.lines[at.like];
+  const double decay = control.skip != 0.0f ? 1.0 : derive_decay(plan.rule, s, lr);
+  line.decay = static_cast<float>(decay);
+  scale *= decay;
   for (int32_t k = 0; k < plan.num_replicas; ++k) {
-    const int64_t place = static_cast<int64_t>(row) * plan.num_replicas + k;
-    plan.replica_rows[place] = {static_cast<float>(rho_settings(plan)[place]), static_cast<float>(plan.scales[row])};
+    plan.replica_rows[at.tensor * plan.num_replicas + k] = {static_cast<float>(rho_settings(plan, at.group)[k]), static_cast<float>(scale)};
   }
 }
 
 // The derive phase of a converge: the replicas' mean becomes base and outputs; D = 0 and A = 1.
-HDET_HD void prepare_converge(const RankOnePlan& plan, int32_t row) {
-  plan.lines[row] = {static_cast<float>(plan.mean_rho[row]), static_cast<float>(plan.scales[row])};
-  plan.scales[row] = 1.0;
+HDET_HD void prepare_converge(const RankOnePlan& plan, int64_t tensor) {
+  plan.lines[tensor] = {static_cast<float>(plan.mean_rho[plan.groups[tensor]]), static_cast<float>(*plan.scales[tensor])};
+  *plan.scales[tensor] = 1.0;
 }
 
 // One element of D after a step. `direction` is 0 where the step is skipped.

@@ -16,7 +16,7 @@
 #include <omp.h>
 #endif
 
-#include "../core/prepare.h"
+#include "../core/rank_one.h"
 #include "kernels.h"
 
 namespace hdet::cpu {
@@ -114,18 +114,12 @@ double sum_in_order(const double* partials, int64_t count) {
   return sum;
 }
 
-// The derive phase, but for the step counters, which count when all rows have read them.
-void prepare(const StepPlan& plan) {
+// The derive phase. Neighbours mostly have one group and one count, and powers and roots are what it costs.
+template <class Plan>
+void prepare(const Plan& plan) {
   *plan.control = prepare_control(plan, plan.partials != nullptr ? sum_in_order(plan.partials, plan.num_chunks) : 0.0);
-  for (int32_t row = 0; row < plan.num_rows; ++row) {
-    prepare_row(plan, *plan.control, row);
-    for (int32_t k = 0; k < plan.num_replicas; ++k) prepare_replica(plan, row, k);
-  }
-}
-
-void count_steps(const StepPlan& plan) {
-  if (plan.control->skip != 0.0f) return;
-  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) count_step(plan, tensor);
+  int64_t before = -1;
+  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) before = prepare_tensor(plan, *plan.control, tensor, before);
 }
 
 }  // namespace
@@ -148,7 +142,6 @@ void step(const StepPlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
   if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
   prepare(plan);
-  count_steps(plan);
   const bool nothing = plan.control->skip != 0.0f && plan.zero_gradients == 0;
   if (nothing) return;
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
@@ -158,14 +151,12 @@ void rank_one(const RankOnePlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
   if (plan.partials != nullptr) sum_squares(loops, plan.chunks, plan.num_chunks, plan.gradients, plan.partials, threads);
   prepare(plan);
-  for (int32_t row = 0; row < plan.num_rows; ++row) prepare_rank_one(plan, *plan.control, row);
-  count_steps(plan);
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.rank_one(plan, first, last); });
 }
 
 void converge(const RankOnePlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
-  for (int32_t row = 0; row < plan.num_rows; ++row) prepare_converge(plan, row);
+  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) prepare_converge(plan, tensor);
   over_chunks(plan.chunks, plan.num_chunks, threads, [&](int64_t first, int64_t last) { loops.converge(plan, first, last); });
 }
 

@@ -66,7 +66,7 @@ void update_block(const RankOnePlan& plan, const Work& w, int64_t element, int l
   else share<Rule>(w, element, length, nullptr, u);
   const float* const base = plan.bases[w.chunk.tensor] + element;
   float* const displacement = plan.displacements[w.chunk.tensor] + element;
-  displace(plan.lines[w.chunk.row], u, displacement, length);
+  displace(plan.lines[w.chunk.tensor], u, displacement, length);
   switch (w.formats.param) {
     case DType::f32: return write_all_outputs<Float>(w, element, length, base, displacement);
     case DType::bf16: return write_all_outputs<Bfloat16>(w, element, length, base, displacement);
@@ -78,6 +78,7 @@ template <class Rule>
 void update(const RankOnePlan& plan, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     const Work w(plan, plan.chunks[i]);
+    if (w.without_gradient()) continue;
     over_blocks(w.chunk, [&](int64_t element, int length) { update_block<Rule>(plan, w, element, length); });
     if (plan.zero_gradients != 0) zero_gradient(w);
   }
@@ -85,7 +86,7 @@ void update(const RankOnePlan& plan, int64_t first, int64_t last) {
 
 void converge_block(const RankOnePlan& plan, const Chunk& c, int64_t element, int length) {
   float* const base = plan.bases[c.tensor] + element;
-  meet(plan.lines[c.row], base, plan.displacements[c.tensor] + element, length);
+  meet(plan.lines[c.tensor], base, plan.displacements[c.tensor] + element, length);
   const DType type = hdet::unpack_formats(c.formats).param;
   for (int32_t k = 0; k < plan.num_replicas; ++k) put(type, plan.params[k * plan.num_tensors + c.tensor], element, length, base);
 }

@@ -43,6 +43,7 @@ template <class Rule>
 void update(const StepPlan& plan, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     const Work w(plan, plan.chunks[i]);
+    if (w.without_gradient()) continue;
     if (!w.skipped()) update_chunk<Rule>(w);
     if (plan.zero_gradients != 0) zero_gradient(w);
   }

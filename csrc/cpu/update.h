@@ -58,10 +58,11 @@ struct Work {
       : plan(p),
         chunk(c),
         formats(hdet::unpack_formats(c.formats)),
-        row(p.rows[c.row]),
-        replicas(p.replica_rows + static_cast<int64_t>(c.row) * p.num_replicas),
+        row(p.rows[c.tensor]),
+        replicas(p.replica_rows + static_cast<int64_t>(c.tensor) * p.num_replicas),
         control(*p.control) {}
 
+  bool without_gradient() const { return plan.gradients[chunk.tensor] == nullptr; }
   bool skipped() const { return control.skip != 0.0f; }
   int64_t place(int32_t k) const { return k * plan.num_tensors + chunk.tensor; }
   Param param(int32_t k) const {

@@ -1,5 +1,5 @@
-// The derive phase on a GPU, in one block: what the update reads, from the host's settings, the norm, the scaler and the step
-// counters. The counters themselves advance in the update (step.cu), which reads none: there all multiprocessors share the work.
+// The derive phase on a GPU: what the update reads, from the host's settings, the norm, the scaler and the step counters, which
+// advance here.
 #include "../core/prepare.h"
 #include "../core/rank_one.h"
 #include "block.cuh"
@@ -29,48 +29,40 @@ __device__ __forceinline__ double sum_of_squares(const StepPlan& plan, double* s
   return sums[0];
 }
 
-__device__ __forceinline__ void derive_replicas(const StepPlan& plan, const Control&, int thread) {
-  // from the other end of the block, so that rows and replicas are derived side by side
-  const int64_t pairs = static_cast<int64_t>(plan.num_rows) * plan.num_replicas;
-  for (int64_t i = kDeriveThreads - 1 - thread; i < pairs; i += kDeriveThreads) {
-    prepare_replica(plan, static_cast<int32_t>(i / plan.num_replicas), static_cast<int32_t>(i % plan.num_replicas));
-  }
-}
-
-__device__ __forceinline__ void derive_replicas(const RankOnePlan& plan, const Control& control, int thread) {
-  for (int row = kDeriveThreads - 1 - thread; row < plan.num_rows; row += kDeriveThreads) prepare_rank_one(plan, control, row);
-}
-
+// A thread for each tensor. Every block adds up all partials, in the same order, so that none waits for another.
 template <class Plan>
 __global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_constant__ Plan plan) {
   __shared__ double sums[kDeriveThreads];
   const double sum = sum_of_squares(plan, sums);
   threads([&](int thread) {
     const Control control = prepare_control(plan, sum);
-    if (thread == 0) *plan.control = control;
-    for (int row = thread; row < plan.num_rows; row += kDeriveThreads) prepare_row(plan, control, row);
-    derive_replicas(plan, control, thread);
+    const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kDeriveThreads + thread;
+    if (tensor == 0) *plan.control = control;
+    if (tensor < plan.num_tensors) prepare_tensor(plan, control, tensor, -1);
   });
 }
 
 __global__ void __launch_bounds__(kDeriveThreads) derive_converge_kernel(const __grid_constant__ RankOnePlan plan) {
   threads([&](int thread) {
-    for (int row = thread; row < plan.num_rows; row += kDeriveThreads) prepare_converge(plan, row);
+    const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kDeriveThreads + thread;
+    if (tensor < plan.num_tensors) prepare_converge(plan, tensor);
   });
 }
+
+Grid grid_of(const StepPlan& plan) { return {(plan.num_tensors + kDeriveThreads - 1) / kDeriveThreads, kDeriveThreads}; }
 
 }  // namespace
 
 void launch_derive(const StepPlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive)", derive_kernel<StepPlan>, {1, kDeriveThreads}, stream, plan);
+  launch("cudaLaunchKernelEx(derive)", derive_kernel<StepPlan>, grid_of(plan), stream, plan);
 }
 
 void launch_derive(const RankOnePlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive)", derive_kernel<RankOnePlan>, {1, kDeriveThreads}, stream, plan);
+  launch("cudaLaunchKernelEx(derive)", derive_kernel<RankOnePlan>, grid_of(plan), stream, plan);
 }
 
 void launch_derive_converge(const RankOnePlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive_converge)", derive_converge_kernel, {1, kDeriveThreads}, stream, plan);
+  launch("cudaLaunchKernelEx(derive_converge)", derive_converge_kernel, grid_of(plan), stream, plan);
 }
 
 }  // namespace hdet::cuda

@@ -41,7 +41,14 @@ __global__ void __launch_bounds__(kNormThreads, 5)
   __shared__ double sums[kNormThreads];
   const Chunk chunk = chunks[blockIdx.x];
   const DType type = unpack_formats(chunk.formats).gradient;
-  const void* const stream = advance(tensors[chunk.tensor], type, chunk.offset);
+  void* const tensor = tensors[chunk.tensor];
+  if (tensor == nullptr) {  // a step's gradient that is not there
+    threads([&](int thread) {
+      if (thread == 0) partials[blockIdx.x] = 0.0;
+    });
+    return;
+  }
+  const void* const stream = advance(tensor, type, chunk.offset);
   const bool wide = type != DType::f32;
   const Cut parts = cut(chunk.length, head_of(stream, type, wide), wide, true);
   phase([&](int thread) {

@@ -30,7 +30,7 @@ struct Line {
       : plan(p),
         chunk(c),
         type(type),
-        row(p.lines[c.row]),
+        row(p.lines[c.tensor]),
         base(advance(p.bases[c.tensor], DType::f32, c.offset)),
         displacement(advance(p.displacements[c.tensor], DType::f32, c.offset)),
         outputs(dynamic_shared<Output>()) {}
@@ -40,7 +40,7 @@ struct Line {
     phase([&](int thread) {
       for (int k = thread; k < plan.num_replicas; k += kStepThreads) {
         void* const stream = advance(plan.params[k * plan.num_tensors + chunk.tensor], type, chunk.offset);
-        outputs[k] = {stream, plan.replica_rows[static_cast<int64_t>(chunk.row) * plan.num_replicas + k], in_step(stream, type, head, false)};
+        outputs[k] = {stream, plan.replica_rows[static_cast<int64_t>(chunk.tensor) * plan.num_replicas + k], in_step(stream, type, head, false)};
       }
     });
     bool vectors = in_step(base, DType::f32, head, false) && in_step(displacement, DType::f32, head, false);
@@ -58,8 +58,8 @@ struct Line {
 
 template <class Rule, bool kFloat>
 __global__ void __launch_bounds__(kStepThreads, 4) rank_one_kernel(const __grid_constant__ RankOnePlan plan) {
-  if (blockIdx.x >= plan.num_chunks) return count_steps(plan, blockIdx.x - plan.num_chunks);
   const Chunk chunk = plan.chunks[blockIdx.x];
+  if (without_gradient(plan, chunk)) return;
   const Shared<Rule, kFloat> shared(plan, chunk);
   const Line line(plan, chunk, kFloat ? DType::f32 : shared.formats.param);
   const int head = head_of(line.base, DType::f32, false);
@@ -147,7 +147,7 @@ int64_t shared_bytes(const RankOnePlan& plan) { return static_cast<int64_t>(plan
 
 void rank_one(const RankOnePlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(rank_one)";
-  const Grid grid{plan.num_chunks + counting_blocks(plan), kStepThreads, shared_bytes(plan)};
+  const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan)};
   check(grid, name);
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);

@@ -31,7 +31,7 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(step)";
   const bool many = plan.num_replicas > 1;
   const auto shared = static_cast<int64_t>(many ? plan.num_replicas * sizeof(Replica) : 0);
-  const Grid grid{plan.num_chunks + counting_blocks(plan), kStepThreads, shared};
+  const Grid grid{plan.num_chunks, kStepThreads, shared};
   check(grid, name);
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);

@@ -41,7 +41,7 @@ struct Update : Shared<Rule, kFloat> {
     const Master kind = kFloat || plan.masters == nullptr ? Master::none : formats.master;
     void* const master = kind == Master::none ? nullptr : plan.masters[place];
     return {param_at(formats.param, kind, plan.params[place], master, chunk.offset),
-            plan.replica_rows[static_cast<int64_t>(chunk.row) * plan.num_replicas + k], true};
+            plan.replica_rows[static_cast<int64_t>(chunk.tensor) * plan.num_replicas + k], true};
   }
 
   __device__ __forceinline__ Replica replica(int k) const {
@@ -146,7 +146,7 @@ constexpr int blocks_per_multiprocessor() {
 template <class Rule, bool kMany, bool kFloat>
 __global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kFloat>())
     step_kernel(const __grid_constant__ StepPlan plan) {
-  if (blockIdx.x >= plan.num_chunks) return count_steps(plan, blockIdx.x - plan.num_chunks);
+  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
   Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;

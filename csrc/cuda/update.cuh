@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../core/philox.h"
-#include "../core/prepare.h"
+#include "../core/plan.h"
 #include "../core/rules.h"
 #include "block.cuh"
 #include "vec.cuh"
@@ -33,7 +33,7 @@ struct Shared {
   void *gradient, *exp_avg, *exp_avg_sq;
 
   __device__ __forceinline__ Shared(const StepPlan& p, const Chunk& c)
-      : plan(p), chunk(c), control(*p.control), row(p.rows[c.row]), formats(kFloat ? kFloats : unpack_formats(c.formats)) {
+      : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kFloat ? kFloats : unpack_formats(c.formats)) {
     if (kFloat && kMayLackMomentum && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
     exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
@@ -107,15 +107,7 @@ struct Shared {
   }
 };
 
-// Blocks after those of the chunks count the step: the update reads no counter, so all multiprocessors can share the work.
-inline int64_t counting_blocks(const StepPlan& plan) { return (plan.num_tensors + kStepThreads - 1) / kStepThreads; }
-
-__device__ __forceinline__ void count_steps(const StepPlan& plan, int64_t block) {
-  if (plan.control->skip != 0.0f) return;
-  threads([&](int thread) {
-    const int64_t tensor = block * kStepThreads + thread;
-    if (tensor < plan.num_tensors) count_step(plan, tensor);
-  });
-}
+// A chunk of a tensor without a gradient: there is nothing to do.
+__device__ __forceinline__ bool without_gradient(const StepPlan& plan, const Chunk& chunk) { return plan.gradients[chunk.tensor] == nullptr; }
 
 }  // namespace hdet::cuda

@@ -46,12 +46,10 @@ class LineWatch(VersionWatch):
     What all replicas have been given alike is taken over into the base. Anything else would take them off their line, and is refused.
     """
 
-    def __init__(self, stepped: Lines, others: Lines, rho_of: Callable[[Tensor], Sequence[float]]) -> None:
+    def __init__(self, lines: Lines, rho_of: Callable[[Tensor], Sequence[float]]) -> None:
         """`rho_of`: the multipliers of a parameter, one for each replica."""
-        ours = list(stepped)
-        self.lines, self._rho_of = [*ours, *others], rho_of
-        params = list(chain.from_iterable(state_sets(state, param) for param, state in self.lines))
-        super().__init__(params, sum(len(state_sets(state, param)) for param, state in ours))
+        self.lines, self._rho_of = list(lines), rho_of
+        super().__init__(list(chain.from_iterable(state_sets(state, param) for param, state in self.lines)))
 
     def check(self) -> None:
         """Raises ValueError, before anything is changed, if replicas have left their line."""

@@ -90,10 +90,9 @@ class FusedOptimizer(Optimizer):
 
     State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the parameter's device), the moments under
     torch's names, `master_param` (float32) or `remainder` (int16), and with K replicas `replica_params` and `replica_masters`, lists of
-    K - 1 tensors. One `step` is read for all parameters of a group that have counted alike: to change a single one, assign a new tensor
-    (`state["step"] = torch.tensor(0.0)`); what is written into it in place is not read. States of torch's optimizer load here and ours
-    there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state without masters gets them from the parameters,
-    and "fp32" and "split" load into each other exactly.
+    K - 1 tensors. Each `step` counts for its own parameter, also after a write to it; a parameter without a gradient does not count.
+    States of torch's optimizer load here and ours there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state
+    without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
 
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
     model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average
@@ -110,12 +109,14 @@ class FusedOptimizer(Optimizer):
 
     torch.amp.GradScaler: the step unscales and skips on the device; nothing waits for it. CUDA graphs: step once before the capture,
     with max_grad_norm and zero_gradients as they will be, then capture `step()` and call `write_hyperparameters()` before each replay;
-    rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is).
+    rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is). Some gradients may be
+    None; a replay has the gradients, and the Nones, that it was captured with, also when steps with others have come between.
 
     Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
     12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
-    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. A changed rate costs one small copy. Other
-    gradients than in the last step (None here and there), moved or replaced tensors cost a new plan, some microseconds per tensor.
+    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other rates
+    and other gradients than in the last step, also None here and there, cost one small copy together. A parameter's first gradient, moved
+    or replaced tensors cost a new plan, some microseconds per tensor.
     """
 
     rule: ClassVar[str]
@@ -285,29 +286,32 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         params = self._listed()
         gradients = lists.gradients(params)
-        planned = self._plan_for(params, plans.are_none(gradients))
+        absent = lists.absent(gradients)
+        planned = self._plan_for(params, absent)
         settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         planned.watch.check()
         if planned.sharded:
-            self._step_shards(planned, gradients, settings)
+            self._step_shards(planned, gradients, absent, settings)
         else:
-            planned.step(gradients, settings, self._options)  # type: ignore[arg-type]
+            planned.step(gradients, absent, settings, self._options)
         if planned is not self._planned:
             planned.write_back(self.state)
             self._planned = planned
         return loss
 
-    def _step_shards(self, planned: Planned, gradients: list[Tensor | None], settings: list[tuple[StepSettings, ...]]) -> None:
+    def _step_shards(
+        self, planned: Planned, gradients: list[Tensor | None], absent: list[int], settings: list[tuple[StepSettings, ...]]
+    ) -> None:
         """A step on what lies on this rank: the kernels see shards alone."""
         pairs = enumerate(zip(gradients, planned.params, strict=True))
         own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-        if self._max_grad_norm is not None and len(planned.parts) == 1:
+        if self._max_grad_norm is not None and len(planned.parts) == 1 and len(absent) < len(gradients):
             if self._clip is None or not lists.same(self._clip.params, planned.params):
                 self._clip = ShardedClip(planned.params)
             options = self._clip(own, self._max_grad_norm, self._options(planned.parts[0].device))
-            planned.step(own, settings, lambda _: options)  # type: ignore[arg-type]
+            planned.step(own, absent, settings, lambda _: options)
         else:
-            planned.step(own, settings, self._options)  # type: ignore[arg-type]
+            planned.step(own, absent, settings, self._options)
         if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:
                 if gradient is not None and shards.is_partial(gradient):
@@ -319,14 +323,14 @@ class FusedOptimizer(Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The global norm that the last step found, 0-d float32 on the device; None without max_grad_norm. Reading it waits."""
         planned = self._planned
-        if planned is None or not planned.parts or self._max_grad_norm is None:
+        if planned is None or not planned.active or self._max_grad_norm is None:
             return None
-        return self._clip.norm if planned.sharded and self._clip else planned.parts[0].plan.norm
+        return self._clip.norm if planned.sharded and self._clip else planned.active[0][1].plan.norm
 
     @property
     def step_skipped(self) -> Tensor | None:
         """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the device. None before the first step."""
-        return self._planned.parts[0].plan.skipped if self._planned and self._planned.parts else None
+        return self._planned.active[0][1].plan.skipped if self._planned and self._planned.active else None
 
     @torch.no_grad()
     def write_hyperparameters(self) -> None:
@@ -377,7 +381,7 @@ class FusedOptimizer(Optimizer):
         if self._planned is not None:
             self._planned.watch.check()
         else:
-            self._watch((), [(param, self.state[param]) for param in self._listed() if param in self.state]).check()
+            self._watch([(param, self.state[param]) for param in self._listed() if param in self.state]).check()
 
     def _lines(self) -> list[tuple[Tensor, dict[str, Any]]]:
         return [(param, self.state[param]) for param in self._listed() if "base" in self.state.get(param, {})]
@@ -471,7 +475,7 @@ class FusedOptimizer(Optimizer):
         if planned is not None:
             for part in planned.parts:
                 part.plan.converge(shares)  # type: ignore[attr-defined]
-            torch.autograd.graph.increment_version(planned.written)
+            torch.autograd.graph.increment_version(planned.writes)
         for param, state in lines:
             if param not in stepped:
                 displacement.meet(param, state, displacement.at(state, mean_rho(self._rho_of(param), shares)))
@@ -522,19 +526,21 @@ class FusedOptimizer(Optimizer):
             return self._plain
         return StepOptions(plans.scalar(scale, device), plans.scalar(found, device), max_norm=norm, zero_gradients=zero)
 
-    def _plan_for(self, params: list[Tensor], absent: list[bool]) -> Planned:
+    def _plan_for(self, params: list[Tensor], absent: list[int]) -> Planned:
+        """A plan is for all parameters that have had a gradient since the last change of tensors, so that each is planned for once."""
         sizes = [len(group["params"]) for group in self.param_groups]
         flags = [self._keeps_moments(group) for group in self.param_groups]
-        planned = self._planned
-        if planned is not None and planned.fits(self.state, params, sizes, absent, flags):
-            return planned
+        planned, kept = self._planned, []
+        if planned is not None and planned.holds(self.state, params, sizes, flags):
+            if planned.outside.issubset(absent):
+                return planned
+            kept = planned.places
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("this step has not been planned yet: run one step with the same parameters before capturing it")
-        return self._plan(params, sizes, absent, flags)
+        return self._plan(params, sizes, flags, sorted(set(range(len(params))).difference(absent).union(kept)))
 
-    def _plan(self, params: list[Tensor], sizes: list[int], absent: list[bool], flags: list[bool]) -> Planned:
-        """Plans for the parameters that have gradients, and what is to be added to their states once a step has been done."""
-        members = [i for i, none in enumerate(absent) if not none]
+    def _plan(self, params: list[Tensor], sizes: list[int], flags: list[bool], members: list[int]) -> Planned:
+        """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
         layout, sets, entries, states = self._layout(), {}, {}, {}
         for i in members:
@@ -545,36 +551,37 @@ class FusedOptimizer(Optimizer):
         parts = []
         for device, places in plans.by_device(params, members).items():
             kernels.select(self.backend, device)
-            groups_of = [group_of[i] for i in places]
-            keys = [plans.numbers([states[i][key] for i in places]) for key in ("step", *(["scale"] if self._on_line else []))]
-            row_of, first = plans.number_rows(groups_of, *keys)
+            numbers, groups_of = plans.numbered([group_of[i] for i in places])
             own = [shards.local_state(states[i], params[i]) for i in places]
-            tensors = self._tensors([sets[i] for i in places], own, row_of, [flags[g] for g in groups_of], places)
-            if self._on_line:
-                plan = self._line_plan(tensors, own, [keys[1][j] for j in first])
-                for i, row in zip(places, row_of, strict=True):  # the plan's own numbers: it moves them
-                    entries[i]["scale"] = states[i]["scale"] = plan.scales[row]
-            parts.append(
-                Part(plan if self._on_line else kernels.step_plan(tensors, self.backend), places, [groups_of[j] for j in first], device)
-            )
-        written = [tensor for i in members for tensor in sets[i]]
-        others = [(param, self.state[param]) for param, none in zip(params, absent, strict=True) if none and param in self.state]
-        watch = self._watch([(params[i], states[i]) for i in members], others)
-        return Planned(params, sizes, absent, flags, parts, written, entries, states, watch)
+            tensors = self._tensors([sets[i] for i in places], own, numbers, [flags[group_of[i]] for i in places], places)
+            plan = self._line_plan(tensors, own) if self._on_line else kernels.step_plan(tensors, self.backend)
+            parts.append(Part(plan, places, groups_of, device))
+        others = [(param, self.state[param]) for i, param in enumerate(params) if i not in states and param in self.state]
+        watch = self._watch([*((params[i], states[i]) for i in members), *others])
+        return Planned(params, sizes, flags, parts, sets, entries, states, watch)
 
-    def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]], scales: list[float]) -> RankOnePlan:
-        t, (bases, displacements) = tensors, ([state[key] for state in states] for key in ("base", "displacement"))
+    def _line_plan(self, tensors: StepTensors, states: list[dict[str, Any]]) -> RankOnePlan:
+        t, (bases, displacements, scales) = tensors, ([state[key] for state in states] for key in LINE_KEYS)
         line = RankOneTensors(
-            t.rule, bases, displacements, t.params, t.rows, t.steps, t.exp_avgs, t.exp_avg_sqs, t.ids, t.stochastic, t.first_replica, scales
+            t.rule,
+            bases,
+            displacements,
+            t.params,
+            t.groups,
+            t.steps,
+            t.exp_avgs,
+            t.exp_avg_sqs,
+            t.ids,
+            t.stochastic,
+            t.first_replica,
+            scales,
         )
         return kernels.rank_one_plan(line, self.backend)
 
-    def _watch(
-        self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], others: Sequence[tuple[Tensor, dict[str, Any]]]
-    ) -> lists.VersionWatch:
+    def _watch(self, states: Sequence[tuple[Tensor, dict[str, Any]]]) -> lists.VersionWatch:
         if not self._on_line:
-            return plans.Watch(stepped, others)
-        return displacement.LineWatch(stepped, [(param, state) for param, state in others if "base" in state], self._rho_of)
+            return plans.Watch(states)
+        return displacement.LineWatch([(param, state) for param, state in states if "base" in state], self._rho_of)
 
     @property
     def _on_line(self) -> bool:
@@ -586,7 +593,7 @@ class FusedOptimizer(Optimizer):
         return [float(row[group]) for row in self.multipliers]
 
     def _tensors(
-        self, sets: list[list[Tensor]], states: list[dict[str, Any]], rows: list[int], keeps: list[bool], places: list[int]
+        self, sets: list[list[Tensor]], states: list[dict[str, Any]], groups: list[int], keeps: list[bool], places: list[int]
     ) -> StepTensors:
         """What one plan works on. `states`: as they lie on this rank. `keeps`: has the tensor moments? `places`: its number among all
         parameters."""
@@ -596,7 +603,7 @@ class FusedOptimizer(Optimizer):
         return StepTensors(
             rule=self.rule,
             params=[[shards.local(s[k]) for s in sets] for k in range(count)],
-            rows=rows,
+            groups=groups,
             steps=[state["step"] for state in states],
             exp_avgs=moments[0],
             exp_avg_sqs=moments[1] if len(moments) == 2 else None,

@@ -4,7 +4,8 @@ written to them."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -24,8 +25,21 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
     return [param.grad for param in params]
 
 
-def _same_items(dicts: Sequence[dict[str, Any]], key: str, items: Sequence[object]) -> bool:
-    return len(dicts) == len(items) and all(entry.get(key) is item for entry, item in zip(dicts, items, strict=True))
+def _absent(items: Sequence[object]) -> list[int]:
+    return [i for i, item in enumerate(items) if item is None]
+
+
+def _contents(outer: Mapping[Any, Any]) -> list[Any]:
+    found: list[Any] = []
+    for key, value in outer.items():
+        found += (key, value)
+        if isinstance(value, dict):
+            found += chain.from_iterable(value.items())
+    return found
+
+
+def _same_contents(outer: Mapping[Any, Any], known: list[Any]) -> bool:
+    return _same(_contents(outer), known)
 
 
 same: Callable[[list[Any], list[Any]], bool] = getattr(_NATIVE, "same", _same)
@@ -34,12 +48,35 @@ same: Callable[[list[Any], list[Any]], bool] = getattr(_NATIVE, "same", _same)
 gradients: Callable[[list[Tensor]], list[Tensor | None]] = getattr(_NATIVE, "gradients", _gradients)
 """`.grad` of each, None where there is none"""
 
-same_items: Callable[[list[dict[str, Any]], str, list[Any]], bool] = getattr(_NATIVE, "same_items", _same_items)
-"""Does each dictionary hold this very object under the key?"""
+absent: Callable[[list[Any]], list[int]] = getattr(_NATIVE, "absent", _absent)
+"""the places of None"""
+
+contents: Callable[[dict[Any, Any]], list[Any]] = getattr(_NATIVE, "contents", _contents)
+"""all keys and values of a dictionary, and of the dictionaries in it"""
+
+same_contents: Callable[[dict[Any, Any], list[Any]], bool] = getattr(_NATIVE, "same_contents", _same_contents)
+"""Would `contents` be a list of these objects?"""
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
+
+
+class Addresses:
+    """Where tensors lay when this was made."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._known = addresses(tensors)
+
+    def same(self, tensors: list[Tensor]) -> bool:
+        """Do these lie there?"""
+        return addresses(tensors) == self._known
+
+
+def note_addresses(tensors: list[Tensor]) -> Any:
+    """Addresses, in C++ where that can be."""
+    noted = None if _NATIVE is None else _NATIVE.Addresses(getattr(Tensor, "__dlpack_c_exchange_api__", None), tensors)
+    return noted if noted is not None and noted.usable else Addresses(tensors)
 
 
 class VersionWatch:
@@ -49,10 +86,15 @@ class VersionWatch:
     their sum tells. A write through `.data` or by a foreign kernel is not seen.
     """
 
-    def __init__(self, params: Sequence[Tensor], per_step: int) -> None:
-        """`per_step`: by how much a step of our own counts their versions up."""
-        self.params, self.per_step = params, per_step
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.per_step = 0
         self.sum = -1  # nothing is known yet
+
+    def expect(self, tensors: Sequence[Tensor]) -> None:
+        """A step of our own writes to these, as `wrote` tells."""
+        watched = set(map(id, self.params))
+        self.per_step = sum(id(tensor) in watched for tensor in tensors) if watched else 0
 
     def refresh(self) -> None:
         """What has been written up to now is known."""

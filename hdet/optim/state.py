@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.kernels.reference.rules import wide_dtype
 from hdet.kernels.spec import rounding
+from hdet.kernels.spec.arguments import wide_dtype
 from hdet.tensors import dtensor as shards
 
 from . import lists
@@ -18,7 +18,7 @@ from . import lists
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
 LINE_KEYS = ("base", "displacement", "scale")
-"""of replicas on one line (displacement.py): two float32 tensors like the parameter, and a number, which all parameters of a row share"""
+"""of replicas on one line (displacement.py): two float32 tensors like the parameter, and a number"""
 WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *LINE_KEYS)
 """what a state has of the parameters themselves"""
 
@@ -189,8 +189,8 @@ def _missing_line(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
         base = _master(param, masters[0] if masters else None, "master_param")
         scale = torch.ones((), dtype=wide_dtype(param.device), device=param.device)
         return {"base": base, "displacement": torch.zeros_like(base), "scale": scale}
-    tensors = {key: found[key] for key in ("base", "displacement")}
-    return {key: _placed(t, param, torch.float32) for key, t in tensors.items() if not _fits(t, param, torch.float32)}
+    dtypes = {"base": torch.float32, "displacement": torch.float32, "scale": wide_dtype(param.device)}
+    return {key: _placed(found[key], param, dtype) for key, dtype in dtypes.items() if not _fits(found[key], param, dtype)}
 
 
 def _without_line(values: Mapping[str, Any], param: Tensor, name: str) -> Mapping[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hdet.tensors import dtensor as shards
 
 from . import lists
 from .lists import VersionWatch
-from .state import REPLICA_KEYS, adopt, kept_masters, state_sets
+from .state import adopt, kept_masters, state_sets
 
 Hyper = tuple[Any, ...]
 """lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize of a group: the fields of StepSettings, numbers or tensors"""
@@ -33,12 +32,11 @@ class Watch(VersionWatch):
     both are watched; a shard may move.
     """
 
-    def __init__(self, stepped: Iterable[tuple[Tensor, dict[str, Any]]], others: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Parameters and their states: those that the plan's steps write to, and those they leave alone."""
-        ours = [pair for param, state in stepped for pair in _watched(param, state)]
-        self.pairs = [*ours, *(pair for param, state in others for pair in _watched(param, state))]
+    def __init__(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Parameters and their states."""
+        self.pairs = [pair for param, state in states for pair in _watched(param, state)]
         self.sharded = [param for param, _ in self.pairs if shards.is_sharded(param)]
-        super().__init__([], len(with_shards([param for param, _ in ours])))
+        super().__init__([])
         self._look()
 
     def _look(self) -> None:
@@ -61,48 +59,61 @@ class Part:
     places: list[int]
     """of its gradients among those of all parameters"""
     groups: list[int]
-    """the parameter group of each row"""
+    """the parameter group of each of its settings"""
     device: torch.device
 
 
 class Planned:
-    """The plans of one step, one for each device, and everything they rely on.
+    """The plans of all steps, one for each device, and everything they rely on.
 
-    `written`: the parameters in all their replicas; `watch`: over all masters.
-    `entries` and `states`, by the parameter's place: what is to be added to its state, and the state with it.
+    They are made for the parameters that have had a gradient (`states` and `sets`, by the parameter's place: its state, and the parameter
+    in all replicas). A step leaves those of them alone that have none. `entries`: what is to be added to states once a step has been
+    done. `watch`: over all masters.
     """
 
     def __init__(
         self,
         params: list[Tensor],
         sizes: list[int],
-        absent: list[bool],
         flags: list[bool],
         parts: list[Part],
-        written: list[Tensor],
+        sets: Mapping[int, list[Tensor]],
         entries: Mapping[int, dict[str, Any]],
         states: Mapping[int, dict[str, Any]],
         watch: VersionWatch,
     ) -> None:
-        self.params, self.sizes, self.absent, self.flags, self.parts = params, sizes, absent, flags, parts
+        self.params, self.sizes, self.flags, self.parts = params, sizes, flags, parts
         self.entries, self.places = entries, list(states)
-        self.whole = len(parts) == 1 and len(self.places) == len(params)
+        self.outside = set(range(len(params))).difference(states)
         self.sharded = any(map(shards.is_sharded, params))
-        self.written = with_shards([tensor for tensor in written if not tensor.is_inference()])
-        self.addresses = self._addresses(params)
-        keys = sorted({key for state in states.values() for key in state if key not in REPLICA_KEYS})
-        self.columns = {key: [state.get(key) for state in states.values()] for key in keys}
         self.watch = watch
+        self._addresses = lists.note_addresses(self._planned_of(params))
         self.hypers: list[Hyper] = []
         self.multipliers: list[list[float]] = []
         self.settings: list[tuple[StepSettings, ...]] = []
+        self.writes: list[Tensor] = []  # what steps write to, if all have gradients; of each place a slice
+        self._slices: dict[int, slice] = {}
+        for i in self.places:
+            start = len(self.writes)
+            self.writes += with_shards([tensor for tensor in sets[i] if not tensor.is_inference()])
+            self._slices[i] = slice(start, len(self.writes))
+        self._choose([])
 
-    def _chosen(self, items: list[Any]) -> list[Any]:
-        return items if len(self.places) == len(items) else [items[i] for i in self.places]
+    def _planned_of(self, params: list[Tensor]) -> list[Tensor]:
+        """Those that are planned for, as they lie on this rank."""
+        chosen = params if not self.outside else [params[i] for i in self.places]
+        return shards.locals_of(chosen) if self.sharded else chosen
 
-    def _addresses(self, params: list[Tensor]) -> list[int]:
-        chosen = self._chosen(params)
-        return lists.addresses(shards.locals_of(chosen) if self.sharded else chosen)
+    def _choose(self, absent: list[int]) -> None:
+        """The next steps find no gradient at these places."""
+        self.absent, without = absent, set(absent)
+        chosen = bytearray(b"\1") * len(self.writes)
+        for i in without.intersection(self._slices):
+            place = self._slices[i]
+            chosen[place] = bytes(place.stop - place.start)
+        self.written = list(compress(self.writes, chosen)) if absent else self.writes
+        self.watch.expect(self.written)
+        self.active = [(n, part) for n, part in enumerate(self.parts) if not without.issuperset(part.places)]
 
     def write_back(self, container: dict[Tensor, dict[str, Any]]) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
@@ -112,46 +123,48 @@ class Planned:
             for key in [key for key, value in made.items() if value is None]:
                 del state[key]
         self.entries = {}
-        self.container, self.values = container, list(container.values())
-        self.states = [container[self.params[i]] for i in self.places]
+        self.container, self.contents = container, lists.contents(container)
 
-    def fits(
-        self, container: Mapping[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], absent: list[bool], flags: list[bool]
-    ) -> bool:
-        """Is a step on these parameters the step that was planned: the same tensors, at the same places, in the same groups?"""
+    def holds(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor], sizes: list[int], flags: list[bool]) -> bool:
+        """Is everything as it was: the same tensors, at the same places, in the same groups?"""
         return (
             lists.same(params, self.params)
-            and absent == self.absent
             and sizes == self.sizes
             and flags == self.flags
             and container is self.container
-            and lists.same(list(container.values()), self.values)
-            and all(lists.same_items(self.states, key, column) for key, column in self.columns.items())
-            and self._addresses(params) == self.addresses
+            and lists.same_contents(container, self.contents)
+            and self._addresses.same(self._planned_of(params))
         )
 
     def step(
-        self, gradients: list[Tensor], settings: list[tuple[StepSettings, ...]], options: Callable[[torch.device], StepOptions]
+        self,
+        gradients: list[Tensor | None],
+        absent: list[int],
+        settings: list[tuple[StepSettings, ...]],
+        options: Callable[[torch.device], StepOptions],
     ) -> None:
-        """`gradients` of all parameters, as they lie on this rank."""
-        if len(self.parts) > 1:
+        """`gradients` of all parameters, as they lie on this rank; at the places `absent` there are none."""
+        if absent != self.absent:
+            self._choose(absent)
+        if len(self.active) > 1:
             self._check_parts(gradients, options)
-        for part, rows in zip(self.parts, settings, strict=True):
-            chosen = gradients if self.whole else [gradients[i] for i in part.places]
-            part.plan.step(chosen, rows, options(part.device))
+        for n, part in self.active:
+            chosen = gradients if len(part.places) == len(gradients) else [gradients[i] for i in part.places]
+            part.plan.step(chosen, settings[n], options(part.device))
         torch.autograd.graph.increment_version(self.written)  # what a backward pass has saved of them is no longer valid
         self.watch.wrote()
 
-    def _check_parts(self, gradients: list[Tensor], options: Callable[[torch.device], StepOptions]) -> None:
+    def _check_parts(self, gradients: list[Tensor | None], options: Callable[[torch.device], StepOptions]) -> None:
         """A plan checks its own gradients; all are checked here before the first plan writes."""
-        if options(self.parts[0].device).max_norm != 0:
-            devices = ", ".join(str(part.device) for part in self.parts)
+        parts = [part for _, part in self.active]
+        if options(parts[0].device).max_norm != 0:
+            devices = ", ".join(str(part.device) for part in parts)
             raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_")
-        for part in self.parts:
+        for part in parts:
             check_gradients([gradients[i] for i in part.places], shards.locals_of([self.params[i] for i in part.places]))
 
     def settings_of(self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool) -> list[tuple[StepSettings, ...]]:
-        """One entry for each row of each part; the very same objects as in the last step if nothing has changed."""
+        """One entry for each group of each part; the very same objects as in the last step if nothing has changed."""
         plain = _NUMBERS.issuperset(map(type, chain.from_iterable(hypers)))  # a tensor may change in place
         if plain and hypers == self.hypers and multipliers == self.multipliers:
             return self.settings
@@ -186,16 +199,10 @@ def _watched(param: Tensor, state: Mapping[str, Any]) -> list[tuple[Tensor, Tens
     return [(tensor, master) for tensor, master in pairs if master.dtype == torch.float32 and not tensor.is_inference()]
 
 
-def number_rows(groups: Sequence[int], *numbers: Sequence[float]) -> tuple[list[int], list[int]]:
-    """The row of each tensor, and its first tensor: one for each group and count (and scale), as a tensor may have missed steps."""
-    rows: dict[tuple[float, ...], int] = {}
-    row_of = [rows.setdefault(key, len(rows)) for key in zip(groups, *numbers, strict=True)]
-    return row_of, [row_of.index(row) for row in range(len(rows))]
-
-
-def numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """0-d tensors of one device as numbers, in one transfer."""
-    return torch.stack(list(scalars)).tolist() if scalars else []
+def numbered(groups: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Groups numbered from 0 without a gap: the number of each entry, and the group of each number."""
+    numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
+    return [numbers[group] for group in groups], list(numbers)
 
 
 def by_device(params: Sequence[Tensor], members: Sequence[int]) -> dict[torch.device, list[int]]:
@@ -203,10 +210,6 @@ def by_device(params: Sequence[Tensor], members: Sequence[int]) -> dict[torch.de
     for i in members:
         found.setdefault(params[i].device, []).append(i)
     return found
-
-
-def are_none(items: Sequence[object]) -> list[bool]:
-    return list(map(operator.is_, items, repeat(None)))
 
 
 def column(states: Sequence[Mapping[str, Any]], key: str) -> Column | None:

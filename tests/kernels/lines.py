@@ -40,7 +40,7 @@ class Line:
         def guarded(seed: int, kind: torch.dtype = F32) -> Guarded:
             return Guarded(sizes, seed % 3, seed, self.device, kind)
 
-        self.rows = [i % min(2, len(sizes)) for i in range(len(sizes))]
+        self.groups = [i % min(2, len(sizes)) for i in range(len(sizes))]
         self.base, self.displacement = guarded(1), guarded(2).zero()
         self.outputs = [guarded(10 + k, dtype) for k in range(replicas)]
         for outputs in self.outputs:
@@ -53,7 +53,7 @@ class Line:
             self.base.tensors,
             self.displacement.tensors,
             [outputs.tensors for outputs in self.outputs],
-            self.rows,
+            self.groups,
             self.steps,
             self.first.tensors,
             self.second.tensors if "exp_avg_sqs" in interface.RULES[rule].moments else None,

@@ -43,14 +43,14 @@ SETTINGS = StepSettings(0.02, (), 0.9, 0.95, 1e-8, 0.1)  # multipliers are fille
 
 @dataclass(frozen=True)
 class Case:
-    """Steps on one set of tensors. Tensor i has formats[i % len] and row i % rows; a sequence of a step goes on with its last entry."""
+    """Steps on one set of tensors. Tensor i has formats[i % len] and group i % groups; a sequence of a step goes on with its last entry."""
 
     name: str
     rule: str = "adamw"
     sizes: tuple[int, ...] = (37,)
     formats: tuple[Format, ...] = (Format(),)
     replicas: int = 1
-    rows: int = 1
+    groups: int = 1
     shifts: tuple[int, ...] = (0,)  # elements past a 64-byte boundary: gradient, moments, then sets in turn
     settings: StepSettings = SETTINGS
     max_norm: float = 0.0
@@ -61,6 +61,7 @@ class Case:
     spoiled: tuple[int, ...] = ()  # steps with a gradient that holds NaN
     special: tuple[str, ...] = ()  # "param", "gradient": what begins with every combination of SPECIAL_VALUES
     changing: bool = False  # gradients have other dtypes and other addresses in each step
+    coming: bool = False  # gradients come and go: in each step other tensors have none
     steps: int = 2
 
     def format(self, i: int) -> Format:
@@ -98,6 +99,7 @@ GRADIENTS: dict[str, tuple[torch.dtype, ...]] = {
     "f16": (F16,),
     "mixed": (BF16, F32, F16),
     "changing": (F32, BF16),
+    "coming": (F32, BF16),
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "rule": tuple(RULES),
@@ -110,7 +112,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "found_inf": (None, (0.0,), (1.0, 0.0), (0.0, 1.0)),
     "zero": (False, True),
     "stochastic": (None, 2**63 + 12345),
-    "rows": (1, 2),
+    "groups": (1, 2),
     "sizes": ("one", "vector edges", "block edges", "chunk edges", "empty first", "empty last", "empty between"),
     "shifts": ((0,), (1,), (0, 1, 2, 3, 4, 5)),
 }
@@ -118,7 +120,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 def allowed(choice: dict[str, Any]) -> bool:
     """What cannot meet: it would be the same case twice."""
-    return not (choice.get("sizes") == "one" and (choice.get("rows", 1) > 1 or "mixed" in choice.values()))
+    return not (choice.get("sizes") == "one" and (choice.get("groups", 1) > 1 or "mixed" in choice.values()))
 
 
 def covering(seed: int = 0) -> list[dict[str, Any]]:
@@ -177,7 +179,7 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         sizes=tuple(SIZES[choice["sizes"]]),
         formats=_formats(choice),
         replicas=replicas,
-        rows=choice["rows"],
+        groups=choice["groups"],
         shifts=choice["shifts"],
         max_norm=1.0 if choice["norm"] == "with NaN" else choice["norm"],
         grad_scale=choice["scale"],
@@ -186,6 +188,7 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         stochastic=choice["stochastic"],
         spoiled=(1,) if choice["norm"] == "with NaN" else (),
         changing=choice["gradient"] == "changing",
+        coming=choice["gradient"] == "coming",
         steps=3,
     )
     case = replace(case, **RULES[choice["rule"]])
@@ -222,15 +225,27 @@ SPECIAL = [
         for name, change in _UNUSUAL.items()
     ),
     Case("only empty", sizes=(0, 0), max_norm=1.0, zero_gradients=True, found_inf=(0.0,)),
-    Case("only empty, mixed", sizes=(0, 0, 0), formats=(Format(), _LOW), rows=2, stochastic=1),
+    Case("only empty, mixed", sizes=(0, 0, 0), formats=(Format(), _LOW), groups=2, stochastic=1),
     Case("10 000 tiny", sizes=tuple(1 + i % 13 for i in range(10_000)), max_norm=2.0, steps=1),
     Case(
-        "2 000 tiny, mixed", sizes=tuple(1 + i % 5 for i in range(2_000)), formats=(Format(), _LOW, Format(F16, F32, F16)), rows=3, steps=1
+        "2 000 tiny, mixed",
+        sizes=tuple(1 + i % 5 for i in range(2_000)),
+        formats=(Format(), _LOW, Format(F16, F32, F16)),
+        groups=3,
+        steps=1,
     ),
-    Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), rows=2),
-    Case("three rows at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), rows=3, steps=3),
+    Case("an empty group", sizes=(5, 0, 9, 0, 3, 0), groups=2),
+    Case("three groups at different counts", sizes=(5, 6, 7, CHUNK + 1, 9, 10, 11), groups=3, steps=3),
     Case("stochastic", sizes=(3, CHUNK + 7, 5), formats=(_LOW,), shifts=(0, 1), stochastic=7, steps=3),
     Case("stochastic, large seed, 3 replicas", sizes=(3, 1001), formats=(_LOW,), replicas=3, stochastic=2**64 - 1, steps=3),
+    *(
+        Case(
+            f"gradients that come and go, {name}, {k} replicas", sizes=(50, 0, CHUNK + 60, 7, 8), replicas=k, coming=True, steps=4, **choice
+        )
+        for name, choice in RULES.items()
+        for k in (1, 2)
+        if k == 1 or choice["rule"] in interface.DECOUPLED
+    ),
     Case("clipped by little", sizes=(50, 60), max_norm=10.6),
     Case("not clipped", sizes=(50, 60), max_norm=1e4),
     Case("skipped from the first step", sizes=(50, 60), spoiled=(0,), max_norm=math.inf),

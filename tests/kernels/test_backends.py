@@ -12,7 +12,7 @@ import torch
 
 from hdet import _C, kernels
 from hdet.kernels import native
-from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
+from hdet.kernels.spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
 from ..limits import HANG_S
 
@@ -125,7 +125,7 @@ def test_the_capability_is_that_of_the_tensors_device(monkeypatch: pytest.Monkey
 
 OTHER_BUILD = """
 import sys, types
-sys.modules["hdet._C"] = types.SimpleNamespace(INTERFACE={interface}, CALL_SETTINGS={call}, ROW_SETTINGS={row})
+sys.modules["hdet._C"] = types.SimpleNamespace(INTERFACE={interface}, CALL_SETTINGS={call}, GROUP_SETTINGS={row})
 from hdet.kernels import native
 print(native.missing)
 """
@@ -133,7 +133,7 @@ print(native.missing)
 
 @pytest.mark.parametrize(("more_interface", "more_call", "more_row"), [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
 def test_a_module_built_with_another_table_is_not_used(more_interface: int, more_call: int, more_row: int) -> None:
-    script = OTHER_BUILD.format(interface=_C.INTERFACE + more_interface, call=CALL_SETTINGS + more_call, row=ROW_SETTINGS + more_row)
+    script = OTHER_BUILD.format(interface=_C.INTERFACE + more_interface, call=CALL_SETTINGS + more_call, row=GROUP_SETTINGS + more_row)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     other = bool(more_interface or more_call or more_row)

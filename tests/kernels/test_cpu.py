@@ -30,7 +30,7 @@ WIDE = [
         sizes=(1, 3, 16, 17, 1000, CHUNK + 13, 3 * CHUNK + 5, 2 * CHUNK, 33, 0, 129),
         formats=MIXED,
         replicas=5,
-        rows=2,
+        groups=2,
         shifts=(0, 1, 2, 3),
         max_norm=1.0,
         stochastic=9,
@@ -56,18 +56,18 @@ def test_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPa
         cpu(problem.tensors).step(gradients.tensors, settings, options)
 
 
-def chunk_table(elements: list[int], rows: list[int], formats: list[int]) -> torch.Tensor:
+def chunk_table(elements: list[int], formats: list[int]) -> torch.Tensor:
     table = torch.zeros(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
-    _C.write_chunks(table.data_ptr(), elements, rows, formats)
+    _C.write_chunks(table.data_ptr(), elements, formats)
     return table
 
 
 def test_chunks_of_a_tensor_past_two_to_the_31_elements() -> None:
     elements = [5, 2**33 + 3, 0, 1]
-    table = chunk_table(elements, [0, 1, 1, 2], [7, 8, 9, 10])
-    chunks = list(struct.iter_unpack("=qqiiii", bytes(table.numpy().tobytes())))
+    table = chunk_table(elements, [7, 8, 9, 10])
+    chunks = list(struct.iter_unpack("=qqiii4x", bytes(table.numpy().tobytes())))
     assert len(chunks) == 1 + 2**33 // CHUNK + 1 + 1
-    assert chunks[0] == (0, 0, 0, 5, 0, 7)
-    assert chunks[-2] == (2**33, 5 + 2**33, 1, 3, 1, 8)
-    assert chunks[-1] == (0, 8 + 2**33, 3, 1, 2, 10)
+    assert chunks[0] == (0, 0, 0, 5, 7)
+    assert chunks[-2] == (2**33, 5 + 2**33, 1, 3, 8)
+    assert chunks[-1] == (0, 8 + 2**33, 3, 1, 10)
     assert sum(chunk[3] for chunk in chunks) == sum(elements)

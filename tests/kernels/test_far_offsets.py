@@ -32,14 +32,15 @@ def go_far(plan: Any, tensors: list[Tensor]) -> None:
     chunks = getattr(plan, "placed_chunks", plan.chunks)
     chunks.view(torch.int64).view(-1, _C.CHUNK_BYTES // 8)[:, 0] += FAR
     widths = {t.data_ptr(): t.element_size() for t in tensors if t.numel()}
-    for table in (plan.addresses, getattr(plan, "placed_gradients", None), getattr(plan, "line_addresses", None)):
+    inputs = getattr(plan, "inputs", None)
+    for table in (plan.addresses, None if inputs is None else inputs.placed, getattr(plan, "line_addresses", None)):
         for place, address in enumerate([] if table is None else table.tolist()):
             table[place] -= FAR * widths.get(address, 0)
 
 
 def step(backend: str) -> Prepared:
     formats = (Format(), Format(BF16, None, BF16, BF16, BF16), Format(BF16, I16, BF16), Format(F16, F32, F16, F32, BF16))
-    case = Case("", sizes=(1, 17, CHUNK + 13, 2 * CHUNK, 33, 0, 129), formats=formats, replicas=5, rows=2, shifts=(0, 1, 2), max_norm=1.0)
+    case = Case("", sizes=(1, 17, CHUNK + 13, 2 * CHUNK, 33, 0, 129), formats=formats, replicas=5, groups=2, shifts=(0, 1, 2), max_norm=1.0)
     problem = Problem(case, device_of(backend))
     gradients, settings, options = problem.arguments(1)
     plan = kernels.step_plan(problem.tensors, backend)

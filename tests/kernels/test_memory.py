@@ -29,7 +29,7 @@ def check_rates(backend: str) -> None:
         plan.step([g], [StepSettings(rate.detach())])
     assert not travelled and p.tolist() == [-1.5] * 3
     for other in (torch.zeros(2), torch.zeros(1, dtype=torch.float64), torch.empty((), device="meta")):
-        with pytest.raises((ValueError, TypeError), match="lr of row 0"):
+        with pytest.raises((ValueError, TypeError), match="lr of group 0"):
             plan.step([g], [StepSettings(other)])
     plan.step([g], [StepSettings(rate.clone().fill_(1.0))])
     assert travelled and p.tolist() == [-2.5] * 3

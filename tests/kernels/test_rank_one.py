@@ -71,7 +71,7 @@ def test_what_would_leave_the_line_is_refused_before_anything_changes(backend: s
         line.plan.step(gradients, settings_of("adamw", [0.5, 1.6]))
     with pytest.raises(ValueError, match=r"multipliers changed"):
         line.plan.upload(settings_of("adamw", [0.5, 1.6]))
-    with pytest.raises(ValueError, match=r"weight_decay=0.1 of row 0 .*decay_at_base"):
+    with pytest.raises(ValueError, match=r"weight_decay=0.1 of group 0 .*decay_at_base"):
         line.plan.step(gradients, [s._replace(decay_at_base=False) for s in settings])
     with pytest.raises(ValueError, match=r"sum to 1"):
         line.plan.converge([0.5, 0.6])
@@ -80,7 +80,7 @@ def test_what_would_leave_the_line_is_refused_before_anything_changes(backend: s
     line.plan.step(gradients, settings_of("adamw", [0.5, 1.6]))
 
     coupled = Line("adam", sizes, 1, backend)
-    with pytest.raises(ValueError, match=r"weight_decay=0.5 of row 1 .*adamw or lion"):
+    with pytest.raises(ValueError, match=r"weight_decay=0.5 of group 1 .*adamw or lion"):
         coupled.plan.step(gradients, [s._replace(weight_decay=0.5 * i) for i, s in enumerate(settings_of("adam", [1.0]))])
 
 

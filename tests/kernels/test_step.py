@@ -167,7 +167,7 @@ def test_stochastic_rounding_depends_on_seed_step_replica_tensor_and_element_alo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_plan_takes_other_settings_and_options_in_every_step(backend: str) -> None:
     """As many plans as steps, each made for its step, and one plan for all steps: the same bits."""
-    base = Case("", sizes=(5, 40), formats=(Format(BF16, I16), Format()), replicas=2, rows=2, steps=1)
+    base = Case("", sizes=(5, 40), formats=(Format(BF16, I16), Format()), replicas=2, groups=2, steps=1)
     variants = [
         base,
         replace(base, max_norm=0.5, grad_scale=2.0),

@@ -110,6 +110,26 @@ def test_a_plan_is_kept_while_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_come_and_go_are_planned_for_once(backend: str) -> None:
+    """One plan for each first gradient, whatever set of them a step has; and no state, nor anything else, without one."""
+    pair = Pair(backend=backend)
+    with plans_made() as made:
+        for step in pair.run(9, skip=lambda step, i: step < 3 and i in (1, 4) or step < 5 and i == 4 or step > 5 and (step + i) % 3 == 0):
+            known = {0, 2, 3, 5} | {i for i, first in ((1, 3), (4, 5)) if step >= first}
+            assert set(pair.a.state_dict()["state"]) == set(pair.b.state_dict()["state"]) == known
+    assert made.call_count == 3
+    pair.check()
+    set_gradients(pair.ours, 9, skip=lambda _, i: i == 3)
+    versions = [param._version for param in pair.ours]
+    pair.a.step()  # what a backward pass has saved of a parameter without a gradient stays valid
+    assert [param._version > before for param, before in zip(pair.ours, versions, strict=True)] == [i != 3 for i in range(6)]
+    for param in pair.ours:
+        param.grad = None
+    pair.a.step()
+    assert pair.a.step_skipped is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES, ids=names)
 def test_parameters_of_several_dtypes(rule: Rule, backend: str) -> None:
     """One plan for all; each steps as it would alone."""

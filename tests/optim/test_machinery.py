@@ -108,13 +108,22 @@ def lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 
 def test_lists_are_the_same_if_their_objects_are(lists: Any) -> None:
     one, other = torch.ones(2), torch.ones(2)
-    same, same_items = lists.same, lists.same_items
+    same, contents, same_contents = lists.same, lists.contents, lists.same_contents
     assert same([one, other], [one, other]) and same([], [])
     assert not same([one, other], [one, one]) and not same([one], [one, other]) and not same([one, other], [one])
 
-    assert same_items([{"a": one}, {"a": other}, {}], "a", [one, other, None])
-    assert not same_items([{"a": one}, {"a": other}], "a", [one, one])
-    assert not same_items([{}], "a", [one]) and not same_items([{"a": one}], "a", [None])
+    held = {"x": {"a": one}, "y": {}, "z": other}
+    known = contents(held)
+    assert same_contents(held, known) and same_contents({"x": {"a": one}, "y": held["y"], "z": other}, known) is False
+    for key, value in (("x", {"a": one}), ("z", one), ("new", {})):
+        assert not same_contents({**held, key: value}, known)
+    assert not same_contents({"x": held["x"], "y": held["y"]}, known)
+    held["y"]["b"] = one
+    assert not same_contents(held, known)
+    assert lists.absent([one, None, other, None]) == [1, 3] and lists.absent([]) == []
+    tensors = [torch.ones(2), torch.ones(0)]
+    noted = lists.note_addresses(tensors)
+    assert noted.same(list(tensors)) and not noted.same([one, tensors[1]]) and not noted.same([one])
     params = [Parameter(one), Parameter(other)]
     params[1].grad = torch.ones(2)
     found = lists.gradients(params)

@@ -14,7 +14,21 @@ from torch.optim import SGD, Adam, AdamW
 
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedOptimizer, FusedSGD
 
-from .common import RULES, TORCH_RULES, Pair, Rule, assert_close, assert_equal, groups, names, parameters, run, set_gradients, state_of
+from .common import (
+    BACKENDS,
+    RULES,
+    TORCH_RULES,
+    Pair,
+    Rule,
+    assert_close,
+    assert_equal,
+    groups,
+    names,
+    parameters,
+    run,
+    set_gradients,
+    state_of,
+)
 from .test_replicas import WEIGHTS, replicated
 
 
@@ -255,11 +269,17 @@ def test_states_of_another_rule_are_refused_by_name(of: type, into: type[FusedOp
         ours.load_state_dict(other.state_dict())
 
 
-def test_a_counter_that_is_assigned_counts_from_there() -> None:
-    pair = Pair()
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_counter_of_one_parameter_counts_from_what_is_written_to_it(backend: str, in_place: bool) -> None:
+    pair = Pair(backend=backend)
     pair.go(3)
     for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
-        optimizer.state[params[1]]["step"] = torch.tensor(1000.0)
+        for param in (params[1], params[0]):  # not the first of its group, and the first
+            if in_place:
+                optimizer.state[param]["step"].fill_(1000.0)
+            else:
+                optimizer.state[param]["step"] = torch.tensor(1000.0)
     pair.go(range(3, 6))
     pair.check()
-    assert [float(state["step"]) for state in state_of(pair.a)] == [6, 1003, 6, 6, 6, 6]
+    assert [float(state["step"]) for state in state_of(pair.a)] == [1003, 1003, 6, 6, 6, 6]

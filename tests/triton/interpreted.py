@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from hdet import kernels
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.spec import mirrors, rounding
-from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
+from hdet.kernels.spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton.launch import Memory
 from hdet.triton_kernels import hyper, numbers
@@ -164,7 +164,7 @@ def test_elements_beyond_two_to_the_31() -> None:
     shifted, g, plan = problem()
     plan.step([g], settings)
     plan.addresses.sub_(far * 4 * (plan.addresses != 0))
-    plan.placed_gradients[:, 0] -= far * 4
+    plan.placed_gradients.view(-1, 2)[:, 0] -= far * 4
     for _, _, chunks in plan.launches:
         chunks[:, 0] += far
     plan.step([g], settings)
@@ -239,7 +239,7 @@ def test_gradients_that_are_negated_views_are_refused() -> None:
 
 
 def test_the_tables_are_as_long_as_the_kernels_take_them() -> None:
-    assert (hyper.CALL_SETTINGS.value, hyper.ROW_SETTINGS.value) == (CALL_SETTINGS, ROW_SETTINGS)
+    assert (hyper.CALL_SETTINGS.value, hyper.GROUP_SETTINGS.value) == (CALL_SETTINGS, GROUP_SETTINGS)
 
 
 def test_a_rate_that_is_another_object_for_the_same_memory_travels_once() -> None:

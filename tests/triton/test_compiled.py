@@ -192,7 +192,7 @@ def test_rank_one(launches: list[tuple[str, Any]], tmp_path: Path) -> None:
     plan.step(tensors(BF16, sizes), settings(replicas))
     plan.converge([0.125] * replicas)
     names = [name for name, _ in launches]
-    assert names == ["derive_rank_one", "update_rank_one", "derive_converge", "converge"]
+    assert names == ["derive", "update_rank_one", "derive_converge", "converge"]
     check_code(launches[0][1], tmp_path, float64=True, shared=True)
     line = [F32, F32]
     check_accesses(check_code(launches[1][1], tmp_path), [BF16, F32, F32, *line], [F32, F32, F32, *[dtype] * replicas])

@@ -13,9 +13,9 @@ import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/disp
 from torch import Tensor
 
 from ..spec.interface import Column
-from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS
+from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
-INTERFACE = 6
+INTERFACE = 7
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -24,7 +24,7 @@ except ImportError as error:  # reported by name wherever a native backend is as
     missing: str | None = f"hdet's native module cannot be imported: {error}. Reinstall hdet (pip install -e .) with a C++ compiler"
 else:
     # After an update without a new build, a missing function would otherwise surface in the middle of a run.
-    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.ROW_SETTINGS) != (CALL_SETTINGS, ROW_SETTINGS)
+    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.GROUP_SETTINGS) != (CALL_SETTINGS, GROUP_SETTINGS)
     missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -51,11 +51,11 @@ def nothing_in(columns: Sequence[Column] | None) -> bool:
     return columns is None or all(tensor is None for column in columns for tensor in column)
 
 
-def chunk_table(tensors: Sequence[Tensor], rows: Sequence[int], packed_formats: Sequence[int]) -> Tensor:
+def chunk_table(tensors: Sequence[Tensor], packed_formats: Sequence[int]) -> Tensor:
     """The tensors cut into chunks (csrc/core/plan.h), as bytes; torch aligns them to 64."""
     elements = [tensor.numel() for tensor in tensors]
     table = torch.empty(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
-    _C.write_chunks(table.data_ptr(), elements, list(rows), list(packed_formats))
+    _C.write_chunks(table.data_ptr(), elements, list(packed_formats))
     return table
 
 
@@ -83,6 +83,10 @@ class Memory:
 
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         """`table` has changed in host memory: what place() returned for it follows, before the next kernel reads it."""
+
+    def replayed(self, placed: Tensor) -> Tensor | None:
+        """Nothing here is captured."""
+        return None
 
     def room(self, count: int) -> Tensor:
         """Bytes that kernels fill for each other."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import rounding
+from ..spec.arguments import wide_dtype
 from ..spec.interface import COUPLED
 
 _EMPTY_SUM = -0.0  # the neutral element of addition: -0 + 0 = 0, but -0 + -0 = -0
@@ -65,20 +66,21 @@ def add_weighted(total: Many, weight: Tensor, x: Many) -> Many:
 
 
 class Row(NamedTuple):
-    """HyperRow of csrc/core/hyper.h; of one row, or of all rows at once."""
+    """HyperRow of csrc/core/hyper.h for some tensors of a group: a number of the group, or a Many of numbers, one for each tensor."""
 
     gradient_scale: Tensor
     beta1: Tensor
     lerp1: Tensor
+    share1: Many  # what SGD's buffer takes of a gradient: HyperRow::lerp1 there
     beta2: Tensor
     lerp2: Tensor
-    inv_sqrt_correction2: Tensor
+    inv_sqrt_correction2: Many
     eps: Tensor
     coupled_decay: Tensor
     nesterov: Tensor
-    step: Tensor
-    step_size: Tensor  # [replica]
-    decay: Tensor  # [replica]
+    step: Tensor  # [tensor]
+    step_size: list[Many]  # [replica]
+    decay: Tensor  # [replica], wide
 
 
 def _adamw(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
@@ -88,7 +90,7 @@ def _adamw(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
 
 
 def _sgd(row: Row, g: Many, m: Many, v: Many) -> tuple[Many, Many, Many]:
-    m = add_weighted(g * row.lerp1, row.beta1, m)
+    m = add_weighted(g * row.share1, row.beta1, m)
     return where(row.nesterov != 0, g + m * row.beta1, m), m, v
 
 
@@ -112,11 +114,6 @@ def weighted_sum(values: Sequence[Many], weights: Tensor) -> Many:
     for value, weight in zip(values, weights, strict=True):
         total = add_weighted(total, weight, value)
     return total
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """What hyperparameters and sums of squares are computed in: float64 wherever the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def power(base: Tensor, exponent: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..spec import rounding
 from ..spec.arguments import check_gradients
 from ..spec.interface import DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
-from ..spec.settings import CALL_SETTINGS, ROW_SETTINGS, SettingsTable, check_options, count_settings
+from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, check_options, count_settings
 from ..spec.shared import OnLine
 from .rules import Many, Row, direction, global_norm, power, store, values_of, where, wide_dtype
 
@@ -23,21 +23,25 @@ def _pick(column: Column | None, members: Sequence[int]) -> list[Tensor | None]:
     return [None if column is None else column[i] for i in members]
 
 
+def _each(numbers: Tensor) -> Many:
+    """Of each tensor its number."""
+    return Many(numbers.float().unbind())
+
+
 class TorchStepPlan:
     """An optimizer step on one set of tensors."""
 
     def __init__(self, tensors: StepTensors) -> None:
         self.tensors = t = tensors
-        self.leaders = tensors.leaders()
-        self.members: list[list[int]] = [[] for _ in self.leaders]
-        for i, row in enumerate(tensors.rows):
-            self.members[row].append(i)
+        self.members: list[list[int]] = [[] for _ in range(t.num_groups)]
+        for i, group in enumerate(t.groups):
+            self.members[group].append(i)
         self.device = t.params[0][0].device
         self.wide = wide_dtype(self.device)
-        rows, replicas = len(self.leaders), t.num_replicas
-        self.table = torch.zeros(count_settings(rows, replicas), dtype=self.wide, device=self.device)
-        self.of_call, of_rows, of_replicas = self.table.split([CALL_SETTINGS, rows * ROW_SETTINGS, rows * replicas])
-        self.of_rows, self.rho = of_rows.view(rows, ROW_SETTINGS), of_replicas.view(rows, replicas)
+        groups, replicas = t.num_groups, t.num_replicas
+        self.table = torch.zeros(count_settings(groups, replicas), dtype=self.wide, device=self.device)
+        self.of_call, of_groups, rho = self.table.split([CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas])
+        self.of_groups, self.rho = of_groups.view(groups, GROUP_SETTINGS), rho.view(groups, replicas)
         self._settings = SettingsTable(tensors, lambda numbers, _: self.table.copy_(torch.tensor(numbers, dtype=self.wide)))
         self.norm = torch.zeros((), device=self.device)
         self.skipped = torch.zeros((), device=self.device)
@@ -47,16 +51,19 @@ class TorchStepPlan:
         self._settings.take(settings, options)
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         check_gradients(gradients, self.tensors.params[0])
         self.upload(settings, options)
-        skip, scale = self._control(gradients, options)
-        rows = self._prepare(settings, scale, skip)
-        for r, members in enumerate(self.members):
-            self._step_row(Row(*(field[r] for field in rows)), members, gradients, skip)
-        torch._foreach_add_(list(self.tensors.steps), 1 - self.skipped)
-        if options.zero_gradients:
-            torch._foreach_zero_(list(gradients))
+        given = [g for g in gradients if g is not None]
+        skip, scale = self._control(given, options)
+        for group, everyone in enumerate(self.members):
+            if members := [i for i in everyone if gradients[i] is not None]:
+                row = self._derive(group, settings[group].lr, members, scale)
+                self._step_group(row, group, members, gradients, skip)
+        if given:
+            torch._foreach_add_([self.tensors.steps[i] for i, g in enumerate(gradients) if g is not None], 1 - self.skipped)
+        if given and options.zero_gradients:
+            torch._foreach_zero_(given)
 
     def _control(self, gradients: Sequence[Tensor], options: StepOptions) -> tuple[Tensor | None, Tensor]:
         """derive_control: whether to skip (None: for no reason there could be), and what gradients are multiplied by."""
@@ -69,7 +76,7 @@ class TorchStepPlan:
             skip = options.found_inf.reshape(()) != 0
         norm = 0 * one
         if options.max_norm != 0:
-            norm = global_norm(gradients) * inverse
+            norm = global_norm(gradients) * inverse if gradients else norm
             bad = ~norm.isfinite()
             skip = bad if skip is None else skip | bad
             clip = self.of_call[0] / (norm + 1e-6)
@@ -78,39 +85,37 @@ class TorchStepPlan:
         self.skipped.copy_(0 * one if skip is None else skip)
         return skip, (inverse * clip).float()
 
-    def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, skip: Tensor | None) -> Row:
-        return self._derive(settings, scale, self.rho)
-
-    def _derive(self, settings: Sequence[StepSettings], scale: Tensor, rho: Tensor) -> Row:
-        """derive_row and derive_replica, for all rows at once: in double, rounded once. `rho`: [row, replica]."""
+    def _derive(self, group: int, rate: float | Tensor, members: list[int], scale: Tensor) -> Row:
+        """derive_row and derive_replica for some tensors of a group: in double, rounded once."""
         rule = self.tensors.rule
         adam, decoupled = rule in ("adamw", "adam"), rule in DECOUPLED
-        rates, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base = self.of_rows.unbind(1)
-        lr = torch.stack([rates[r] if not isinstance(s.lr, Tensor) else s.lr.reshape(()).to(self.wide) for r, s in enumerate(settings)])
-        step = torch.stack([self.tensors.steps[i] for i in self.leaders]) + 1
-        one = torch.ones_like(beta1)
-        if rule == "sgd":
-            lerp1 = torch.where((step <= 1) | (beta1 == 0), one, 1 - dampening)
-        else:
-            lerp1 = 1 - beta1
-        rate = lr[:, None] * rho  # Eq. 2
-        decay = torch.where(decay_at_base[:, None] != 0, lr[:, None], rate) * weight_decay[:, None] if decoupled else 0 * rate
+        lr, beta1, beta2, eps, weight_decay, dampening, nesterov, maximize, decay_at_base = self.of_groups[group].unbind()
+        if isinstance(rate, Tensor):
+            lr = rate.reshape(()).to(self.wide)
+        step = torch.stack([self.tensors.steps[i] for i in members]) + 1
+        one = torch.ones_like(step, dtype=self.wide)
+        rates = lr * self._multipliers_of(group)  # Eq. 2
+        decay = torch.where(decay_at_base != 0, lr, rates) * weight_decay if decoupled else 0 * rates
         return Row(
             gradient_scale=torch.where(maximize != 0, -scale, scale),
             beta1=beta1.float(),
-            lerp1=lerp1.float(),
+            lerp1=(1 - beta1).float(),
+            share1=_each(torch.where((step <= 1) | (beta1 == 0), one, 1 - dampening)),
             beta2=beta2.float(),
             lerp2=(1 - beta2).float(),
-            inv_sqrt_correction2=(1 / (1 - power(beta2, step)).sqrt() if adam else one).float(),
+            inv_sqrt_correction2=_each(1 / (1 - power(beta2 * one, step)).sqrt() if adam else one),
             eps=eps.float(),
-            coupled_decay=(0 * one if decoupled else weight_decay).float(),
+            coupled_decay=(0 * lr if decoupled else weight_decay).float(),
             nesterov=nesterov,
             step=step,
-            step_size=(rate / (1 - power(beta1, step))[:, None] if adam else rate).float(),
+            step_size=[_each(rate / (1 - power(beta1 * one, step) if adam else one)) for rate in rates],
             decay=1 - decay,
         )
 
-    def _step_row(self, row: Row, members: list[int], gradients: Sequence[Tensor], skip: Tensor | None) -> None:
+    def _multipliers_of(self, group: int) -> Tensor:
+        return self.rho[group]
+
+    def _step_group(self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None) -> None:
         t = self.tensors
         params = [[sets[i] for i in members] for sets in t.params]
         masters = [_pick(None if t.masters is None else t.masters[k], members) for k in range(t.num_replicas)]
@@ -120,19 +125,19 @@ class TorchStepPlan:
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(old, new, strict=True)]
         for k, values in enumerate(new):
-            for i, value, param, master in zip(members, values.tensors, params[k], masters[k], strict=True):
+            for j, (value, param, master) in enumerate(zip(values.tensors, params[k], masters[k], strict=True)):
                 if self._stochastic(param) and master is None:
-                    value = rounding.stochastic_bfloat16(value, self._random(row, k, i, value) & 0xFFFF)
+                    value = rounding.stochastic_bfloat16(value, self._random(row.step[j], k, members[j], value) & 0xFFFF)
                 store(value, param, master)
 
-    def _share(self, row: Row, members: list[int], gradients: Sequence[Tensor], params: Many, skip: Tensor | None) -> Many:
+    def _share(self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None) -> Many:
         """The direction u that all replicas share, from the new moments, which it stores. `params`: replica 0's, for coupled decay."""
         t = self.tensors
         columns = [_pick(column, members) for column in (t.exp_avgs, t.exp_avg_sqs)]
-        g = Many([gradients[i].float() for i in members]) * row.gradient_scale
+        g = Many([g.float() for i in members if (g := gradients[i]) is not None]) * row.gradient_scale
         moments = [Many([torch.zeros_like(x) if y is None else y.float() for x, y in zip(g.tensors, c, strict=True)]) for c in columns]
         if t.num_replicas > 1:
-            params = Many([torch.zeros_like(x) for x in g.tensors])  # no decay in the gradient: see check_row
+            params = Many([torch.zeros_like(x) for x in g.tensors])  # no decay in the gradient: see check_group
         u, *new = direction(t.rule, row, g, params, *moments)
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
@@ -142,17 +147,18 @@ class TorchStepPlan:
     def _stochastic(self, x: Tensor) -> bool:
         return self.tensors.stochastic is not None and x.dtype == torch.bfloat16
 
-    def _random(self, row: Row, k: int, i: int, like: Tensor) -> Tensor:
+    def _random(self, step: Tensor, k: int, i: int, like: Tensor) -> Tensor:
         t = self.tensors
         assert t.stochastic is not None
-        return rounding.random_words(t.stochastic, row.step, t.first_replica + k, i if t.ids is None else t.ids[i], like)
+        return rounding.random_words(t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like)
 
     def _store_moments(self, row: Row, members: list[int], moments: Sequence[list[Tensor | None]], new: Sequence[Many]) -> None:
         for column, values, second in zip(moments, new, (False, True), strict=True):
-            for i, moment, value in zip(members, column, values.tensors, strict=True):
+            for j, (moment, value) in enumerate(zip(column, values.tensors, strict=True)):
                 if moment is not None:
                     if second and self._stochastic(moment):  # with beta2 = 0.999, rounding to nearest would leave it where it is
-                        value = rounding.stochastic_bfloat16(value, self._random(row, -self.tensors.first_replica, i, value) >> 16)
+                        random = self._random(row.step[j], -self.tensors.first_replica, members[j], value)
+                        value = rounding.stochastic_bfloat16(value, random >> 16)
                     moment.copy_(value)
 
 
@@ -161,43 +167,40 @@ class TorchRankOnePlan(OnLine, TorchStepPlan):
 
     def __init__(self, tensors: RankOneTensors) -> None:
         super().__init__(tensors)
-        self.scales = torch.tensor(tensors.scales or [1.0] * len(self.leaders), dtype=self.wide, device=self.device)  # A
+        self.scales = tensors.scales or [torch.ones((), dtype=self.wide, device=self.device) for _ in tensors.groups]
 
     @torch.no_grad()
     def _meet(self, rhos: list[float]) -> None:
         along = torch.tensor(rhos, dtype=self.wide, device=self.device).float()
-        for r, members in enumerate(self.members):
-            base, displacement = self._line(members)
-            mean = base * self.scales[r].float() - displacement * along[r]
+        for group, members in enumerate(self.members):
+            base, displacement, scale = self._line(members)
+            mean = base * scale - displacement * along[group]
             for i, value in zip(members, mean.tensors, strict=True):
                 self.line_tensors.bases[i].copy_(value)
                 self.line_tensors.displacements[i].zero_()
+                self.scales[i].fill_(1)
                 for outputs in self.tensors.params:
                     outputs[i].copy_(value)
-        self.scales.fill_(1)
 
-    def _line(self, members: list[int]) -> tuple[Many, Many]:
+    def _line(self, members: list[int]) -> tuple[Many, Many, Many]:
         t = self.line_tensors
-        return Many([t.bases[i] for i in members]), Many([t.displacements[i] for i in members])
+        columns = ([t.bases[i] for i in members], [t.displacements[i] for i in members], [self.scales[i].float() for i in members])
+        return Many(columns[0]), Many(columns[1]), Many(columns[2])
 
-    def _prepare(self, settings: Sequence[StepSettings], scale: Tensor, skip: Tensor | None) -> Row:
-        """prepare_rank_one, for all rows at once."""
-        row = self._derive(settings, scale, torch.ones_like(self.scales)[:, None])
-        if skip is not None:
-            row = row._replace(decay=torch.where(skip, 1, row.decay))
-        self.scales.mul_(row.decay[:, 0])
-        return row
+    def _multipliers_of(self, group: int) -> Tensor:
+        return torch.ones_like(self.rho[group, :1])  # of the step along the line
 
-    def _step_row(self, row: Row, members: list[int], gradients: Sequence[Tensor], skip: Tensor | None) -> None:
-        base, displacement = self._line(members)
+    def _step_group(self, row: Row, group: int, members: list[int], gradients: Column, skip: Tensor | None) -> None:
+        decay = row.decay[0] if skip is None else torch.where(skip, 1, row.decay[0])
+        torch._foreach_mul_([self.scales[i] for i in members], decay)
+        base, displacement, scale = self._line(members)
         zeros = Many([torch.zeros_like(x) for x in base.tensors])
         u = self._share(row, members, gradients, zeros, skip)
         if skip is not None:
             u = where(skip, zeros, u)
-        displacement = displacement * row.decay[0].float() + u * row.step_size[0]
-        r = self.tensors.rows[members[0]]
+        displacement = displacement * decay.float() + u * row.step_size[0]
         for k, outputs in enumerate(self.tensors.params):
-            values = base * self.scales[r].float() - displacement * self.rho[r, k].float()
+            values = base * scale - displacement * self.rho[group, k].float()
             for i, value in zip(members, values.tensors, strict=True):
                 outputs[i].copy_(value)
         for i, d in zip(members, displacement.tensors, strict=True):

@@ -25,6 +25,11 @@ MASTERS = {
 }
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """What hyperparameters and sums of squares are computed in: float64 wherever the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def check_tensor(tensor: object, name: str, device: torch.device, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Accepts a dense, contiguous tensor of one of the dtypes with memory on `device`."""
     if not isinstance(tensor, Tensor):
@@ -101,7 +106,7 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 
 def _check_lengths(t: StepTensors, count: int) -> None:
-    columns = [(name, getattr(t, name)) for name in ("rows", "steps", "exp_avgs", "exp_avg_sqs", "ids")]
+    columns = [(name, getattr(t, name)) for name in ("groups", "steps", "exp_avgs", "exp_avg_sqs", "ids")]
     for name in ("params", "masters"):
         sets = getattr(t, name)
         if sets is not None and len(sets) != t.num_replicas:
@@ -110,8 +115,8 @@ def _check_lengths(t: StepTensors, count: int) -> None:
     for name, column in columns:
         if column is not None and len(column) != count:
             raise ValueError(f"{name} has {len(column)} entries, but there are {count} parameters")
-    if sorted(set(t.rows)) != list(range(len(set(t.rows)))):
-        raise ValueError(f"rows must number the settings from 0 without a gap, got {sorted(set(t.rows))}")
+    if sorted(set(t.groups)) != list(range(len(set(t.groups)))):
+        raise ValueError(f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}")
     kept = RULES[t.rule].moments
     for name in ("exp_avgs", "exp_avg_sqs"):
         column = getattr(t, name)
@@ -159,13 +164,13 @@ def _check_masters(params: Sequence[Tensor], masters: Column, k: int, num_replic
 
 
 def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> None:
-    """One gradient for each parameter: float32, bfloat16 or float16 of the parameter's shape, dense, contiguous, on its device."""
+    """For each parameter None, or a gradient: float32, bfloat16 or float16 of the parameter's shape, dense, contiguous, on its device."""
     if len(gradients) != len(params):
         raise ValueError(f"{len(gradients)} gradients for {len(params)} parameters")
     for i, (gradient, param) in enumerate(zip(gradients, params, strict=True)):
         name = f"the gradient of parameter {i}"
         if gradient is None:
-            raise TypeError(f"{name} is None; leave parameters without a gradient out of the plan")
+            continue
         check_tensor(gradient, name, param.device)
         check_same_shape(gradient, param, name, "the parameter")  # type: ignore[arg-type]
 

@@ -38,8 +38,8 @@ class StepTensors:
     """The tensors one optimizer step works on: n tensors in one order, dense, contiguous, all on one device, K sets of parameters.
 
     params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all lists.
-    rows: which entry of the settings tensor i uses; all tensors of one row have the same step count. Numbered from 0 without a gap.
-    steps: torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
+    groups: which entry of the settings tensor i uses. Numbered from 0 without a gap.
+    steps: torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step. Each speaks for its own tensor.
     exp_avgs, exp_avg_sqs: float32 or bfloat16. Rules with one moment (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD
         without momentum has None there.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy; int16: the lower half of a
@@ -52,7 +52,7 @@ class StepTensors:
 
     rule: str
     params: Sequence[Sequence[Tensor]]
-    rows: Sequence[int]
+    groups: Sequence[int]
     steps: Sequence[Tensor]
     exp_avgs: Column | None = None
     exp_avg_sqs: Column | None = None
@@ -65,19 +65,18 @@ class StepTensors:
     def num_replicas(self) -> int:
         return len(self.params)
 
-    def leaders(self) -> list[int]:
-        """The first tensor of each row: its step counter speaks for the row."""
-        first = dict(zip(reversed(self.rows), reversed(range(len(self.rows))), strict=True))
-        return [first[row] for row in range(len(first))]
+    @property
+    def num_groups(self) -> int:
+        return 1 + max(self.groups)
 
 
 @dataclass(frozen=True)
 class RankOneTensors:
-    """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A for each row, kept by the plan.
+    """K replicas on one line: replica k is at A * base - rho_k * displacement, with one scalar A for each tensor.
 
     bases, displacements: n float32 tensors. Displacements of zero mean that all replicas are at A * base.
     outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters, written by each step, not read.
-    scales: A of each row at the beginning; None: 1.
+    scales: A of each tensor, 0-d, float64 where the device has it: moved by steps, set to 1 by a converge. None: 1, kept by the plan.
     The others are those of StepTensors.
     """
 
@@ -85,14 +84,14 @@ class RankOneTensors:
     bases: Sequence[Tensor]
     displacements: Sequence[Tensor]
     outputs: Sequence[Sequence[Tensor]]
-    rows: Sequence[int]
+    groups: Sequence[int]
     steps: Sequence[Tensor]
     exp_avgs: Column | None = None
     exp_avg_sqs: Column | None = None
     ids: Sequence[int] | None = None
     stochastic: int | None = None
     first_replica: int = 0
-    scales: Sequence[float] | None = None
+    scales: Sequence[Tensor] | None = None
 
     def as_step(self) -> StepTensors:
         """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
@@ -101,7 +100,7 @@ class RankOneTensors:
 
 
 class StepSettings(NamedTuple):
-    """Hyperparameters of one row for one step, as the rule's torch optimizer understands them.
+    """Hyperparameters of one group for one step, as the rule's torch optimizer understands them.
 
     The rate of replica k is lr * multipliers[k] (Eq. 2). Decoupled decay (`DECOUPLED`) acts at the replica's rate, as stock AdamW
     decays at the rate it steps with, or at lr where `decay_at_base` is set; coupled decay (`COUPLED`) is added to the gradient.
@@ -149,10 +148,11 @@ class StepPlan(Protocol):
     skipped: Tensor
     """0-d float32 on the device: 1 if the last step was skipped"""
 
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        """Applies one update with one gradient for each tensor and one settings entry for each row, and counts the step.
+    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        """Applies one update with one gradient for each tensor and one settings entry for each group, and counts the step.
 
-        Gradients are float32, bfloat16 or float16, each of its own type if need be. Raises ValueError or TypeError, before anything
+        Gradients are float32, bfloat16 or float16, each of its own type if need be; None leaves the tensor and its counter alone, and
+        costs no more than a gradient at another address. Raises ValueError or TypeError, before anything
         is written, for a gradient or a hyperparameter that it cannot use.
         """
 
@@ -166,9 +166,6 @@ class RankOnePlan(StepPlan, Protocol):
     Decay must act at the base rate (`decay_at_base`) or be 0, for coupled rules 0. Multipliers may change only when the replicas are
     together, right after a converge, else ValueError. Between replays of a captured step nobody checks that.
     """
-
-    scales: Tensor
-    """A of each row now, in the memory that the kernels read and write; float64 where the device has it"""
 
     def converge(self, weights: Sequence[float]) -> None:
         """All outputs and the base become the weighted mean of the replicas (Eq. 3), the displacement 0. The weights sum to 1."""

@@ -57,7 +57,7 @@ class DeviceMemory:
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
         self._launched: set[Hashable] = set()
         self._streams: set[int] = set()  # those that have used the tables
-        self._captured = False
+        self._captured = 0  # so many of the first tables may be read by a CUDA graph
 
     def place(self, table: Tensor) -> Tensor:
         """A table that a plan keeps, where kernels read it. Raises RuntimeError where a new one cannot be made."""
@@ -85,6 +85,12 @@ class DeviceMemory:
         _copy_without_waiting(table, placed)
         self._bits[placed.data_ptr()] = bits.clone()
 
+    def replayed(self, placed: Tensor) -> Tensor | None:
+        """A copy in host memory of what place() returned, if a CUDA graph has captured it and none is being captured now; else None."""
+        if not any(table is placed for table in self._tables[: self._captured]) or _capturing(self.device):
+            return None
+        return self._bits[placed.data_ptr()].view(placed.dtype).clone()
+
     def check_launched(self, kernel: Hashable) -> None:
         """Before each launch. Raises RuntimeError for the first launch of a kernel where it would be captured: compiling it or loading
         its code is not allowed there."""
@@ -97,9 +103,10 @@ class DeviceMemory:
     def stream(self) -> int:
         """The current stream, to launch on. It may be another one at each call, and may be captured."""
         stream = _current_stream(self.device)
-        if not self._captured and _capturing(self.device):
-            self._captured = True
-            captured.append(self._tables)
+        if self._captured < len(self._tables) and _capturing(self.device):
+            if not self._captured:
+                captured.append(self._tables)
+            self._captured = len(self._tables)
         if stream.cuda_stream not in self._streams:
             for table in self._tables:
                 _used_on(stream, table)

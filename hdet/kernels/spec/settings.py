@@ -12,17 +12,17 @@ from .arguments import check_tensor
 from .interface import COUPLED, DECOUPLED, StepOptions, StepSettings, StepTensors
 
 CALL_SETTINGS = 1
-ROW_SETTINGS = len(StepSettings._fields) - 1
-"""in doubles, as in csrc/core/hyper.h: CallSettings, and RowSettings with the fields of StepSettings but for the multipliers"""
+GROUP_SETTINGS = len(StepSettings._fields) - 1
+"""in doubles, as in csrc/core/hyper.h: CallSettings, and GroupSettings with the fields of StepSettings but for the multipliers"""
 
 
-def count_settings(num_rows: int, num_replicas: int) -> int:
+def count_settings(num_groups: int, num_replicas: int) -> int:
     """The length of settings_numbers."""
-    return CALL_SETTINGS + num_rows * (ROW_SETTINGS + num_replicas)
+    return CALL_SETTINGS + num_groups * (GROUP_SETTINGS + num_replicas)
 
 
 def settings_numbers(settings: Sequence[StepSettings], options: StepOptions) -> list[float]:
-    """The table, in the order of csrc/core/hyper.h: of the call, of each row, rho[rows][replicas] (Eq. 1).
+    """The table, in the order of csrc/core/hyper.h: of the call, of each group, rho[groups][replicas] (Eq. 1).
 
     A rate in a tensor is 0 here: the kernels read it where it is. Nothing is checked.
     """
@@ -45,7 +45,7 @@ class SettingsTable:
     """
 
     def __init__(self, tensors: StepTensors, write: Callable[[list[float], list[int]], object]) -> None:
-        """`write` gets the numbers, and for each row the address of its rate, or 0."""
+        """`write` gets the numbers, and for each group the address of its rate, or 0."""
         self.tensors, self._write = tensors, write
         self._numbers: list[float] = []
         self._rates: list[Rate] = []
@@ -65,21 +65,20 @@ def _rate(lr: float | Tensor) -> Rate:
 
 
 def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> None:
-    """One entry for each row, with hyperparameters that are finite and in range."""
-    rows = 1 + max(tensors.rows)
-    if len(settings) != rows:
-        raise ValueError(f"{len(settings)} settings for {rows} rows")
+    """One entry for each group, with hyperparameters that are finite and in range."""
+    if len(settings) != tensors.num_groups:
+        raise ValueError(f"{len(settings)} settings for {tensors.num_groups} groups")
     device = tensors.params[0][0].device
-    for r, s in enumerate(settings):
-        check_row(s, tensors.rule, tensors.num_replicas, device, f"row {r}")
+    for g, s in enumerate(settings):
+        check_group(s, tensors.rule, tensors.num_replicas, device, f"group {g}")
     if tensors.rule == "sgd" and any(s.beta1 != 0 for s in settings):
-        for i, row in enumerate(tensors.rows):
-            if settings[row].beta1 != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
-                raise ValueError(f"momentum is {settings[row].beta1}, but exp_avg of parameter {i} is missing: plan again with one")
+        for i, group in enumerate(tensors.groups):
+            if settings[group].beta1 != 0 and (tensors.exp_avgs is None or tensors.exp_avgs[i] is None):
+                raise ValueError(f"momentum is {settings[group].beta1}, but exp_avg of parameter {i} is missing: plan again with one")
 
 
-def check_row(s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str) -> None:
-    """The hyperparameters of one row. NaN fails every comparison."""
+def check_group(s: StepSettings, rule: str, num_replicas: int, device: torch.device, name: str) -> None:
+    """The hyperparameters of one group. NaN fails every comparison."""
     if isinstance(s.lr, Tensor):
         check_scalar(s.lr, f"lr of {name}", device)
     elif not 0 <= s.lr < math.inf:

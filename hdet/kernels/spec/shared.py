@@ -60,6 +60,9 @@ def check_rank_one_tensors(tensors: RankOneTensors) -> None:
             checks.check_tensor(tensor, f"{name} {i}", step.params[0][0].device, (torch.float32,))
             checks.check_same_shape(tensor, step.params[0][i], f"{name} {i}", "the output")
             named.append((f"{name} {i}", tensor))
+    for i, scale in enumerate(tensors.scales or []):
+        checks.check_tensor(scale, f"scale {i}", step.params[0][0].device, (checks.wide_dtype(scale.device),))
+        named.append((f"scale {i}", scale))
     checks.check_apart(named)
 
 
@@ -81,7 +84,7 @@ class OnLine:
         super().__init__(tensors.as_step(), *memory)  # type: ignore[call-arg]
         self.line_tensors = tensors  # keeps alive what the tables point to
         self._apart = False
-        self._multipliers = [(0.0,) * len(tensors.outputs)] * (1 + max(tensors.rows))  # right for replicas that have not parted
+        self._multipliers = [(0.0,) * len(tensors.outputs)] * (1 + max(tensors.groups))  # right for replicas that have not parted
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self._check(settings)
@@ -92,10 +95,10 @@ class OnLine:
     def _check(self, settings: Sequence[StepSettings]) -> None:
         """Raises ValueError for what would take a replica off the line."""
         rule = self.line_tensors.rule
-        for row, s in enumerate(settings):
+        for group, s in enumerate(settings):
             if s.weight_decay != 0 and (rule in COUPLED or not s.decay_at_base):
                 remedy = f"use {' or '.join(DECOUPLED)}, or set it to 0" if rule in COUPLED else "set decay_at_base, or weight_decay to 0"
-                raise ValueError(f"weight_decay={s.weight_decay} of row {row} takes replicas off their line (rank one): {remedy}")
+                raise ValueError(f"weight_decay={s.weight_decay} of group {group} takes replicas off their line (rank one): {remedy}")
         multipliers = [tuple(s.multipliers) for s in settings]
         if self._apart and multipliers != self._multipliers:
             raise ValueError(
@@ -106,9 +109,9 @@ class OnLine:
     @ranged("hdet.converge")
     def converge(self, weights: Sequence[float]) -> None:
         check_shares(weights, len(self.line_tensors.outputs))
-        self._meet([mean_rho(row, weights) for row in self._multipliers])
+        self._meet([mean_rho(rhos, weights) for rhos in self._multipliers])
         self._apart = False
 
     def _meet(self, rhos: list[float]) -> None:
-        """Replicas, and the base, become the points of the line at these multipliers, one for each row."""
+        """Replicas, and the base, become the points of the line at these multipliers, one for each group."""
         raise NotImplementedError

@@ -15,6 +15,8 @@ BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for float32"""
 TABLE_BLOCK = 2048
 """numbers of a table, or of a norm, that one program takes at a time"""
+DERIVED = 256
+"""tensors whose hyperparameters one program derives"""
 REGISTERS = 128
 """a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own"""
 
@@ -60,11 +62,9 @@ class Memory(DeviceMemory):
             kernel[(programs,)](*arguments, **options, **COMPILER)
 
 
-def place_by_format(
-    memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int], rows: Sequence[int] | None = None
-) -> list[tuple[Any, int, torch.Tensor]]:
+def place_by_format(memory: DeviceMemory, columns: Sequence[Sequence[int]], elements: Sequence[int]) -> list[tuple[Any, int, torch.Tensor]]:
     """(formats, block, chunk table) of the tensors that are stored alike, as ``columns`` say: kernels are compiled for one combination."""
     return [
-        (formats, block_for(max(elements[i] for i in members)), memory.place(t.chunk_table(members, elements, rows)))
+        (formats, block_for(max(elements[i] for i in members)), memory.place(t.chunk_table(members, elements)))
         for formats, members in t.groups(list(zip(*columns, strict=True))).items()
     ]

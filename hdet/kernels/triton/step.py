@@ -15,11 +15,14 @@ from ...triton_kernels import tables as t
 from ...triton_kernels.rules import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..spec.arguments import check_gradients
-from ..spec.interface import PLAIN, RankOneTensors, StepOptions, StepSettings, StepTensors
-from ..spec.settings import SettingsTable, check_options, count_settings
+from ..spec.inputs import Inputs
+from ..spec.interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
+from ..spec.settings import SettingsTable, check_options
 from ..spec.shared import OnLine
-from .launch import TABLE_BLOCK, Memory, block_for, place_by_format, registers_for
+from .launch import DERIVED, TABLE_BLOCK, Memory, block_for, interpreted, place_by_format, registers_for
 
+EMPTY = 64
+"""where an empty gradient lies, which is there and which nobody reads"""
 _STREAMS = ("gradient", "param", "master", "exp_avg", "exp_avg_sq")
 """the formats of a StepVariant"""
 
@@ -33,7 +36,7 @@ class TritonStepPlan:
         self.elements = [param.numel() for param in tensors.params[0]]
         self.device_number = tensors.params[0][0].get_device()
         self.memory = Memory(tensors.params[0][0].device)
-        self.num_rows = 1 + max(tensors.rows)
+        self.num_groups = tensors.num_groups
         self._make_tables()
         self._make_room()
         self._make_inputs()
@@ -47,7 +50,7 @@ class TritonStepPlan:
         place = self.memory.place
         self.addresses = place(addresses)
         self.counters = place(t.address_table(tensors.steps, count=count))
-        self.leaders = place(t.address_table([tensors.steps[i] for i in tensors.leaders()], count=self.num_rows))
+        self.groups = place(torch.tensor(tensors.groups, dtype=torch.int32))
         self.ids = place(torch.tensor(range(count) if tensors.ids is None else tensors.ids, dtype=torch.int32))
         seed = (tensors.stochastic or 0) % 2**64
         self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica], dtype=torch.int64))
@@ -55,29 +58,31 @@ class TritonStepPlan:
 
     def _make_room(self) -> None:
         """Memory for what the derive phase writes."""
-        replicas, room = self.tensors.num_replicas, self.memory.room
+        count, replicas, room = len(self.shapes), self.tensors.num_replicas, self.memory.room
         self.control = room(3, torch.float32)
         self.skipped, self.norm = self.control[0], self.control[1]
-        self.rows = room(self.num_rows * HYPER_ROW.value, torch.float32)
-        self.replica_rows = room(self.num_rows * replicas * 2, torch.float32)
+        self.rows = room(count * HYPER_ROW.value, torch.float32)
+        self.replica_rows = room(count * replicas * 2, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
         self.one, self.zero = self.memory.place(torch.ones(1)), self.memory.place(torch.zeros(1))
 
     def _make_inputs(self) -> None:
-        """The tables that steps write: gradients; settings (csrc/core/hyper.h), then addresses of rates."""
-        self.placed_gradients = self.memory.room(2 * len(self.shapes), torch.int64).view(-1, 2)
-        self.num_settings = count_settings(self.num_rows, self.tensors.num_replicas)
-        self.placed_settings = self.memory.room(self.num_settings + self.num_rows, torch.float64)
-        self.placed_rates = self.placed_settings[self.num_settings :].view(torch.int64)
-        self._gradient_dtypes: list[torch.dtype] = []
+        """What steps write."""
+        self.inputs = Inputs(self.memory, self.tensors, 2 * len(self.shapes))
+        self._dtypes = [param.dtype for param in self.tensors.params[0]]  # of gradients, which mostly are stored as their parameters
+        self._make_launches()
+        self._seen: list[torch.dtype | None] = [None] * len(self.shapes)
         self._addresses: list[int] = []
-        self._settings = SettingsTable(self.tensors, self._write_settings)
+        self._settings = SettingsTable(self.tensors, self.inputs.write_settings)
         self._options: StepOptions | None = None
+        self._point_to_inputs()
 
-    def step(self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        addresses = self._check_gradients(gradients)
+    def _point_to_inputs(self) -> None:
+        self.placed_gradients, *self.placed_settings = self.inputs.parts()
+
+    def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._take_gradients(*self._check_gradients(gradients))
         self.upload(settings, options)
-        self._take_gradients(gradients, addresses)
         self._run(options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
@@ -85,46 +90,51 @@ class TritonStepPlan:
             check_options(options, self.tensors)
             self._options = options
         self._settings.take(settings, options)
+        if self.inputs.refresh():
+            self._point_to_inputs()
 
-    def _write_settings(self, values: list[float], rate_addresses: list[int]) -> None:
-        rates = torch.tensor(rate_addresses, dtype=torch.int64).view(torch.float64)
-        self.memory.refresh(torch.cat((torch.tensor(values, dtype=torch.float64), rates)), self.placed_settings)
-
-    def _check_gradients(self, gradients: Sequence[Tensor]) -> list[int]:
-        """The gradients' addresses, after a check that costs little. Anything unusual goes to the checks that can say what it is."""
+    def _check_gradients(self, gradients: Column) -> tuple[list[int], list[torch.dtype | None]]:
+        """The gradients' addresses, 0 where there is none, and their dtypes or the last ones there were, after a check that costs little.
+        Anything unusual goes to the checks that can say what it is."""
+        given = [g for g in gradients if g is not None]
+        shapes = self.shapes if len(given) == len(gradients) else [s for s, g in zip(self.shapes, gradients, strict=True) if g is not None]
         try:
-            addresses = [g.data_ptr() for g in gradients]
+            addresses = [0 if g is None else g.data_ptr() or EMPTY for g in gradients]
             usual = (
-                [g.shape for g in gradients] == self.shapes
-                and False not in [g.is_contiguous() for g in gradients]
-                and {g.dtype for g in gradients} <= t.FORMATS.keys()
-                and {g.get_device() for g in gradients} <= {self.device_number}
-                and (self._gradient_dtypes or not any(map(Tensor.is_neg, gradients)))  # in each step that would take too long
-                and (0 not in addresses or all(a != 0 or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True)))
+                [g.shape for g in given] == shapes
+                and False not in [g.is_contiguous() for g in given]
+                and {g.dtype for g in given} <= t.FORMATS.keys()
+                and {g.get_device() for g in given} <= {self.device_number}
+                and (
+                    EMPTY not in addresses
+                    or all(g is None or a != EMPTY or g.numel() == 0 for a, g in zip(addresses, gradients, strict=True))
+                )
             )
-        except (RuntimeError, AttributeError):  # sparse tensors have no address; None has no attributes
+        except (RuntimeError, AttributeError):  # sparse tensors have no address
             usual = False
-        if not usual:
+        seen = [old if g is None else g.dtype for g, old in zip(gradients, self._seen, strict=True)] if usual else []
+        if seen != self._seen:  # to look for negated views in each step would take too long
             check_gradients(gradients, self.tensors.params[0])
-        return addresses
+            seen = [old if g is None else g.dtype for g, old in zip(gradients, self._seen, strict=True)]
+        return addresses, seen
 
-    def _take_gradients(self, gradients: Sequence[Tensor], addresses: list[int]) -> None:
-        dtypes = [g.dtype for g in gradients]
-        if addresses == self._addresses and dtypes == self._gradient_dtypes:
+    def _take_gradients(self, addresses: list[int], seen: list[torch.dtype | None]) -> None:
+        if addresses == self._addresses and seen == self._seen:
             return
+        dtypes = [dtype or param.dtype for dtype, param in zip(seen, self.tensors.params[0], strict=True)]
         table = t.typed_addresses(addresses, dtypes)
         self.gradients_aligned = not bool((table[:, 0] % 16).any())
-        self.memory.refresh(table, self.placed_gradients)
-        self._addresses = addresses
-        if dtypes != self._gradient_dtypes:  # rare: at the first step, if at all
-            self._gradient_dtypes = dtypes
-            self._make_launches(gradients)
+        self.inputs.gradients().copy_(table.view(-1))
+        self._addresses, self._seen = addresses, seen
+        if dtypes != self._dtypes:  # rare: at the first step, if at all
+            self._dtypes = dtypes
+            self._make_launches()
 
-    def _make_launches(self, gradients: Sequence[Tensor]) -> None:
+    def _make_launches(self) -> None:
         """Chunks by format: each is one launch."""
         tensors, count = self.tensors, len(self.shapes)
         columns = (
-            t.formats_of(gradients, count),
+            [t.FORMATS[dtype] for dtype in self._dtypes],
             t.formats_of(tensors.params[0], count),
             t.formats_of(None if tensors.masters is None else tensors.masters[0], count, t.MASTERS),
             t.formats_of(tensors.exp_avgs, count),
@@ -133,7 +143,7 @@ class TritonStepPlan:
         stochastic, first = tensors.stochastic is not None, tensors.first_replica == 0
         plain = StepVariant(tensors.rule, tensors.num_replicas, stochastic=stochastic, first=first)
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
-        for formats, block, chunks in place_by_format(self.memory, columns, self.elements, tensors.rows):
+        for formats, block, chunks in place_by_format(self.memory, columns, self.elements):
             stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
             self.launches.append((replace(plain, **stored, block=block), formats, chunks))
 
@@ -154,18 +164,20 @@ class TritonStepPlan:
         self.memory.launch(norm.squares, programs, *tables, ALIGNED=self.gradients_aligned, BLOCK=block)
         return programs
 
-    def _inputs(self, options: StepOptions) -> tuple[Tensor, ...]:
+    def _derive(self, options: StepOptions, num_partials: int) -> None:
         grad_scale = self.one if options.grad_scale is None else options.grad_scale
         found_inf = self.zero if options.found_inf is None else options.found_inf
-        return (self.placed_settings, self.partials, grad_scale, found_inf, self.counters, self.leaders, self.placed_rates)
+        inputs = (self.placed_gradients, *self.placed_settings, self.partials, grad_scale, found_inf, self.counters, self.groups)
+        count = len(self.shapes)
+        block = block_for(count) if interpreted else DERIVED
+        arguments = (*inputs, self.rows, self.replica_rows, self.control, *self._line())
+        counts = (num_partials, count, self.num_groups, self.tensors.num_replicas)
+        variant = {"RULE": self.tensors.rule, "ON_LINE": isinstance(self, OnLine), "TENSORS": block, "BLOCK": TABLE_BLOCK}
+        self.memory.launch(hyper.derive, -(-count // block), *arguments, *counts, **variant, num_warps=8)
 
-    def _counts(self, num_partials: int) -> tuple[int, ...]:
-        return (num_partials, len(self.shapes), self.num_rows, self.tensors.num_replicas)
-
-    def _derive(self, options: StepOptions, num_partials: int) -> None:
-        derived = (self.rows, self.replica_rows, self.control)
-        arguments = (*self._inputs(options), *derived, *self._counts(num_partials))
-        self.memory.launch(hyper.derive, 1, *arguments, RULE=self.tensors.rule, BLOCK=TABLE_BLOCK, num_warps=8)
+    def _line(self) -> tuple[Tensor, Tensor]:
+        """What replicas on one line have more than others; of no use here."""
+        return self.counters, self.rows
 
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
@@ -182,28 +194,30 @@ class TritonRankOnePlan(OnLine, TritonStepPlan):
         addresses = t.address_table(tensors.bases, tensors.displacements, count=len(self.shapes))
         self.aligned = self.aligned and not bool((addresses % 16).any())
         self.line_addresses = place(addresses)
-        self.scales = place(torch.tensor(tensors.scales or [1.0] * self.num_rows, dtype=torch.float64))
-        self.lines = self.memory.room(self.num_rows * 2, torch.float32)
-        self.mean_rho = self.memory.room(self.num_rows, torch.float64)
+        self.scales = tensors.scales or [torch.ones((), dtype=torch.float64, device=self.memory.device) for _ in self.shapes]
+        self.placed_scales = place(t.address_table(self.scales, count=len(self.shapes)))
+        self.lines = self.memory.room(len(self.shapes) * 2, torch.float32)
+        self.mean_rho = self.memory.room(self.num_groups, torch.float64)
         vector = t.vector((t.FORMATS[torch.float32],), self.aligned)
         plain = StepVariant(tensors.rule, self.tensors.num_replicas, vector=vector)
         columns = (t.formats_of(tensors.outputs[0], len(self.shapes)),)
         self.converges = [
             (replace(plain, param=format, block=block), chunks)
-            for (format,), block, chunks in place_by_format(self.memory, columns, self.elements, tensors.rows)
+            for (format,), block, chunks in place_by_format(self.memory, columns, self.elements)
         ]
 
     def _meet(self, rhos: list[float]) -> None:
         self.memory.refresh(torch.tensor(rhos, dtype=torch.float64), self.mean_rho)
-        self.memory.launch(rank_one.derive_converge, 1, self.mean_rho, self.scales, self.lines, self.num_rows)
+        count = len(self.shapes)
+        block = block_for(count) if interpreted else DERIVED
+        tables = (self.groups, self.mean_rho, self.placed_scales, self.lines)
+        self.memory.launch(rank_one.derive_converge, -(-count // block), *tables, count, TENSORS=block)
         for variant, chunks in self.converges:
             tables = (chunks, self.addresses, self.line_addresses, self.lines)
             self.memory.launch(rank_one.converge, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
 
-    def _derive(self, options: StepOptions, num_partials: int) -> None:
-        derived = (self.rows, self.replica_rows, self.scales, self.lines, self.control)
-        arguments = (*self._inputs(options), *derived, *self._counts(num_partials))
-        self.memory.launch(rank_one.derive_rank_one, 1, *arguments, RULE=self.tensors.rule, BLOCK=TABLE_BLOCK, num_warps=8)
+    def _line(self) -> tuple[Tensor, Tensor]:
+        return self.placed_scales, self.lines
 
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         # base and displacement are float32, so no stream moves in vectors of 8

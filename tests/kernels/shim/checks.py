@@ -6,6 +6,7 @@ Not collected by itself: test_shim.py runs it in a process with the sanitizers, 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -112,7 +113,7 @@ def test_streams_that_are_out_of_step_are_done_one_by_one() -> None:
 
 
 def prepared() -> tuple[Problem, Any, list[Tensor], list[StepSettings]]:
-    problem = Problem(Case("", sizes=(5, 40, 0), rows=2), "cpu")
+    problem = Problem(Case("", sizes=(5, 40, 0), groups=2), "cpu")
     gradients, settings, _ = problem.arguments(0)
     settings = [s._replace(lr=0.1) for s in settings]
     plan = kernels.step_plan(problem.tensors, "cuda")
@@ -140,7 +141,7 @@ def test_what_has_not_changed_is_not_copied() -> None:
 def test_tables_are_kept_for_every_stream_that_uses_them() -> None:
     _, plan, gradients, settings = prepared()
     tables = len(set(state.used))
-    assert tables == len(state.used) >= 6
+    assert tables == len(state.used) >= 5
     plan.step(gradients, settings)
     assert len(state.used) == tables
     for stream in (5, 77, 5):
@@ -228,3 +229,40 @@ def test_a_failing_call_is_named_and_leaves_everything() -> None:
                 _C.cuda_step(plan.plan, 0, 0)
             setattr(plan.plan, count, kept)
     assert launched() == launches
+
+
+def test_a_changing_set_of_gradients_is_one_copy_and_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, plan, gradients, settings = prepared()
+    monkeypatch.setattr(plan.memory, "place", lambda table: pytest.fail("a new table"))
+    for turn in range(4):
+        before = [float(step) for step in problem.steps]
+        given = [None if i == turn % 2 else gradient for i, gradient in enumerate(gradients)]
+        plan.step(given, [s._replace(lr=0.1 + turn) for s in settings])
+        assert state.copies == turn + 1
+        assert [float(step) - old for step, old in zip(problem.steps, before, strict=True)] == [i != turn % 2 for i in range(3)]
+
+
+def test_a_captured_step_is_replayed_with_its_own_gradients_and_todays_settings() -> None:
+    """Also with a set of gradients of which some are None, whatever gradients later steps have."""
+    problem, plan, gradients, settings = prepared()
+    some = [gradients[0], None, gradients[2]]
+    plan.step(some, settings)
+    state.capturing = True
+    plan.step(some, settings)
+    captured = plan.inputs.addresses()
+    state.capturing = False
+    others = [g.clone() for g in gradients]
+    plan.step(others, settings)
+    assert plan.inputs.addresses() != captured
+    for turn in range(3):
+        plan.step(others[:turn] + [None] + others[turn + 1 :], settings)  # in the table of the steps that are not captured
+    before, copies = [p.clone() for p in problem.tensors.params[0]], state.copies
+    plan.upload([s._replace(lr=0.5, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1.0) for s in settings])
+    assert state.copies == copies + 2  # for steps, and for replays
+    plan.plan.gradients, plan.plan.settings, plan.plan.rates = captured
+    for gradient in (*others, gradients[1]):
+        gradient.fill_(math.nan)
+    plan._run()  # a replay
+    expected = before[0] - 0.5 * settings[0].multipliers[0] * gradients[0] / (gradients[0].abs() + 1)
+    torch.testing.assert_close(problem.tensors.params[0][0], expected)
+    assert torch.equal(problem.tensors.params[0][1], before[1])
