@@ -65,14 +65,13 @@ class MatrixStep:
         self,
         rows: Mapping[int, Row],
         options: StepOptions,
-        exchanges: owners.Exchanges,
         *,
         backend: str,
         stochastic: int | None,
         first_replica: int,
     ) -> None:
         """`rows`: by parameter group. `stochastic`: the seed, or None."""
-        self.rows, self.exchanges, self.backend = rows, exchanges, backend
+        self.rows, self.backend = rows, backend
         self.stochastic, self.first_replica = stochastic, first_replica
         self.skip = None if options.found_inf is None else options.found_inf.reshape(()) != 0
         scale = options.grad_scale
@@ -84,9 +83,9 @@ class MatrixStep:
         apart: list[Matrix] = []
         for matrix in matrices:
             (apart if owners.is_cut(matrix.param) else here).append(matrix)
-        for batch in self._batches(here):
+        for batch in self.batches(here):
             self.update(batch, orthogonalise(self.directions(batch), self.rows[batch[0].group].how, self.backend))
-        self.exchanges.run(self, apart)
+        owners.run(self, apart)
         steps = [matrix.state["step"] for matrix in matrices]
         torch._foreach_add_(steps, 1.0 if self.skip is None else 1.0 - self.skip.float())
         if self.zero:
@@ -94,7 +93,7 @@ class MatrixStep:
         # a DTensor and its shard count their versions apart
         torch.autograd.graph.increment_version([m.param for m in matrices if shards.is_sharded(m.param) and not m.param.is_inference()])
 
-    def _batches(self, matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    def batches(self, matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
         """Of one group and one shape, up to transposition."""
         alike: dict[tuple[int, ...], list[Matrix]] = {}
         for matrix in matrices:

@@ -18,7 +18,7 @@ from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
-from . import lists, owners
+from . import lists
 from . import step_plans as plans
 from .finish import ShardedClip
 from .fused import FusedOptimizer, Options
@@ -203,7 +203,6 @@ class FusedMuon(FusedOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._exchanges = owners.Exchanges()
         self._skipped: Tensor | None = None
 
     @ranged("hdet.optimizer.step")
@@ -238,9 +237,7 @@ class FusedMuon(FusedOptimizer):
         for device, matrices in steps:
             self._adopt((m.param, {**self.state.get(m.param, {}), **m.entries}) for m in matrices)
             seed = self.seed if self.stochastic_rounding else None
-            exchanges, first = self._exchanges, self.first_replica
-            chosen = options(device)
-            step = MatrixStep(rows[device], chosen, exchanges, backend=self.backend, stochastic=seed, first_replica=first)
+            step = MatrixStep(rows[device], options(device), backend=self.backend, stochastic=seed, first_replica=self.first_replica)
             step(matrices)
             self._skipped = torch.zeros((), device=device) if step.skip is None else step.skip.float()
             for matrix in matrices:

@@ -93,9 +93,9 @@ def _cut(steps: int, most: int) -> list[int]:
 def symmetric_product(x: Tensor, backend: str) -> SymmetricProduct:
     """The fastest there is for matrices like `x`: a Triton kernel for 16 bits on CUDA (and where it is asked for), else torch's."""
     if backend == "triton" or (x.is_cuda and x.dtype != torch.float32 and backend != "torch" and _has_triton()):
-        from hdet.kernels.triton import symmetric
+        from hdet.kernels.triton import symmetric_products
 
-        return symmetric.product
+        return symmetric_products.product
     return _whole
 
 

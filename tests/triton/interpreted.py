@@ -22,7 +22,7 @@ from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.spec import mirrors, rounding
 from hdet.kernels.spec.settings import CALL_SETTINGS, ROW_SETTINGS
 from hdet.kernels.triton import step as triton_step
-from hdet.kernels.triton import symmetric
+from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
 from hdet.optim import newton_schulz
 from hdet.triton_kernels import hyper, numbers
