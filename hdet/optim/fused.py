@@ -61,6 +61,8 @@ class Options(TypedDict, total=False):
 class FusedOptimizer(Optimizer):
     """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
 
+    FusedMuon, too, but for its matrices.
+
     Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is refused); gradients are any of the
     three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations
     (foreach, fused, capturable) are accepted and change nothing; amsgrad and differentiable are refused.
