@@ -20,8 +20,9 @@ if triton.knobs.runtime.interpret:
 from hdet.kernels import RankOneTensors, StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
 from hdet.kernels.spec.interface import PLAIN, RULES
-from hdet.kernels.triton import launch, symmetric
+from hdet.kernels.triton import launch
 from hdet.kernels.triton import step as triton_step
+from hdet.kernels.triton import symmetric_products as symmetric
 
 from .compiler import Binary, Compiling, Driver
 
