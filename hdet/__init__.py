@@ -28,7 +28,7 @@ _HOMES = {
         "ensemble": "Ensemble ReplicasDiverged",
         "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights ModuleValue Scalar Temperature WeightDecay",
         "noise": "warm_noise_",
-        "optim": "FusedAdam FusedAdamW FusedLion FusedSGD",
+        "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD",
         "policies": "Sync",
         "replicas": "ReplicaDisagreement Replicas",
         "replicas.coresident": "CoresidentReplicas",
@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW
     from .optim import FusedLion as FusedLion
+    from .optim import FusedMuon as FusedMuon
     from .optim import FusedSGD as FusedSGD
     from .policies import Sync as Sync
     from .replicas import ReplicaDisagreement as ReplicaDisagreement

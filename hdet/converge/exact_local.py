@@ -51,7 +51,7 @@ class ExactLocal:
         if not isinstance(optimizer, FusedOptimizer):
             raise TypeError(
                 f"ExactLocal needs one of hdet's fused optimizers, which step the mean with the replica; got {type(optimizer).__name__}: "
-                "use hdet.FusedAdamW, FusedAdam, FusedSGD or FusedLion, or Plain()"
+                "use hdet.FusedAdamW, FusedAdam, FusedSGD, FusedLion or FusedMuon, or Plain()"
             )
         if getattr(optimizer, "_hdet_fan_out", None) is not None:
             raise ValueError("this optimizer is already driven by an Ensemble: close() the other first")

@@ -52,11 +52,12 @@ class _OfGroups:
         self, optimizer: Optimizer, key: str, *, name: str = "", kind: type[GroupKnob] = GroupKnob, entry: int | None = None, **flags: Any
     ) -> list[Bound]:
         """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the key."""
-        if any(key not in group for group in optimizer.param_groups):
+        if all(key not in group for group in optimizer.param_groups):  # FusedMuon has groups of two kinds
             raise ValueError(
                 f"{type(self).__name__}: the parameter groups of {type(optimizer).__name__} have no {key!r}: leave the knob out"
             )
-        chosen = _choose(optimizer, self.groups, name or key, lambda group: key in ("lr", "betas") or float(group[key]) > 0)
+        able = lambda group: key in group and (key in ("lr", "betas") or float(group[key]) > 0)
+        chosen = _choose(optimizer, self.groups, name or key, able)
         scale = self._scale()
         return [kind(label, self.spread, optimizer, key, indices, scale, entry=entry, **flags) for label, indices in chosen]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from .adam import FusedAdam, FusedAdamW
 from .fused import FusedOptimizer
 from .lion import FusedLion
+from .muon import FusedMuon
 from .sgd import FusedSGD
+from .split_params import hidden_matrix
 
-__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedOptimizer", "FusedSGD"]
+__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedMuon", "FusedOptimizer", "FusedSGD", "hidden_matrix"]

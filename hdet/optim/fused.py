@@ -61,6 +61,8 @@ class Options(TypedDict, total=False):
 class FusedOptimizer(Optimizer):
     """What FusedAdamW, FusedAdam, FusedSGD and FusedLion share: torch's optimizers, stepped by one kernel call for all parameters.
 
+    FusedMuon, too, but for its matrices.
+
     Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is refused); gradients are any of the
     three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations
     (foreach, fused, capturable) are accepted and change nothing; amsgrad and differentiable are refused.
@@ -219,7 +221,7 @@ class FusedOptimizer(Optimizer):
         for i, (param, group) in enumerate(grouped):
             state = saved["state"].get(i, {})
             if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
-                saved["state"][i] = {**state, **self._layout().missing(state, self._replicas_of(param), self._keeps_moments(group))}
+                saved["state"][i] = {**state, **self._layout(param).missing(state, self._replicas_of(param), self._keeps_moments(group))}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,7 +249,7 @@ class FusedOptimizer(Optimizer):
 
     def _loaded_state(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """The held state by parameter, in this optimizer's layout. Nothing is changed before all is checked."""
-        layout, made = self._layout(), defaultdict(dict, state)
+        made = defaultdict(dict, state)
         copies: list[tuple[Tensor, Tensor]] = []
         saved = self._held.get("param_groups", [])
         names = itertools.chain.from_iterable(group["params"] for group in saved)
@@ -258,6 +260,7 @@ class FusedOptimizer(Optimizer):
             if param is None:  # not a parameter's: carried, as torch does
                 made[key] = values
                 continue
+            layout = self._layout(param)
             entries = layout.loaded(values, param, f"parameter {key}")
             dropped |= layout.master_key(param) is None and not layout.on_line and any(name in entries for name in MASTER_KEYS)
             ours = self._sets.get(param, [param])[1:]
@@ -494,7 +497,8 @@ class FusedOptimizer(Optimizer):
     def _listed(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
 
-    def _layout(self) -> Layout:
+    def _layout(self, param: Tensor) -> Layout:
+        """How the state of a parameter is stored."""
         return Layout(self._moments, self._required, self.moment_dtype, self.master_weights, self._on_line)
 
     def _hypers(self) -> list[Hyper]:
@@ -542,11 +546,11 @@ class FusedOptimizer(Optimizer):
     def _plan(self, params: list[Tensor], sizes: list[int], flags: list[bool], members: list[int]) -> Planned:
         """Plans for the parameters at these places, and what is to be added to their states once a step has been done."""
         group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
-        layout, sets, entries, states = self._layout(), {}, {}, {}
+        sets, entries, states = {}, {}, {}
         for i in members:
             kept = self.state.get(params[i], {})
             sets[i] = self._replicas_of(params[i])
-            entries[i] = layout.missing(kept, sets[i], flags[group_of[i]])
+            entries[i] = self._layout(params[i]).missing(kept, sets[i], flags[group_of[i]])
             states[i] = {key: value for key, value in {**kept, **entries[i]}.items() if value is not None}
         parts = []
         for device, places in plans.by_device(params, members).items():

@@ -54,3 +54,15 @@ def check_storage(master_weights: object, moment_dtype: object, seed: object, de
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^64 - 1")
     if decay_at not in ("replica", "base"):
         raise ValueError(f'decay_at={decay_at!r} is unknown; choose "replica" or "base"')
+
+
+def check_matrices(params: Any, name: str) -> None:
+    """Refuses parameters that have no rows and columns."""
+    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
+    for i, entry in enumerate(entries):
+        param = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(param, Tensor) and param.ndim < 2:
+            raise ValueError(
+                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is for matrices and stacks of them: "
+                "put it into a group with use_muon=False"
+            )

@@ -230,7 +230,7 @@ class CoresidentReplicas(Replicas):
             kind = type(optimizer)
             raise TypeError(
                 f"optimizer is a {kind.__module__}.{kind.__qualname__}, which steps one set of parameters: co-resident replicas need "
-                "hdet.FusedAdamW, FusedAdam, FusedSGD or FusedLion"
+                "hdet.FusedAdamW, FusedAdam, FusedSGD, FusedLion or FusedMuon"
             )
         optimizer.check_storage(self.storage, self.count)
         for g, group in enumerate(optimizer.param_groups):

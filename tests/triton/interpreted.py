@@ -22,8 +22,11 @@ from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.spec import mirrors, rounding
 from hdet.kernels.spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 from hdet.kernels.triton import step as triton_step
+from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
+from hdet.optim import newton_schulz
 from hdet.triton_kernels import hyper, numbers
+from hdet.triton_kernels import symmetric as triton_symmetric
 from tests.kernels import cases, test_average, test_gradients, test_memory, test_norm, test_numbers, test_pair, test_rank_one
 from tests.kernels.cases import CHUNK, SIZES
 from tests.kernels.lines import RULES, line_left
@@ -272,3 +275,46 @@ def test_a_kernel_that_no_step_has_launched_is_not_captured(monkeypatch: pytest.
 def test_tensors_that_the_interpreter_cannot_read_are_refused() -> None:
     with pytest.raises(ValueError, match="interpreter here, which cannot read tensors on cuda:0: unset TRITON_INTERPRET"):
         Memory(torch.device("cuda", 0))
+
+
+# matrices
+
+
+@pytest.mark.parametrize(("batch", "m", "length"), [(1, 16, 16), (2, 35, 50), (3, 5, 3)])
+@pytest.mark.parametrize("dtype", symmetric.TYPES, ids=str)
+def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype) -> None:
+    """A tile, six tiles of which some are cut, and less than one, beside float64. To one rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(batch, m, length, generator=generator) / length**0.5).to(dtype)
+    gram = symmetric.product(x, x, None, 1.0, 0.0)
+    assert torch.equal(gram, gram.mT)
+    torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    square = symmetric.product(gram, gram, gram, 2.0, -0.5)
+    expected = 2 * gram.double() @ gram.double() - 0.5 * gram.double()
+    torch.testing.assert_close(square.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_newton_schulz_by_symmetric_products() -> None:
+    torch.manual_seed(0)
+    x = [torch.randn(18, 30), torch.randn(30, 18)]
+    how = newton_schulz.Iteration((3.4445, -4.7750, 2.0315), 2, 1e-7, torch.bfloat16)
+    ours, theirs = (newton_schulz.orthogonalise(x, how, backend) for backend in ("triton", "torch"))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02)
+
+
+def test_the_tile_of_a_number() -> None:
+    """For as many tiles as matrices of 500 000 rows have: the root that finds it is rounded."""
+    places = torch.tensor([*range(300), 8386559, 8386560, 8386561, 8390655, 8390656])
+    found = torch.zeros(len(places), 2, dtype=torch.int32)
+    tiles_of[(len(places),)](places.int(), found)
+    exact = [(int(((8 * t + 1) ** 0.5 - 1) / 2), t) for t in places.tolist()]
+    assert found.tolist() == [[row, t - row * (row + 1) // 2] for row, t in exact]
+
+
+@triton.jit
+def tiles_of(places, found):
+    i = tl.program_id(0)
+    row, column = triton_symmetric.lower_tile(tl.load(places + i))
+    tl.store(found + 2 * i, row)
+    tl.store(found + 2 * i + 1, column)

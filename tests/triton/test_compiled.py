@@ -22,6 +22,7 @@ from hdet.kernels import triton as backend
 from hdet.kernels.spec.interface import PLAIN, RULES
 from hdet.kernels.triton import launch
 from hdet.kernels.triton import step as triton_step
+from hdet.kernels.triton import symmetric_products as symmetric
 
 from .compiler import Binary, Compiling, Driver
 
@@ -263,3 +264,22 @@ def test_nothing_that_changes_between_steps_compiles_again(launches: list[tuple[
 def test_tensors_on_another_device_are_refused() -> None:
     with pytest.raises(ValueError, match='backend="triton" does not work on tensors on cpu; use backend="auto"'):
         launch.Memory(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("m", "length", "added", "dtype"), [(768, 3072, False, BF16), (768, 768, True, BF16), (192, 100, True, F16)])
+def test_symmetric_products(
+    m: int, length: int, added: bool, dtype: torch.dtype, launches: list[tuple[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensor cores, fed by copies that pass by the registers where rows begin at multiples of 16 bytes; nothing is spilled."""
+    monkeypatch.setattr(symmetric, "_memory", Compiling)
+    x, square = torch.empty(2, m, length, dtype=dtype, device="meta"), torch.empty(2, m, m, dtype=dtype, device="meta")
+    monkeypatch.setattr(Tensor, "data_ptr", lambda _: 1 << 20)
+    symmetric.product(x, x, square if added else None, 0.5, -1.0)
+    symmetric.product(x, x, square if added else None, 1.0, 0.0)
+    assert launches[0][1] is launches[1][1], "coefficients are not part of what is compiled"
+    binary = Binary(launches[0][1], tmp_path)
+    assert binary.usage["STACK"] == binary.usage["LOCAL"] == 0 == binary.instructions("(?:LDL|STL)"), (
+        "registers are spilled to local memory"
+    )
+    assert binary.instructions("HGMMA") > 0
+    assert ("cp.async" in binary.ptx) == (length % 8 == 0)

@@ -1,0 +1,192 @@
+"""Matrices that are cut over a mesh: each is put together on one rank, its owner, and its direction is cut again.
+
+As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices of the next round are on their way while
+those of this one are computed. An element travels twice, in the dtype of Newton-Schulz.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdet.tensors import dtensor as shards
+
+from .newton_schulz import orthogonalise, work
+
+if TYPE_CHECKING:
+    from .matrices import Matrix, MatrixStep
+
+_ROUNDS = 4
+"""exchanges of a step, as far as an owner has so many matrices. More hide more, in smaller messages."""
+
+
+def is_cut(param: Tensor) -> bool:
+    """Does a rank hold less than whole matrices? A stack that is cut between its matrices (Shard(0) of three dimensions) is not."""
+    return any(_shard_dim(param, dim) >= param.ndim - 2 for dim in shards.sharding_dims(param, f"a matrix of shape {tuple(param.shape)}"))
+
+
+def _shard_dim(param: Any, mesh_dim: int) -> int:
+    dim: int = param.placements[mesh_dim].dim
+    return dim % param.ndim
+
+
+def run(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
+    """Directions and updates of matrices that are cut. Collective over their meshes: all ranks have the same matrices in the same order."""
+    along: dict[tuple[Any, int], list[Matrix]] = {}
+    several: list[Matrix] = []
+    for matrix in matrices:
+        given: Any = matrix.param
+        dims = shards.sharding_dims(given, "a matrix")
+        if len(dims) == 1 and type(given.placements[dims[0]]).__name__ == "Shard":
+            along.setdefault((given.device_mesh, dims[0]), []).append(matrix)
+        else:
+            several.append(matrix)
+    for (mesh, dim), members in along.items():
+        _Exchange(step, members, mesh, dim).run()
+    for batch in step.batches(several):
+        _gathered(step, batch)
+
+
+def _gathered(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
+    """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
+    how = step.rows[matrices[0].group].how
+    whole: list[Any] = [shards.like(u.to(how.dtype), m.param) for u, m in zip(step.directions(matrices), matrices, strict=True)]
+    made = orthogonalise([tensor.full_tensor() for tensor in whole], how, step.backend)
+    step.update(matrices, [shards.part_of(full.contiguous(), m.param) for full, m in zip(made, matrices, strict=True)])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A matrix and how it is cut: into `sizes[rank]` rows or columns, along `dim`."""
+
+    matrix: Matrix
+    dim: int
+    sizes: list[int]
+
+    def shape(self, rank: int) -> list[int]:
+        shape = list(self.matrix.param.shape)
+        shape[self.dim] = self.sizes[rank]
+        return shape
+
+    def numel(self, rank: int) -> int:
+        return math.prod(self.shape(rank))
+
+    def part(self, full: Tensor, rank: int) -> Tensor:
+        return full.narrow(self.dim, [0, *accumulate(self.sizes)][rank], self.sizes[rank])
+
+
+def shares(work_of: Sequence[int], ranks: int) -> list[list[int]]:
+    """The numbers of the matrices that each rank owns: the largest first, each to whoever has least to do."""
+    loads, owned = [0] * ranks, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
+    for i in sorted(range(len(work_of)), key=lambda i: (-work_of[i], i)):
+        owner = loads.index(min(loads))
+        owned[owner].append(i)
+        loads[owner] += work_of[i]
+    return owned
+
+
+def _in_rounds(owned: list[int], rounds: int) -> list[list[int]]:
+    bounds = [len(owned) * t // rounds for t in range(rounds + 1)]
+    return [owned[bounds[t] : bounds[t + 1]] for t in range(rounds)]
+
+
+class _Exchange:
+    """Of matrices that are cut along one dimension of a mesh."""
+
+    def __init__(self, step: MatrixStep, matrices: Sequence[Matrix], mesh: Any, mesh_dim: int) -> None:
+        self.step, self.group = step, mesh.get_group(mesh_dim)
+        self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
+        self.device, self.own_device = torch.device(mesh.device_type), matrices[0].gradient.device  # another where shards are offloaded
+        if self.device.type == self.own_device.type:
+            self.device = self.own_device
+        self.dtype = step.rows[matrices[0].group].how.dtype
+        self.pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
+        owned = shares([work(matrix.param.shape) for matrix in matrices], self.ranks)
+        rounds = min(_ROUNDS, max(map(len, owned)))
+        for mine in owned:  # equal shapes stand together, to be batched
+            mine.sort(key=lambda i: (sorted(matrices[i].param.shape), i))
+        by_owner = [_in_rounds(mine, rounds) for mine in owned]
+        self.rounds = [[[self.pieces[i] for i in of_owner[t]] for of_owner in by_owner] for t in range(rounds)]
+
+    def _piece(self, matrix: Matrix, mesh_dim: int) -> _Piece:
+        dim = _shard_dim(matrix.param, mesh_dim)
+        size = matrix.param.shape[dim]
+        step = -(-size // self.ranks)  # as torch.chunk, and so Shard
+        return _Piece(matrix, dim, [max(0, min(size, (rank + 1) * step) - rank * step) for rank in range(self.ranks)])
+
+    def run(self) -> None:
+        there = self._collect(0)
+        back: tuple[int, Any, Tensor] | None = None
+        for t in range(len(self.rounds)):
+            following = self._collect(t + 1) if t + 1 < len(self.rounds) else None
+            returned = self._return(t, self._solved(t, there))
+            if back is not None:
+                self._finish(*back)
+            back = returned
+            if following is not None:
+                there = following
+        assert back is not None
+        self._finish(*back)
+
+    def _swap(self, parts: list[Tensor], send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
+        sent = torch.cat([part.reshape(-1).to(self.dtype) for part in parts]) if parts else torch.empty(0, dtype=self.dtype)
+        received = torch.empty(sum(receive), dtype=self.dtype, device=self.device)
+        return dist.all_to_all_single(received, sent.to(self.device), receive, send, group=self.group, async_op=True), received
+
+    def _collect(self, t: int) -> tuple[Any, Tensor]:
+        """Sends this rank's parts of all matrices of a round to their owners."""
+        members = list(chain.from_iterable(self.rounds[t]))
+        made = self._directions([piece.matrix for piece in members])
+        send = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
+        mine = self.rounds[t][self.rank]
+        receive = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
+        return self._swap([made[id(piece.matrix)] for piece in members], send, receive)
+
+    def _directions(self, matrices: list[Matrix]) -> dict[int, Tensor]:
+        made: dict[int, Tensor] = {}
+        for members in _by_group(matrices):
+            made.update(zip(map(id, members), self.step.directions(members), strict=True))
+        return made
+
+    def _solved(self, t: int, arrived: tuple[Any, Tensor]) -> list[Tensor]:
+        """The directions of the matrices that this rank owns."""
+        waiting, received = arrived
+        waiting.wait()
+        mine = self.rounds[t][self.rank]
+        parts = iter(received.split([piece.numel(rank) for rank in range(self.ranks) for piece in mine]))
+        table = [[next(parts).view(piece.shape(rank)) for piece in mine] for rank in range(self.ranks)]
+        whole = {id(p.matrix): torch.cat([row[i] for row in table], dim=p.dim) for i, p in enumerate(mine)}
+        made: dict[int, Tensor] = {}
+        for batch in self.step.batches([piece.matrix for piece in mine]):
+            how = self.step.rows[batch[0].group].how
+            made.update(zip(map(id, batch), orthogonalise([whole[id(m)] for m in batch], how, self.step.backend), strict=True))
+        return [made[id(piece.matrix)] for piece in mine]
+
+    def _return(self, t: int, made: list[Tensor]) -> tuple[int, Any, Tensor]:
+        mine = self.rounds[t][self.rank]
+        parts = [piece.part(full, rank) for rank in range(self.ranks) for piece, full in zip(mine, made, strict=True)]
+        send = [sum(piece.numel(rank) for piece in mine) for rank in range(self.ranks)]
+        receive = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in self.rounds[t]]
+        return t, *self._swap(parts, send, receive)
+
+    def _finish(self, t: int, waiting: Any, received: Tensor) -> None:
+        waiting.wait()
+        members = list(chain.from_iterable(self.rounds[t]))
+        parts = received.to(self.own_device).split([piece.numel(self.rank) for piece in members])
+        ways = {id(p.matrix): part.view(p.shape(self.rank)) for p, part in zip(members, parts, strict=True)}
+        for of_group in _by_group([piece.matrix for piece in members]):
+            self.step.update(of_group, [ways[id(matrix)] for matrix in of_group])
+
+
+def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
+    found: dict[int, list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(matrix.group, []).append(matrix)
+    return list(found.values())

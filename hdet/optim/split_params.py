@@ -1,0 +1,73 @@
+"""Which parameters FusedMuon steps as matrices, and which by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+UseMuon = Callable[[str, Tensor], bool]
+
+_TABLES = ("wte", "wpe")
+_HEADS = ("head", "lm_head", "classifier", "score", "unembed", "unembedding")
+_WRAPPERS = ("module", "model", "_orig_mod")
+
+
+def hidden_matrix(name: str, param: Tensor) -> bool:
+    """Is this a matrix inside of a model, as far as its name tells? The default rule of `FusedMuon`.
+
+    Yes for two dimensions, and for three where "expert" is in the name (a stack of matrices). No for fewer, for other parameters of three
+    and more (convolutions), and where a component of the dotted name says embedding or output layer: it contains "emb"; it is wte, wpe, head,
+    lm_head, classifier, score, unembed or unembedding; or it is output and the first one. An output layer of another name is not known:
+    pass `use_muon`.
+    """
+    parts = [part.lower() for part in name.split(".")]
+    if not (param.ndim == 2 or (param.ndim == 3 and "expert" in name.lower())):
+        return False
+    first = next((part for part in parts if part not in _WRAPPERS), "")
+    return not (first == "output" or any("emb" in part or part in (*_TABLES, *_HEADS) for part in parts))
+
+
+def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:
+    """Groups that all say use_muon. Raises ValueError for matrices of which nobody says what they are."""
+    entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params)
+    if not entries or not isinstance(entries[0], dict):
+        return _split({"params": entries}, 0, use_muon)
+    return [made for i, group in enumerate(entries) for made in _split(group, i, use_muon)]
+
+
+def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list[dict[str, Any]]:
+    if "use_muon" in group:
+        return [group]
+    given = group["params"]
+    entries = [given] if isinstance(given, Tensor) else list(given)
+    chosen = [_is_matrix(entry, f"parameter {i} of group {number}", use_muon) for i, entry in enumerate(entries)]
+    kinds = [use for use in (True, False) if use in chosen]
+    settings = {key: value for key, value in group.items() if key not in ("params", "name")}
+    if len(kinds) > 1 and settings:
+        raise ValueError(
+            f"{', '.join(settings)} of group {number} would be that of Muon and of AdamW alike: give a group for each, with use_muon"
+        )
+    made = []
+    for use in kinds or [False]:
+        kind = "muon" if use else "adamw"
+        name = {"name": f"{group['name']}/{kind}" if len(kinds) > 1 else group["name"]} if "name" in group else {}
+        mine = [entry for entry, is_matrix in zip(entries, chosen, strict=True) if is_matrix == use]
+        made.append({**settings, **name, "params": mine, "use_muon": use})
+    return made
+
+
+def _is_matrix(entry: Any, where: str, use_muon: UseMuon | None) -> bool:
+    name, param = entry if isinstance(entry, tuple) else ("", entry)
+    if not isinstance(param, Tensor):
+        raise TypeError(f"{where} is a {type(param).__name__}, not a parameter")
+    if use_muon is not None:
+        return bool(use_muon(name, param))
+    if param.ndim >= 2 and not name:
+        raise ValueError(
+            f"use_muon is not given, and {where} of shape {tuple(param.shape)} has no name to tell a hidden matrix from an embedding: pass "
+            "model.named_parameters(), use_muon=lambda name, parameter: ..., or groups with use_muon=True and use_muon=False"
+        )
+    return hidden_matrix(name, param)

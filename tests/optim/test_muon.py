@@ -1,0 +1,543 @@
+"""FusedMuon beside a float64 twin and beside torch's Muon and AdamW."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import hdet
+from hdet.optim import FusedMuon, hidden_matrix, matrices, newton_schulz
+
+from .common import assert_close, assert_equal
+from .test_replicas import copies
+
+SHAPES = [(6, 4), (4, 6), (6, 4), (3, 5, 4), (2, 9), (6,), (7, 3), ()]
+"""a stack of three, one twice as long as high, and the last three by AdamW"""
+MATRICES = 5
+USUAL = (3.4445, -4.7750, 2.0315)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [scale * torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def make(params: Sequence[Tensor], muon: dict[str, Any] | None = None, **options: Any) -> FusedMuon:
+    both = [{"params": params[:MATRICES], "use_muon": True, **(muon or {})}, {"params": params[MATRICES:], "use_muon": False}]
+    return FusedMuon(both, **{"lr": 2e-2, "adamw_lr": 1e-2, **options})
+
+
+def run(optimizer: Any, params: Sequence[Tensor], steps: range, scale: float = 1.0) -> None:
+    for step in steps:
+        for param, gradient in zip(params, gradients(step, scale), strict=True):
+            param.grad = gradient.to(param.dtype)
+        optimizer.step()
+
+
+# -- the twin --------------------------------------------------------------------------------------------------------------------
+
+
+def twin_direction(u: Tensor, coefficients: Sequence[float] = USUAL, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """(m, n) in float64, from the equation alone: singular values go through the polynomial, singular vectors stay."""
+    left, values, right = torch.linalg.svd(u, full_matrices=False)
+    s = values / max(float(values.square().sum().sqrt()), eps)
+    a, b, c = coefficients
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return left @ torch.diag(s) @ right
+
+
+def twin(start: Tensor, steps: int, rho: float = 1.0, **said: Any) -> Tensor:
+    """A matrix, or a stack, after some steps on `gradients`."""
+    s = {"lr": 2e-2, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "adjust_lr_fn": None, "ns_coefficients": USUAL, "ns_steps": 5}
+    s |= {"eps": 1e-7, "maximize": False, "decay_at": "replica", **said}
+    place = next(i for i, shape in enumerate(SHAPES) if torch.Size(shape) == start.shape)
+    p, m, (rows, columns) = start.detach().double(), torch.zeros_like(start, dtype=torch.float64), start.shape[-2:]
+    for step in range(steps):
+        g = gradients(step)[place].double() * (-1 if s["maximize"] else 1)
+        m = s["momentum"] * m + (1 - s["momentum"]) * g
+        u = s["momentum"] * m + (1 - s["momentum"]) * g if s["nesterov"] else m
+        stack = u.reshape(-1, rows, columns)
+        o = torch.stack([twin_direction(x, s["ns_coefficients"], s["ns_steps"], s["eps"]) for x in stack]).view(p.shape)
+        rate = s["lr"] * rho
+        factor = 0.2 * math.sqrt(max(rows, columns)) if s["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+        p = p * (1 - (s["lr"] if s["decay_at"] == "base" else rate) * s["weight_decay"]) - rate * factor * o
+    return p
+
+
+SAID: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "momentum": 0.8},
+    {"momentum": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    {"adjust_lr_fn": "original", "ns_steps": 1},
+    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7},
+    {"maximize": True, "eps": 3.0},
+]
+
+
+@pytest.mark.parametrize("said", SAID, ids=str)
+def test_the_float64_twin(said: dict[str, Any]) -> None:
+    params = parameters()
+    starts = [param.detach().clone() for param in params]
+    run(make(params, said), params, range(6))
+    for param, start in zip([*params[:2], *params[3:MATRICES]], [*starts[:2], *starts[3:MATRICES]], strict=True):
+        torch.testing.assert_close(param.detach().double(), twin(start, 6, **said), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay_at", ["replica", "base"])
+def test_a_multiplier_is_a_scaled_rate(decay_at: str) -> None:
+    params = parameters()
+    start = params[0].detach().clone()
+    optimizer = make(params, decay_at=decay_at)
+    optimizer.multipliers = [[1.5, 1.0]]
+    run(optimizer, params, range(4))
+    torch.testing.assert_close(params[0].detach().double(), twin(start, 4, 1.5, decay_at=decay_at), rtol=1e-5, atol=1e-5)
+    assert optimizer.param_groups[0]["lr"] == 2e-2
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 20, 40), (1, 24, 96), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("steps", [1, 4, 5])
+def test_newton_schulz_of_ill_conditioned_matrices(shape: tuple[int, int, int], steps: int) -> None:
+    """Singular values over six orders of magnitude, where steps on the Gram matrix would lose the small ones: as exact as plain steps."""
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.logspace(0, -6, shape[2])
+    x[0, :, : shape[2] // 2] *= 1e-3
+    how = newton_schulz.Iteration(USUAL, steps, 1e-7, torch.float32)
+    (made,) = newton_schulz.orthogonalise([x], how)
+    expected = torch.stack([twin_direction(one.double(), steps=steps) for one in x]) if x.numel() else x
+    torch.testing.assert_close(made, expected.float(), rtol=0, atol=1e-4)
+    (standing,) = newton_schulz.orthogonalise([x.mT], how)
+    torch.testing.assert_close(standing, made.mT, rtol=0, atol=1e-4)
+
+
+def test_a_matrix_that_is_not_finite_or_zero_leaves_the_others_of_its_batch_alone() -> None:
+    torch.manual_seed(0)
+    x = [torch.randn(3, 5), torch.full((5, 3), math.nan), torch.zeros(3, 5)]
+    how = newton_schulz.Iteration(USUAL, 5, 1e-7, torch.float32)
+    first, bad, nothing = newton_schulz.orthogonalise(x, how)
+    assert_close([first], [twin_direction(x[0].double()).float()], 1e-5)
+    assert bad.isnan().all() and not nothing.any()
+
+
+# -- torch's ---------------------------------------------------------------------------------------------------------------------
+
+
+def torchs(params: Sequence[Tensor], **said: Any) -> list[Any]:
+    two_d = [param for param in params[:MATRICES] if param.ndim == 2]
+    return [torch.optim.Muon(two_d, lr=2e-2, **said), torch.optim.AdamW(params[MATRICES:], lr=1e-2)]
+
+
+def run_torchs(pair: Sequence[Any], params: Sequence[Tensor], steps: range, wide: bool = True) -> None:
+    """`wide`: torch computes Newton-Schulz in bfloat16 whatever the parameter is; here in the parameter's float32."""
+    for step in steps:
+        for param, gradient in zip(params, gradients(step), strict=True):
+            param.grad = gradient
+        with mock.patch.object(Tensor, "bfloat16", Tensor.clone) if wide else mock.MagicMock():
+            for optimizer in pair:
+                optimizer.step()
+
+
+TORCHS: list[dict[str, Any]] = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}]
+
+
+@pytest.mark.parametrize("said", TORCHS, ids=str)
+def test_torchs_muon_and_adamw(said: dict[str, Any]) -> None:
+    ours, theirs = parameters(), parameters()
+    run(make(ours, said), ours, range(20))
+    run_torchs(torchs(theirs, **said), theirs, range(20))
+    three_d = ours.pop(3), theirs.pop(3)
+    assert_close(ours, theirs, 2e-5)
+    assert three_d[0].shape == three_d[1].shape and not torch.equal(*three_d)  # torch leaves it alone
+
+
+def test_in_bfloat16_as_near_to_the_twin_as_torchs() -> None:
+    ours, theirs = parameters(), parameters()
+    start = ours[0].detach().clone()
+    run(make(ours, ns_dtype=torch.bfloat16), ours, range(10))
+    run_torchs(torchs(theirs), theirs, range(10), wide=False)
+    expected = twin(start, 10)
+    off, torchs_off = ((params[0].detach().double() - expected).norm().item() for params in (ours, theirs))
+    assert 1e-4 < off < 1.5 * torchs_off < 0.1
+
+
+def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
+    """A run that torch began, hdet goes on with, and torch ends."""
+    params, others = parameters(), parameters()
+    for each in (params, others):
+        each.pop(3)
+    steps = [
+        [gradient for i, gradient in enumerate(gradients(step)) if i != 3] for step in range(6)
+    ]  # fmt: skip
+
+    def train(optimizers: Sequence[Any], tensors: Sequence[Tensor], which: range) -> None:
+        for step in which:
+            for param, gradient in zip(tensors, steps[step], strict=True):
+                param.grad = gradient
+            with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+                for optimizer in optimizers:
+                    optimizer.step()
+
+    count = MATRICES - 1
+
+    def pair(tensors: Sequence[Tensor]) -> list[Any]:
+        return [torch.optim.Muon(tensors[:count], lr=2e-2), torch.optim.AdamW(tensors[count:], lr=1e-2)]
+
+    straight = pair(others)
+    train(straight, others, range(6))
+    began = pair(params)
+    train(began, params, range(2))
+    ours = FusedMuon([{"params": params[:count], "use_muon": True}, {"params": params[count:], "use_muon": False}])
+    muon, adamw = (copy.deepcopy(optimizer.state_dict()) for optimizer in began)
+    muon["state"] |= {count + i: values for i, values in adamw["state"].items()}
+    adamw["param_groups"][0]["params"] = [count + i for i in adamw["param_groups"][0]["params"]]
+    ours.load_state_dict({"state": muon["state"], "param_groups": muon["param_groups"] + adamw["param_groups"]})
+    assert [group["name"] for group in ours.param_groups] == ["muon", "adamw"] and ours.param_groups[0]["lr"] == 2e-2
+    train([ours], params, range(2, 4))
+    saved, back = ours.state_dict(), pair(params)
+    for optimizer, group, first in zip(back, saved["param_groups"], (0, count), strict=True):
+        state = {i - first: values for i, values in saved["state"].items() if i in group["params"]}
+        optimizer.load_state_dict({"state": state, "param_groups": [{**group, "params": list(state)}]})
+    train(back, params, range(4, 6))
+    assert_close(params, others, 1e-5)
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------------------
+
+
+STORED = [(torch.float32, None), (torch.bfloat16, "fp32"), (torch.bfloat16, "split"), (torch.float16, "split")]
+
+
+@pytest.mark.parametrize(("dtype", "master_weights"), STORED)
+def test_replicas_step_as_separate_runs_would_and_share_newton_schulz(dtype: torch.dtype, master_weights: str | None) -> None:
+    rhos = [[0.5, 1.0], [1.0, 0.7], [1.75, 2.0]]
+    params = parameters(dtype)
+    optimizer = make(params, master_weights=master_weights)
+    optimizer.set_replicas(3, copies(3))
+    optimizer.multipliers = copy.deepcopy(rhos)
+    with mock.patch.object(matrices, "orthogonalise", wraps=matrices.orthogonalise) as made:
+        run(optimizer, params, range(4))
+    assert made.call_count == 4 * 3, "one batch for all of 4 and 6, whatever lies or stands"
+    for k, rho in enumerate(rhos):
+        alone = parameters(dtype)
+        other = make(alone, master_weights=master_weights)
+        other.multipliers = [rho]
+        run(other, alone, range(4))
+        assert_equal(optimizer.replica_parameters(k), alone)
+        for one, two in zip(optimizer.masters(params, k), other.masters(alone), strict=True):
+            assert (one is None) == (two is None) and (one is None or torch.equal(one, two))
+    optimizer.average_replicas([1.0, 0.0, 1.0])
+    assert_equal(optimizer.replica_parameters(0), optimizer.replica_parameters(1))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_written_to_a_matrix_is_taken_over_into_its_master(asked: bool) -> None:
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    pair = [make(params, master_weights="fp32") for params in (ours, theirs)]
+    run(pair[0], ours, range(2))
+    run(pair[1], theirs, range(2))
+    with torch.no_grad():
+        ours[0].mul_(2)
+        theirs[0].mul_(2)
+        pair[1].state[theirs[0]]["master_param"].copy_(theirs[0])
+    if asked:
+        assert torch.equal(pair[0].masters(ours)[0], pair[1].masters(theirs)[0])  # type: ignore[arg-type]
+    run(pair[0], ours, range(2, 3))
+    run(pair[1], theirs, range(2, 3))
+    assert_equal(ours, theirs)
+
+
+def test_small_states_and_stochastic_rounding() -> None:
+    """bfloat16 throughout: the mean of many seeds is where float32 masters are."""
+    exact = parameters(torch.bfloat16)
+    run(make(exact, master_weights="fp32", moment_dtype=torch.bfloat16), exact, range(2))
+    sums = torch.zeros(6, 4, dtype=torch.float64)
+    for seed in range(64):
+        params = parameters(torch.bfloat16)
+        optimizer = make(params, {"lr": 1e-3}, stochastic_rounding=True, moment_dtype=torch.bfloat16, seed=seed)
+        run(optimizer, params, range(1))
+        assert optimizer.state[params[0]]["momentum_buffer"].dtype == torch.bfloat16
+        sums += params[0].detach().double()
+    wide = parameters(torch.bfloat16)
+    other = make(wide, {"lr": 1e-3}, master_weights="fp32")
+    run(other, wide, range(1))
+    moved = other.state[wide[0]]["master_param"].double() - parameters(torch.bfloat16)[0].detach().double()
+    found = sums / 64 - parameters(torch.bfloat16)[0].detach().double()
+    assert (found * moved).sum() / (moved * moved).sum() == pytest.approx(1.0, abs=0.5)
+
+
+def test_two_rates_are_explored_over_coresident_replicas() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    optimizer = FusedMuon(model.named_parameters(), lr=0.02, adamw_lr=0.003)
+    replicas = hdet.CoresidentReplicas(model, 4)
+    batches = [torch.randn(8, 6) for _ in range(8)]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) - x.flip(1)).square().mean()
+
+    probe = hdet.ProbeController(loss_fn, batches, model=model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    knobs = [hdet.LearningRate(0.3, groups=["muon", "adamw"])]
+    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=knobs, replicas=replicas, sync=hdet.Sync(3), controller=probe)
+    losses, multipliers = [], []
+    for _ in range(12):
+        for k in range(4):
+            with replicas.use(k):
+                loss = loss_fn(model, batches[k])
+                ensemble.observe(loss)
+                (loss / 4).backward()
+        optimizer.step()
+        multipliers.append(copy.deepcopy(optimizer.multipliers))
+        optimizer.zero_grad()
+        ensemble.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    of_muon, of_adamw = zip(*multipliers[0], strict=True)
+    assert sorted(of_muon) == sorted(of_adamw) == pytest.approx([0.7, 0.7, 1.3, 1.3]) and of_muon != of_adamw
+    assert [group["lr"] != rate for group, rate in zip(optimizer.param_groups, (0.02, 0.003), strict=True)] == [True, True]
+
+
+def test_knobs_take_the_groups_that_have_the_key() -> None:
+    optimizer = make(parameters())
+    assert [bound.name for bound in hdet.LearningRate(groups="each").bind(optimizer)] == ["lr/muon", "lr/adamw"]
+    assert [bound.name for bound in hdet.Betas(groups="each").bind(optimizer)] == ["beta1/adamw", "beta2/adamw"]
+    assert [bound.name for bound in hdet.GroupValue("momentum").bind(optimizer)] == ["momentum"]
+    with pytest.raises(ValueError, match="groups names 'muon', which has no beta1"):
+        hdet.Betas(groups=["muon"]).bind(optimizer)
+    with pytest.raises(ValueError, match="have no 'dampening'"):
+        hdet.GroupValue("dampening").bind(optimizer)
+
+
+# -- what else a step does -------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_is_that_of_both_kinds() -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = make(ours, max_grad_norm=1.5), make(theirs)
+    for step in range(3):
+        for params in (ours, theirs):
+            for param, gradient in zip(params, gradients(step), strict=True):
+                param.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
+        a.step()
+        b.step()
+        torch.testing.assert_close(a.grad_norm, norm)
+    assert_close(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("where", [0, MATRICES], ids=["in a matrix", "in a bias"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": math.inf}, {"master_weights": "split", "stochastic_rounding": True}], ids=str)
+def test_a_gradient_that_is_not_finite_skips_the_step(where: int, options: dict[str, Any]) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = make(params, zero_gradients=True, **options)
+    run(optimizer, params, range(2))
+    before = copy.deepcopy([params, [optimizer.state[param] for param in params]])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    for param, gradient in zip(params, gradients(2), strict=True):
+        param.grad = gradient.bfloat16()
+    params[where].grad.fill_(math.inf)  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    assert optimizer.step_skipped is not None and optimizer.step_skipped.item() == 1
+    assert_equal(params, before[0])
+    for param, state in zip(params, before[1], strict=True):
+        assert all(torch.equal(optimizer.state[param][key], value) for key, value in state.items())
+    assert not any(param.grad.any() for param in params)  # type: ignore[union-attr]
+    run(optimizer, params, range(3, 4))
+    assert optimizer.step_skipped.item() == 0 and optimizer.state[params[0]]["step"].item() == 3
+
+
+def test_a_scaler_divides_the_gradients_of_matrices() -> None:
+    """Momentum remembers the scale of a gradient, its direction does not."""
+    ours, theirs = parameters(), parameters()
+    a, b = make(ours), make(theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    run(a, ours, range(1))
+    run(b, theirs, range(1))
+    for param, gradient in zip(ours, gradients(1, 64.0), strict=True):
+        param.grad = gradient
+    scaler.step(a)
+    run(b, theirs, range(1, 2))
+    assert_close(ours, theirs)
+    assert_close([a.state[ours[0]]["momentum_buffer"]], [b.state[theirs[0]]["momentum_buffer"]])
+
+
+def test_gradients_that_are_none() -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = make(ours), torchs(theirs)
+    for step in range(9):
+        for params in (ours, theirs):
+            for i, (param, gradient) in enumerate(zip(params, gradients(step), strict=True)):
+                param.grad = None if (step + i) % 3 == 0 or i == 3 or (step == 4 and i < MATRICES) or step == 5 else gradient
+        a.step()
+        with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+            for optimizer in b:
+                optimizer.step()
+    assert_close(ours, theirs, 1e-5)
+    assert a.state[ours[3]] == {}
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_alone(how: Callable[[FusedMuon], FusedMuon]) -> None:
+    params = parameters()
+    optimizer = make(params, {"ns_steps": 3}, ns_dtype=torch.float32)
+    optimizer.multipliers = [[0.5, 2.0]]
+    run(optimizer, params, range(2))
+    other = how(optimizer)
+    copied = [param for group in other.param_groups for param in group["params"]]
+    before = [param.detach().clone() for param in params]
+    run(other, copied, range(2, 4))
+    assert_equal(params, before)
+    run(optimizer, params, range(2, 4))
+    assert_equal(params, copied)
+
+
+def test_a_state_goes_on_to_the_bit() -> None:
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    a, b = make(ours, master_weights="split"), make(theirs, master_weights="split")
+    run(a, ours, range(2))
+    with torch.no_grad():
+        for one, other in zip(theirs, ours, strict=True):
+            one.copy_(other)
+    b.load_state_dict(pickle.loads(pickle.dumps(a.state_dict())))
+    run(a, ours, range(2, 4))
+    run(b, theirs, range(2, 4))
+    assert_equal(ours, theirs)
+
+
+# -- which parameters ------------------------------------------------------------------------------------------------------------
+
+
+RULE = {
+    "blocks.0.attn.qkv.weight": ((6, 4), True),
+    "layers.1.experts.w1": ((3, 5, 4), True),
+    "conv.weight": ((3, 5, 4), False),
+    "stem.weight": ((3, 5, 4, 4), False),
+    "blocks.0.attention.output.dense.weight": ((6, 4), True),
+    "model.output.weight": ((6, 4), False),
+    "transformer.wte.weight": ((6, 4), False),
+    "model.embed_tokens.weight": ((6, 4), False),
+    "lm_head.weight": ((6, 4), False),
+    "blocks.0.norm.weight": ((4,), False),
+}
+
+
+def test_the_default_rule() -> None:
+    named = [(name, Parameter(torch.zeros(shape))) for name, (shape, _) in RULE.items()]
+    assert {name: hidden_matrix(name, param) for name, param in named} == {name: use for name, (_, use) in RULE.items()}
+    optimizer = FusedMuon(named)
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        [n for n, (_, u) in RULE.items() if u is x] for x in (True, False)
+    ]
+    several = FusedMuon([{"params": named[:1], "name": "a", "lr": 0.5}, {"params": named[1:3], "name": "b"}])
+    assert [(group["name"], group["lr"]) for group in several.param_groups] == [("a", 0.5), ("b/muon", 1e-3), ("b/adamw", 1e-3)]
+
+
+def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_what_is_refused_when_it_is_made() -> None:
+    matrix, vector = Parameter(torch.zeros(3, 2)), Parameter(torch.zeros(3))
+    named = [("a", matrix), ("b", vector)]
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, r"use_muon is not given, and parameter 0 of group 0 of shape \(3, 2\) has no name", lambda: FusedMuon([matrix])),
+        (ValueError, "lr of group 0 would be that of Muon and of AdamW alike", lambda: FusedMuon([{"params": named, "lr": 0.1}])),
+        (ValueError, r"has the shape \(3,\), and use_muon=True is for", lambda: FusedMuon(named, use_muon=lambda *_: True)),
+        (ValueError, r"momentum=1.0 of .* must be in \[0, 1\)", lambda: FusedMuon(named, momentum=1.0)),
+        (ValueError, "ns_steps=100 of", lambda: FusedMuon(named, ns_steps=100)),
+        (ValueError, "ns_coefficients=.* three finite", lambda: FusedMuon(named, ns_coefficients=(1.0, math.nan, 0.0))),
+        (ValueError, "adjust_lr_fn='rms' of .* choose \"original\"", lambda: FusedMuon(named, adjust_lr_fn="rms")),
+        (ValueError, "ns_dtype=torch.float16", lambda: FusedMuon(named, ns_dtype=torch.float16)),
+        (ValueError, "lr=-1.0 of the defaults", lambda: FusedMuon(named, lr=-1.0)),
+        (ValueError, "betas=", lambda: FusedMuon(named, adamw_betas=(1.0, 0.5))),
+        (ValueError, "amsgrad", lambda: FusedMuon([{"params": [vector], "use_muon": False, "amsgrad": True}])),
+        (TypeError, "float64", lambda: FusedMuon([("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))])),
+        (TypeError, "unexpected keyword", lambda: FusedMuon(named, betas=(0.9, 0.99))),  # type: ignore[call-arg]
+        (
+            ValueError,
+            "use_muon of parameter group 2 is None",
+            lambda: FusedMuon(named).add_param_group({"params": [Parameter(torch.zeros(2))]}),
+        ),
+        (
+            ValueError,
+            'storage="displacement" is not supported by FusedMuon',
+            lambda: FusedMuon(named).set_replicas(2, copies(2), "displacement"),
+        ),
+        (RuntimeError, "FusedMuon does not support", lambda: FusedMuon(named).write_hyperparameters()),
+    ]
+    for kind, message, call in cases:
+        refused(kind, message, call)
+
+
+def test_what_a_step_refuses_before_anything_is_changed() -> None:
+    def spoil(key: str, value: Any) -> Callable[[FusedMuon, list[Parameter]], None]:
+        return lambda optimizer, params: optimizer.param_groups[0].__setitem__(key, value)
+
+    def sparse(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].grad = torch.ones(6, 4).to_sparse()
+
+    def wide(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].data = params[0].data.mT
+
+    def many(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        optimizer.multipliers = [[1.0, 1.0], [1.0, 1.0]]
+
+    def below(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        optimizer.multipliers = [[-1.0, 1.0]]
+
+    cases: list[tuple[str, Callable[[FusedMuon, list[Parameter]], None]]] = [
+        ("lr of parameter group 0", spoil("lr", math.nan)),
+        ("momentum=2.0 of parameter group 0", spoil("momentum", 2.0)),
+        ("ns_steps=0 of parameter group 0", spoil("ns_steps", 0)),
+        ("layout", sparse),
+        ("multipliers has 2 lists for 1", many),
+        ("multipliers of parameter group 0", below),
+        ("shape", wide),
+    ]
+    for message, change in cases:
+        params = parameters()
+        optimizer = make(params)
+        for param, gradient in zip(params, gradients(0), strict=True):
+            param.grad = gradient
+        change(optimizer, params)
+        before = [param.detach().clone() for param in params]
+        refused((ValueError, TypeError), message, optimizer.step)  # type: ignore[arg-type]
+        assert_equal(params, before)
+        assert not optimizer.state
+
+
+def test_what_is_refused_when_a_state_is_loaded() -> None:
+    params = parameters()
+    optimizer = make(params)
+    run(optimizer, params, range(1))
+
+    def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved)
+        return lambda: optimizer.load_state_dict(saved)
+
+    for message, change in [
+        ("lacks momentum_buffer", lambda saved: saved["state"][0].pop("momentum_buffer")),
+        ("use_muon=False of parameter group 0", lambda saved: saved["param_groups"][0].update(use_muon=False, betas=(0.9, 0.9))),
+        ("lacks ns_steps", lambda saved: saved["param_groups"][0].pop("ns_steps")),
+        ("is not that of torch.optim.AdamW", lambda saved: saved["param_groups"][1].pop("betas")),
+    ]:
+        refused(ValueError, message, spoiled(change))
