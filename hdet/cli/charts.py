@@ -106,7 +106,7 @@ def symlog(values: Sequence[float], near: float) -> Scale:
 
 def _even(low: float, high: float) -> list[float]:
     """About five round numbers."""
-    rough = (high - low) / 5
+    rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= 0.99 * rough)
     first = math.ceil(low / step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from string import Template
@@ -204,10 +203,9 @@ def _belief(one: _Shown, end: float) -> Iterator[str]:
     trials = one.run.trials
     peak: list[Point] = [(r["step"], one.yours * r["correction"], one.yours * r["correction"]) for r in one.run.of("train")]
     found: list[Point] = [(trial.last, *trial.found) for trial in trials if trial.found]
-    slopes, shown = list[tuple[float, float, float]](), 0
+    slopes: list[tuple[float, float, float]] = []
     for record in one.run.cycles:
         slope, error = (next(iter(record[key].values()), None) for key in ("slopes", "errors"))
-        shown += slope is not None
         if slope is not None and error is not None:
             slopes.append((record["step"], slope, error))
     if found or one.correction != 1:
@@ -241,12 +239,8 @@ def _belief(one: _Shown, end: float) -> Iterator[str]:
     if trials:
         yield _trials(trials)
     elif not slopes:
-        why = (
-            "Nothing moves the rate in this run."
-            if one.controller == "none"
-            else "This controller tells no slope and no interval in this run."
-        )
-        yield f"<p>{safe(why)}</p>"
+        why = "Nothing moves the rate" if one.controller == "none" else "The controller tells no slope and no interval"
+        yield f"<p>{why} in this run.</p>"
 
 
 def _trials(trials: Sequence[Trial]) -> str:
@@ -274,7 +268,7 @@ def _replicas(one: _Shown, end: float) -> Iterator[str]:
         if len(pairs) < 2:
             continue
         more = f", and {len(pairs) - REPLICAS} more" if len(pairs) > REPLICAS else ""
-        listed = ", ".join(f"{number(m)}: {'left out' if loss is None else number(loss)}" for m, loss in pairs[:REPLICAS])
+        listed = ", ".join(f"{number(m)}: {'not counted' if loss is None else number(loss)}" for m, loss in pairs[:REPLICAS])
         rows.append((record["step"], listed + more))
         mean = fmean(loss for _, loss in known) if known else 0.0
         parted = {
@@ -287,7 +281,7 @@ def _replicas(one: _Shown, end: float) -> Iterator[str]:
         if parted["lower"] and parted["higher"]:
             votes.append(fmean(parted["higher"]) < fmean(parted["lower"]))
     if not rows:
-        yield "<p>One replica: there are no others to compare it with.</p>"
+        yield "<p>One replica, or no losses of several: there is nothing to compare.</p>"
         return
     series = []
     for side, colour, name in _SIDES:
@@ -297,11 +291,8 @@ def _replicas(one: _Shown, end: float) -> Iterator[str]:
             series += [Series(name, colour, bands, "band", told=False), Series(name, colour, _smoothed(means, _width(means)))]
     what = "Probe losses, of the same mini-batches for all" if probed else "Training losses of a cycle, of other batches for each"
     says = f"{what}: each replica's less the mean of all. Lines are running means, bands from the lowest to the highest. "
-    says += (
-        f"Replicas with higher rates were the better ones in {sum(votes)} of {len(votes)} cycles."
-        if votes
-        else "All trained at the same rate."
-    )
+    better = f"Replicas with higher rates were the better ones in {sum(votes)} of {len(votes)} cycles."
+    says += better if votes else "All trained at the same rate."
     values = sorted(abs(v) for of_side in sides.values() for _, part in of_side for v in part)
     # A few outliers, of the first steps or before a replica breaks, must not flatten the rest.
     near = max(values[len(values) // 2] if values else 0.0, 1e-9)
@@ -310,33 +301,37 @@ def _replicas(one: _Shown, end: float) -> Iterator[str]:
     yield figure("Replicas", says, series, scale, end, "loss less the mean, linear near zero and logarithmic beyond", numbers)
 
 
+_LOST = {"train": "training loss not finite", "validation": "validation loss not finite"}
+
+
 def _events(one: _Shown) -> str:
-    """Who was left out, what was taken back, and the notes, in order of time."""
-    events: list[tuple[float, str]] = []
+    """Who was left out, what was taken back, and the notes, in order of time; once what stands in one record after the other."""
+    cycles, events = iter(one.run.cycles), list[tuple[str, list[float]]]()
+    going: dict[str, dict[str, list[float]]] = {}  # by kind of record: what the last one said, and since when
     for record in one.run.records:
-        if record.get("event") in ("train", "validation") and record["loss"] is None:
-            events.append((record["step"], f"{'training' if record['event'] == 'train' else 'validation'} loss not finite"))
-    for record in one.run.cycles:
-        said = [f"replica {r} left out" for r in record["left_out"]] + ["cycle taken back"] * record["rolled_back"]
-        events += [(record["step"], text) for text in [*said, *record["notes"]]]
+        kind = record["event"]
+        said = [_LOST[kind]] if kind in _LOST and record["loss"] is None else []
+        if kind == "cycle":
+            cycle = next(cycles)
+            said = [f"replica {r} left out" for r in cycle["left_out"]] + ["cycle taken back"] * cycle["rolled_back"] + cycle["notes"]
+        before, going[kind] = going.get(kind, {}), {}
+        for what in said:
+            steps = before.get(what, [])
+            if not steps:
+                events.append((what, steps))
+            steps.append(record["step"])
+            going[kind][what] = steps
     if not events:
         return "<h3>Events</h3><p>None: no replica was left out, and there is no note.</p>"
-    rows = []
-    for text, group in groupby(sorted(events, key=lambda event: event[0]), lambda event: event[1]):
-        steps = [step for step, _ in group]
-        rows.append(
-            (
-                number(steps[0]) if len(steps) == 1 else f"{number(steps[0])} to {number(steps[-1])}",
-                text + f" ({len(steps)} times)" * (len(steps) > 1),
-            )
-        )
+    rows = [
+        (number(steps[0]), what) if len(steps) == 1 else (f"{number(steps[0])} to {number(steps[-1])}", f"{what} ({len(steps)} times)")
+        for what, steps in sorted(events, key=lambda event: event[1][0])
+    ]
     left, back = sum(len(r["left_out"]) for r in one.run.cycles), sum(r["rolled_back"] for r in one.run.cycles)
     says = f"Replicas left out of an average: {left}. Cycles taken back: {back}."
     hidden = len(rows) - OPEN
-    first = table("", ["step", "event"], rows[:OPEN], words=True)
-    more = (
-        f"<details><summary>{hidden} more</summary>{table('', ['step', 'event'], rows[OPEN:], words=True)}</details>" if hidden > 0 else ""
-    )
+    first, others = (table("", ["step", "event"], part, words=True) for part in (rows[:OPEN], rows[OPEN:]))
+    more = f"<details><summary>{hidden} more</summary>{others}</details>" if hidden > 0 else ""
     return f"<h3>Events</h3><p{' class=warn' * bool(left + back)}>{says}</p>{first}{more}"
 
 
