@@ -248,9 +248,9 @@ def _trials(trials: Sequence[Trial]) -> str:
     for trial in trials:
         arms = ["broke" if gain is None else f"{gain[0]:+.3f} ± {gain[1]:.3f}".replace("-", "−") for gain in trial.above or ()]
         told = "\n".join(f"× {number(m)}: {arm}" for m, arm in zip(trial.multiples, arms, strict=False) if m != 1 or arm == "broke")
-        rows.append((f"{number(trial.first)} to {number(trial.last)}", told or "nothing told", trial.said))
+        rows.append((f"{number(trial.first)} to {number(trial.last)}", f"{told or 'nothing told'}\n{trial.said}"))
     says = "Copies of the run trained beside it, at these multiples of its rate. The losses are those less that of the rate in force: below zero is better."
-    return f"<h3>Trials</h3><p>{safe(says)}</p>{table('', ['steps', 'loss', 'what followed'], rows, words=True)}"
+    return f"<h3>Trials</h3><p>{safe(says)}</p>{table('', ['steps', 'losses, and what followed'], rows, words=True)}"
 
 
 _SIDES = (("lower", "s1", "multiplier below 1"), ("same", "s0", "multiplier 1"), ("higher", "s2", "multiplier above 1"))
