@@ -98,6 +98,9 @@ def _build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out", type=_path, metavar="FILE", help="the picture; default: report.png in the run's folder, or in the runs' common one"
     )
+    report.add_argument(
+        "--html", type=_path, metavar="FILE", help="a page for the browser that needs nothing else; then there is a picture with --out only"
+    )
     again = command("replay", "replay_run", "Make a run's recorded decisions once more, without training, and compare them bit by bit.")
     again.add_argument("folder", type=Path, metavar="RUN", help="folder of a run of hdet train")
     command("doctor", "doctor", "Print versions, which backends can be used, and why the others cannot.")

@@ -1,15 +1,16 @@
-"""What a run did, as a table and as one picture. Needs a run's files only, no torch."""
+"""What a run did, as a table, and as one picture or one page. Needs a run's files only, no torch."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hdet.cli.job.run_files import CONFIG, HISTORY, REPORT, Kinds, RunFolderError, check_kinds, read_config, read_history
-from hdet.core.schema import POSITIVE, Instance, Number, Optional, Table
+from hdet.cli.charts import smooth
+from hdet.cli.html_report import page
+from hdet.cli.job.run_files import REPORT, RunFolderError
+from hdet.cli.runs import RunFiles, find_runs
 from hdet.owned_folder import atomic_file
 
 if TYPE_CHECKING:
@@ -24,83 +25,38 @@ GREY = "#6B6B6B"
 def run(options: argparse.Namespace) -> int:
     runs = find_runs(options.runs)
     folders = {run.folder.parent for run in runs} if len(runs) > 1 else {runs[0].folder}
-    path = options.out or (folders.pop() if len(folders) == 1 else Path()) / REPORT
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"out is {str(path)!r}: its folder does not exist, create it first")
-    if path.is_dir():
-        raise ValueError(f"out is {str(path)!r}, which is a folder: pass a file in it, e.g. {path / REPORT}")
-    plot(runs, path)
+    picture = options.out
+    if picture is None and options.html is None:
+        picture = (folders.pop() if len(folders) == 1 else Path()) / REPORT
+    for name, path, example in (("out", picture, REPORT), ("html", options.html, "report.html")):
+        if path is not None:
+            _check_place(name, path, example)
+    if options.html is not None:
+        write_page(runs, options.html)
+    if picture is not None:
+        plot(runs, picture)
     print_table(runs)
-    print(f"picture: {path}")
+    for what, path in (("picture", picture), ("page", options.html)):
+        if path is not None:
+            print(f"{what}: {path}")
     return 0
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """A run's settings and records, read back from its folder."""
-
-    folder: Path
-    name: str
-    config: dict[str, Any]
-    records: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, folder: Path) -> RunFiles:
-        """Raises RunFolderError: no history there, or a damaged file, or one without what a report needs."""
-        records = read_history(folder / HISTORY)
-        for number, record in enumerate(records, 1):
-            event = record.get("event")
-            kinds = RECORDS.get(event, OTHER) if isinstance(event, str) else OTHER
-            check_kinds(record, kinds, f"line {number} of history {str(folder / HISTORY)!r}", "remove that line")
-        config = read_config(folder)
-        check_kinds(config, SETTINGS, repr(str(folder / CONFIG)), "restore it, or leave that run out")
-        return cls(folder, folder.name or str(folder), config, records)
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [record for record in self.records if record.get("event") == event]
-
-    @property
-    def is_fixed(self) -> bool:
-        return self.config.get("mode") == "fixed"
-
-    @property
-    def end(self) -> dict[str, Any] | None:
-        """The last record of a finished run."""
-        ends = self.of("end")
-        return ends[-1] if ends else None
-
-    @property
-    def validation(self) -> float | None:
-        """Loss in nats per byte at the end, or the latest of a run that has not ended."""
-        points = self.of("validation")
-        return points[-1]["loss"] if points else None
+def _check_place(name: str, path: Path, example: str) -> None:
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{name} is {str(path)!r}: its folder does not exist, create it first")
+    if path.is_dir():
+        raise ValueError(f"{name} is {str(path)!r}, which is a folder: pass a file in it, e.g. {path / example}")
 
 
-NUMBER, TEXT, MAYBE = Number(), Instance(str), Optional(Number())
-SETTINGS: Kinds = {"mode": TEXT, "steps": NUMBER, "max_lr": NUMBER}
-RECORDS: dict[str, Kinds] = {
-    "train": {"step": NUMBER, "loss": MAYBE, "lr": NUMBER, "correction": POSITIVE},
-    "validation": {"step": NUMBER, "loss": MAYBE},
-    "cycle": {"step": NUMBER, "slopes": Table(TEXT, MAYBE), "errors": Table(TEXT, MAYBE)},
-    "end": {"step": NUMBER, "seconds": NUMBER, "probe_percent": NUMBER, "converge_percent": NUMBER},
-}
-"""what is read below, by event"""
-OTHER: Kinds = {"event": TEXT, "step": NUMBER}
-
-
-def find_runs(paths: Sequence[Path]) -> list[RunFiles]:
-    """The runs in these folders; one that holds several runs stands for all of them. Raises RunFolderError if it is missing or holds
-    none."""
-    folders: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            raise RunFolderError(f"run {str(path)!r} is not a folder: pass what `hdet train --out` wrote")
-        inside = [path] if (path / HISTORY).is_file() else sorted(found.parent for found in path.glob(f"*/{HISTORY}"))
-        if not inside:
-            raise RunFolderError(f"run {str(path)!r} holds no {HISTORY}: pass what `hdet train --out` wrote")
-        folders += inside
-    runs = [RunFiles.read(folder) for folder in folders]
-    return sorted(runs, key=lambda run: not run.is_fixed)  # the fixed schedule first: it is what the others are measured against
+def write_page(runs: Sequence[RunFiles], path: Path) -> None:
+    """Write the page to ``path``; see `hdet.cli.html_report.page`."""
+    text = page(runs).encode()
+    try:
+        with atomic_file(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise RunFolderError(f"page {str(path)!r} cannot be written ({error.strerror}): pass hdet report another --html FILE") from error
 
 
 # -- table ---------------------------------------------------------------------------------------------------------------
@@ -187,13 +143,6 @@ def _draw_slopes(axes: Axes, run: RunFiles, colour: str) -> None:
         low, high = ([v + sign * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
         axes.plot(steps, values, "o-", color=colour, markersize=3, linewidth=1.2, label=run.name)
-
-
-def smooth(values: Sequence[float], width: int = 7) -> list[float]:
-    """Centred running mean over ``width`` values, fewer at the ends."""
-    half = width // 2
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 def _label(axes: Axes, unit: str, title: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from hdet.cli.charts import smooth
 from hdet.cli.display import CYCLE_HEADER, cycle_line, open_display
 from hdet.cli.job.config import TrainConfig
-from hdet.cli.report import smooth
 
 RECORD = {
     "event": "cycle",
@@ -74,3 +74,5 @@ def test_bar_on_a_terminal_keeps_cycle_lines_above_it(monkeypatch: pytest.Monkey
 
 def test_smoothing_is_a_centred_mean() -> None:
     assert smooth([1.0, 2.0, 6.0], width=3) == [1.5, 3.0, 4.0]
+    assert smooth([1.0, None, 6.0], width=3) == [1.0, None, 6.0]
+    assert smooth([1e20, 1.0, 2.0, 3.0], width=1) == [1e20, 1.0, 2.0, 3.0], "a loss that broke spoils no later one"

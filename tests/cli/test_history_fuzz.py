@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hdet.cli.html_report import page
 from hdet.cli.job.config import TrainConfig
 from hdet.cli.job.run_files import CONFIG, HISTORY, RunFolderError, read_history, truncate_history
-from hdet.cli.report import RunFiles, plot, print_table
+from hdet.cli.report import plot, print_table
+from hdet.cli.runs import RunFiles
 
 from .harness import one_line
 
+TOLD = {"measured": {"trials": [[0.0, 5.0, 5.1, 4.9, 5.0, 4.8, 4.7]]}}
+TRIAL = {"trial": 1, "multiples": [0.5, 1.0, 2.0], "steps": 16, "scores": 2}
+CYCLE = {
+    "multipliers": {"lr": [0.9, 1.1]}, "losses": [5.0, 5.1], "probe": None, "left_out": [], "rolled_back": False, "notes": ["a note"],
+    "record": {"moment": {"step": 0}, "plan": {"measure": {"trials": TRIAL}}, "evidence": TOLD},
+}  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     "train": {"event": "train", "step": 3, "loss": 5.5, "lr": 0.1, "correction": 1.0},
     "validation": {"event": "validation", "step": 4, "loss": 5.4, "batches": 3},
-    "cycle": {"event": "cycle", "step": 4, "slopes": {"lr": 0.1}, "errors": {"lr": 0.2}},
+    "cycle": {"event": "cycle", "step": 4, "slopes": {"lr": 0.1}, "errors": {"lr": 0.2}, **CYCLE},
     "end": {"event": "end", "step": 8, "seconds": 1.5, "probe_percent": 1.0, "converge_percent": 2.0},
 }
 HUGE = [10**400, -(10**400), 10**300, -(10**300), 10**18, 1e308, -1e308, 5e-324, 1e99, -1e99, math.inf, math.nan, "\ud800", -1, 0, True]
@@ -43,7 +53,7 @@ def lines_of(*records: dict[str, Any]) -> bytes:
 
 
 def looked_at(folder: Path) -> RunFiles | None:
-    """All that is done with a run's files but the picture; None where they are refused."""
+    """All that is done with a run's files but the picture; None where they are refused. A page needs more of them, and may refuse those."""
     read = None
     for use in (lambda: truncate_history(folder / HISTORY, 4), lambda: RunFiles.read(folder)):
         try:
@@ -53,6 +63,8 @@ def looked_at(folder: Path) -> RunFiles | None:
             read = None
     if read is not None:
         print_table([read])
+        with suppress(RunFolderError):
+            page([read]).encode()
     return read
 
 
@@ -75,10 +87,24 @@ def test_any_value_in_a_record(tmp_path: Path, event: str, data: st.DataObject, 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_accepted_can_be_drawn(tmp_path: Path, event: str, data: st.DataObject, value: Any) -> None:
     key = data.draw(st.sampled_from([key for key in GOOD[event] if key != "event"]))
-    record = {**GOOD[event], key: {"lr": value} if isinstance(GOOD[event][key], dict) else value}
+    record = {**GOOD[event], key: {"lr": value} if key in ("slopes", "errors") else value}
     read = looked_at(run_of(tmp_path, lines_of(GOOD["train"], GOOD["cycle"], record)))
     if read is not None:
         plot([read], tmp_path / "picture.png")
+
+
+@fuzz
+@given(
+    path=st.sampled_from(["multipliers", "record", "record.plan", "record.plan.measure.trials", "record.evidence.measured"]), data=st.data()
+)
+def test_any_value_in_what_a_page_reads_of_a_cycle(tmp_path: Path, path: str, data: st.DataObject) -> None:
+    record = copy.deepcopy(GOOD["cycle"])
+    inner = record
+    for key in path.split("."):
+        inner = inner[key]
+    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(values | st.lists(st.lists(st.floats(-10, 10), max_size=4), max_size=3))
+    read = looked_at(run_of(tmp_path, lines_of(GOOD["train"], record, GOOD["end"])))
+    assert read is not None, "no other report reads it"
 
 
 @fuzz

@@ -153,14 +153,10 @@ def test_trials_raise_a_rate_that_is_far_too_low(straight: Straight) -> None:
     cycles = events(folder, "cycle")
     assert all(record["multipliers"]["lr"] == [1.0, 1.0] for record in cycles)
     (tried,) = [record for record in cycles if record["notes"]]
-    assert (
-        "the best of" in tried["notes"][0]
-        and tried["corrections"]["lr"] > 1
-        and tried["step"] - cycles[tried["cycle"] - 1]["step"] >= 28
-    )
+    assert "best peak" in tried["notes"][0] and tried["corrections"]["lr"] > 1 and tried["step"] - cycles[tried["cycle"] - 1]["step"] >= 28
     # Cycles are many: those with nothing to say are not shown.
     lines = [line for line in finished.out.splitlines() if " x " in line and "/50" in line]
-    assert any("the best of" in line for line in lines) and len(lines) < len(cycles)
+    assert any("best peak" in line for line in lines) and len(lines) < len(cycles)
 
 
 def test_the_correction_is_the_one_in_force(straight: Straight) -> None:
@@ -182,7 +178,7 @@ def test_one_process_is_enough(text_folder: Path, tmp_path: Path) -> None:
     finished = run_cli("train", *auto(text_folder, 1), "--out", str(tmp_path))
     assert finished.code == 0 and finished.err == "", finished.err
     assert "1 replica x 2 windows of 16 bytes, one process on the CPU" in finished.out
-    assert any("the best of" in note for record in events(tmp_path, "cycle") for note in record["notes"])
+    assert any("best peak" in note for record in events(tmp_path, "cycle") for note in record["notes"])
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------------

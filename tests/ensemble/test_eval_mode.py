@@ -143,7 +143,7 @@ def test_adapters_are_trained_under_trials_and_scored_under_a_probe() -> None:
         assert isinstance(layer, Adapted)
         assert layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()
         assert torch.equal(layer.weight, weight)
-    assert any("the best of" in note for note in run.notes())
+    assert any("best peak" in note for note in run.notes())
 
     losses = BatchLosses(loss_of, [batch(i) for i in range(8)], 8, net)
     losses.watch(watched(net))

@@ -274,7 +274,7 @@ class TrialRule(Controller):
         lower, same, higher = arms
         best = min((lower, same, higher), key=mean)
         to = _vertex(-this.below, mean(lower) - mean(same), this.above, mean(higher) - mean(same))
-        octaves, found = 0.0, f"the best of {steps} steps is {peak * 2.0**to:.2g}, in force {peak:.2g}"
+        octaves = 0.0
         if (
             best is same
             or not _better(best, same)
@@ -289,8 +289,15 @@ class TrialRule(Controller):
                 self._repeat(lowered=False)
             else:
                 self._next()
-        self.found.append([peak * 2.0 ** (octaves - WITHIN), peak * 2.0 ** (octaves + WITHIN)])
-        return octaves, f"{found}: {f'now {peak * 2**octaves:.2g}' if octaves else 'kept'}", None
+        now = peak * 2.0**octaves
+        low, high = now / 2.0**WITHIN, now * 2.0**WITHIN
+        self.found.append([low, high])
+        moved = f"now {now:.2g}" if octaves else "kept"
+        return (
+            octaves,
+            f"best peak {low:.2g} to {high:.2g}: in {steps} steps {peak * 2.0**to:.2g} was the best, {peak:.2g} was in force, {moved}",
+            None,
+        )
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
