@@ -449,6 +449,13 @@ def test_the_default_rule() -> None:
     assert [(group["name"], group["lr"]) for group in several.param_groups] == [("a", 0.5), ("b/muon", 1e-3), ("b/adamw", 1e-3)]
 
 
+def test_parameters_given_by_a_generator() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = FusedMuon([{"params": model.parameters(), "use_muon": True}])
+    optimizer.add_param_group({"params": iter([Parameter(torch.zeros(2, 3))]), "use_muon": True})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
 def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(kind, match=message):
         call()
