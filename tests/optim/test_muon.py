@@ -489,6 +489,7 @@ def test_what_is_refused_when_it_is_made() -> None:
             lambda: FusedMuon(named).set_replicas(2, copies(2), "displacement"),
         ),
         (RuntimeError, "FusedMuon does not support", lambda: FusedMuon(named).write_hyperparameters()),
+        (ValueError, "empty parameter list", lambda: FusedMuon(iter([]))),
     ]
     for kind, message, call in cases:
         refused(kind, message, call)
