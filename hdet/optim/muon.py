@@ -234,6 +234,7 @@ class FusedMuon(FusedOptimizer):
             check_gradients([m.gradient for m in matrices], [m.sets[0] for m in matrices])
         options = self._clipped(params, own)
         planned.watch.check()
+        self._skipped = None  # of AdamW alone the plan tells
         planned.step([None if group >= 0 else g for g, group in zip(own, group_of, strict=True)], absent, settings, options)
         for device, matrices in steps:
             self._adopt((m.param, {**self.state.get(m.param, {}), **m.entries}) for m in matrices)
@@ -281,6 +282,7 @@ class FusedMuon(FusedOptimizer):
         """The options of a step. A norm is taken here, over both kinds."""
         devices = list(dict.fromkeys(g.device for g in own if g is not None))
         if self._max_grad_norm is None or not devices:
+            self._clip = None  # no norm has been found
             return self._options
         if len(devices) > 1:
             listed = ", ".join(map(str, devices))

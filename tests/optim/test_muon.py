@@ -362,6 +362,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step(where: int, options: dict[
     assert optimizer.step_skipped.item() == 0 and optimizer.state[params[0]]["step"].item() == 3
 
 
+def test_what_is_told_is_of_the_last_step() -> None:
+    params = parameters()
+    optimizer = make(params, max_grad_norm=math.inf)
+    told = []
+    for gradient, chosen in [(1.0, params), (math.nan, params[MATRICES:]), (1.0, params), (math.nan, params[:MATRICES]), (1.0, [])]:
+        for param in params:
+            param.grad = torch.full_like(param, gradient) if any(param is p for p in chosen) else None
+        optimizer.step()
+        told.append(
+            [None if value is None else math.isfinite(value) and float(value) for value in (optimizer.grad_norm, optimizer.step_skipped)]
+        )
+    count = float(sum(param.numel() for param in params)) ** 0.5
+    assert told == [[pytest.approx(count), 0.0], [False, 1.0], [pytest.approx(count), 0.0], [False, 1.0], [None, None]]
+
+
 def test_a_scaler_divides_the_gradients_of_matrices() -> None:
     """Momentum remembers the scale of a gradient, its direction does not."""
     ours, theirs = parameters(), parameters()
