@@ -526,6 +526,28 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
     def below(optimizer: FusedMuon, params: list[Parameter]) -> None:
         optimizer.multipliers = [[-1.0, 1.0]]
 
+    def sparse_vector(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        optimizer.max_grad_norm = 1.0
+        params[5].grad = torch.ones(6).to_sparse()
+
+    def lying(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].data = torch.zeros(4, 6).mT
+
+    def double(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].grad = None
+        params[0].data = params[0].data.double()
+        params[0].grad = torch.ones(6, 4).double()
+        params[0].grad.data = torch.ones(6, 4)
+
+    def overlapping(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[2].data = params[0].data
+
+    def of_inference(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        with torch.inference_mode():
+            copies = [param.detach().clone() for param in params]
+        made = {param: [param, copy] for param, copy in zip(params, copies, strict=True)}
+        optimizer.set_replicas(2, lambda param: made[param])
+
     cases: list[tuple[str, Callable[[FusedMuon, list[Parameter]], None]]] = [
         ("lr of parameter group 0", spoil("lr", math.nan)),
         ("momentum=2.0 of parameter group 0", spoil("momentum", 2.0)),
@@ -534,6 +556,11 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         ("multipliers has 2 lists for 1", many),
         ("multipliers of parameter group 0", below),
         ("shape", wide),
+        ("the gradient of parameter 5 has the layout", sparse_vector),
+        ("not contiguous", lying),
+        ("dtype torch.float64", double),
+        ("overlap in memory", overlapping),
+        ("inference mode", of_inference),
     ]
     for message, change in cases:
         params = parameters()
@@ -544,7 +571,17 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         before = [param.detach().clone() for param in params]
         refused((ValueError, TypeError), message, optimizer.step)  # type: ignore[arg-type]
         assert_equal(params, before)
-        assert not optimizer.state
+        assert all(state.keys() <= {"replica_params"} for state in optimizer.state.values())
+
+
+def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed() -> None:
+    params = parameters()
+    optimizer = make(params)
+    run(optimizer, params, range(1))
+    optimizer.state[params[0]]["momentum_buffer"] = torch.zeros(3, 3)
+    before = copy.deepcopy(params)
+    refused(ValueError, r"exp_avg of parameter 0 has the shape \(3, 3\)", lambda: run(optimizer, params, range(1, 2)))
+    assert_equal(params, before)
 
 
 def test_what_is_refused_when_a_state_is_loaded() -> None:
