@@ -187,9 +187,9 @@ class FusedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with multipliers of 1.0. A refused group leaves the optimizer as it was."""
         name = f"parameter group {len(self.param_groups)}"
-        self._check_group({**self.defaults, **param_group}, name)
         if isinstance(param_group.get("params"), Iterator):  # read here and again by torch
             param_group["params"] = list(param_group["params"])
+        self._check_group({**self.defaults, **param_group}, name)
         groups.check_params(param_group.get("params"), name)
         super().add_param_group(param_group)
         for row in self.multipliers:

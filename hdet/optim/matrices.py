@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hdet.kernels import StepOptions, StepSettings
+from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.reference.rules import Many, store, values_of, where, wide_dtype
 from hdet.kernels.spec import rounding
+from hdet.kernels.spec.arguments import check_step_tensors
 from hdet.tensors import dtensor as shards
 
 from . import owners
 from .newton_schulz import Iteration, orthogonalise
 from .state import kept_masters
+from .step_plans import master_columns
 
 _BATCH_ELEMENTS = 1 << 26
 """of the matrices that go through Newton-Schulz together: 256 MB for each float32 copy. More gains nothing."""
@@ -48,6 +51,24 @@ class Matrix:
     state: Mapping[str, Any]
     entries: Mapping[str, Any]
     gradient: Tensor
+
+
+def check_matrices(matrices: Sequence[Matrix], num_replicas: int) -> None:
+    """Everything a step of these matrices of one device writes to. Raises ValueError or TypeError, as a plan of the kernels does."""
+    states = [matrix.state for matrix in matrices]
+    sets = [[matrix.sets[k] for matrix in matrices] for k in range(num_replicas)]
+    if any(tensor.is_inference() for tensor in chain.from_iterable(sets)):
+        raise ValueError("a matrix was made in inference mode, where torch lets nobody write to it: use .clone() outside of it")
+    check_step_tensors(
+        StepTensors(
+            "lion",  # which keeps one moment, as Muon
+            sets,
+            groups=[0] * len(matrices),
+            steps=[state["step"] for state in states],
+            exp_avgs=[state["momentum_buffer"] for state in states],
+            masters=master_columns(states, num_replicas),
+        )
+    )
 
 
 def adjustment(adjust: str | None, shape: Sequence[int]) -> float:

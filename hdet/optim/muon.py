@@ -22,7 +22,7 @@ from . import lists
 from . import step_plans as plans
 from .finish import ShardedClip
 from .fused import FusedOptimizer, Options
-from .matrices import Matrix, MatrixStep, Row
+from .matrices import Matrix, MatrixStep, Row, check_matrices
 from .newton_schulz import Iteration
 from .split_params import split_groups
 from .state import Layout, adopt, kept_masters, state_sets
@@ -69,7 +69,7 @@ class FusedMuon(FusedOptimizer):
     several dimensions is gathered by each of their ranks. All ranks of a mesh must step, with the same gradients missing.
 
     Refused, before anything is changed: set_replicas(storage="displacement"), CUDA graphs, a rate of matrices in a tensor on a device,
-    and what FusedAdamW refuses. Raises ValueError or TypeError, RuntimeError for graphs.
+    matrices made in inference mode, and what FusedAdamW refuses. Raises ValueError or TypeError, RuntimeError for graphs.
 
     Cost of Newton-Schulz for an (m, n) matrix, m <= n: 2 m (2 m n + m^2) operations a step; in float32 with n >= 4 m two thirds of that.
 
@@ -227,13 +227,15 @@ class FusedMuon(FusedOptimizer):
         settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         pairs = enumerate(zip(gradients, params, strict=True))
         own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
+        check_gradients(own, shards.locals_of(params))  # of both kinds, before a norm is taken of them
         by_device = plans.by_device(params, [i for i, g in enumerate(own) if g is not None and group_of[i] >= 0])
         steps = [(device, [self._matrix(i, group_of[i], params[i], own[i]) for i in places]) for device, places in by_device.items()]
         rows = {device: self._rows(device, {matrix.group for matrix in matrices}) for device, matrices in steps}
         for _, matrices in steps:
-            check_gradients([m.gradient for m in matrices], [m.sets[0] for m in matrices])
+            check_matrices(matrices, self.num_replicas)
         options = self._clipped(params, own)
         planned.watch.check()
+        self._skipped = None  # of AdamW alone the plan tells
         planned.step([None if group >= 0 else g for g, group in zip(own, group_of, strict=True)], absent, settings, options)
         for device, matrices in steps:
             self._adopt((m.param, {**self.state.get(m.param, {}), **m.entries}) for m in matrices)
@@ -281,6 +283,7 @@ class FusedMuon(FusedOptimizer):
         """The options of a step. A norm is taken here, over both kinds."""
         devices = list(dict.fromkeys(g.device for g in own if g is not None))
         if self._max_grad_norm is None or not devices:
+            self._clip = None  # no norm has been found
             return self._options
         if len(devices) > 1:
             listed = ", ".join(map(str, devices))

@@ -31,9 +31,9 @@ def hidden_matrix(name: str, param: Tensor) -> bool:
 
 
 def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:
-    """Groups that all say use_muon. Raises ValueError for matrices of which nobody says what they are."""
+    """Groups that all say use_muon; none for no parameters, which torch refuses. Raises ValueError for matrices of which nobody says what they are."""
     entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params)
-    if not entries or not isinstance(entries[0], dict):
+    if entries and not isinstance(entries[0], dict):
         return _split({"params": entries}, 0, use_muon)
     return [made for i, group in enumerate(entries) for made in _split(group, i, use_muon)]
 

@@ -362,6 +362,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step(where: int, options: dict[
     assert optimizer.step_skipped.item() == 0 and optimizer.state[params[0]]["step"].item() == 3
 
 
+def test_what_is_told_is_of_the_last_step() -> None:
+    params = parameters()
+    optimizer = make(params, max_grad_norm=math.inf)
+    told = []
+    for gradient, chosen in [(1.0, params), (math.nan, params[MATRICES:]), (1.0, params), (math.nan, params[:MATRICES]), (1.0, [])]:
+        for param in params:
+            param.grad = torch.full_like(param, gradient) if any(param is p for p in chosen) else None
+        optimizer.step()
+        told.append(
+            [None if value is None else math.isfinite(value) and float(value) for value in (optimizer.grad_norm, optimizer.step_skipped)]
+        )
+    count = float(sum(param.numel() for param in params)) ** 0.5
+    assert told == [[pytest.approx(count), 0.0], [False, 1.0], [pytest.approx(count), 0.0], [False, 1.0], [None, None]]
+
+
 def test_a_scaler_divides_the_gradients_of_matrices() -> None:
     """Momentum remembers the scale of a gradient, its direction does not."""
     ours, theirs = parameters(), parameters()
@@ -449,6 +464,13 @@ def test_the_default_rule() -> None:
     assert [(group["name"], group["lr"]) for group in several.param_groups] == [("a", 0.5), ("b/muon", 1e-3), ("b/adamw", 1e-3)]
 
 
+def test_parameters_given_by_a_generator() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = FusedMuon([{"params": model.parameters(), "use_muon": True}])
+    optimizer.add_param_group({"params": iter([Parameter(torch.zeros(2, 3))]), "use_muon": True})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
 def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(kind, match=message):
         call()
@@ -482,6 +504,7 @@ def test_what_is_refused_when_it_is_made() -> None:
             lambda: FusedMuon(named).set_replicas(2, copies(2), "displacement"),
         ),
         (RuntimeError, "FusedMuon does not support", lambda: FusedMuon(named).write_hyperparameters()),
+        (ValueError, "empty parameter list", lambda: FusedMuon(iter([]))),
     ]
     for kind, message, call in cases:
         refused(kind, message, call)
@@ -503,6 +526,28 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
     def below(optimizer: FusedMuon, params: list[Parameter]) -> None:
         optimizer.multipliers = [[-1.0, 1.0]]
 
+    def sparse_vector(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        optimizer.max_grad_norm = 1.0
+        params[5].grad = torch.ones(6).to_sparse()
+
+    def lying(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].data = torch.zeros(4, 6).mT
+
+    def double(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].grad = None
+        params[0].data = params[0].data.double()
+        params[0].grad = torch.ones(6, 4).double()
+        params[0].grad.data = torch.ones(6, 4)
+
+    def overlapping(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[2].data = params[0].data
+
+    def of_inference(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        with torch.inference_mode():
+            copies = [param.detach().clone() for param in params]
+        made = {param: [param, copy] for param, copy in zip(params, copies, strict=True)}
+        optimizer.set_replicas(2, lambda param: made[param])
+
     cases: list[tuple[str, Callable[[FusedMuon, list[Parameter]], None]]] = [
         ("lr of parameter group 0", spoil("lr", math.nan)),
         ("momentum=2.0 of parameter group 0", spoil("momentum", 2.0)),
@@ -511,6 +556,11 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         ("multipliers has 2 lists for 1", many),
         ("multipliers of parameter group 0", below),
         ("shape", wide),
+        ("the gradient of parameter 5 has the layout", sparse_vector),
+        ("not contiguous", lying),
+        ("dtype torch.float64", double),
+        ("overlap in memory", overlapping),
+        ("inference mode", of_inference),
     ]
     for message, change in cases:
         params = parameters()
@@ -521,7 +571,17 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         before = [param.detach().clone() for param in params]
         refused((ValueError, TypeError), message, optimizer.step)  # type: ignore[arg-type]
         assert_equal(params, before)
-        assert not optimizer.state
+        assert all(state.keys() <= {"replica_params"} for state in optimizer.state.values())
+
+
+def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed() -> None:
+    params = parameters()
+    optimizer = make(params)
+    run(optimizer, params, range(1))
+    optimizer.state[params[0]]["momentum_buffer"] = torch.zeros(3, 3)
+    before = copy.deepcopy(params)
+    refused(ValueError, r"exp_avg of parameter 0 has the shape \(3, 3\)", lambda: run(optimizer, params, range(1, 2)))
+    assert_equal(params, before)
 
 
 def test_what_is_refused_when_a_state_is_loaded() -> None:
