@@ -19,15 +19,15 @@ def hidden_matrix(name: str, param: Tensor) -> bool:
     """Is this a matrix inside of a model, as far as its name tells? The default rule of `FusedMuon`.
 
     Yes for two dimensions, and for three where "expert" is in the name (a stack of matrices). No for fewer, for other parameters of three
-    and more (convolutions), and where a component of the dotted name says embedding or output layer: it contains "emb"; it is wte, wpe, head,
-    lm_head, classifier, score, unembed or unembedding; or it is output and the first one. An output layer of another name is not known:
-    pass `use_muon`.
+    and more (convolutions), and where a component of the dotted name says embedding or output layer: a word of it, between underscores,
+    begins with "emb"; it is wte, wpe, head, lm_head, classifier, score, unembed or unembedding; or it is output and the first one. An
+    output layer of another name is not known: pass `use_muon`.
     """
     parts = [part.lower() for part in name.split(".")]
     if not (param.ndim == 2 or (param.ndim == 3 and "expert" in name.lower())):
         return False
     first = next((part for part in parts if part not in _WRAPPERS), "")
-    return not (first == "output" or any("emb" in part or part in (*_TABLES, *_HEADS) for part in parts))
+    return not (first == "output" or any("_emb" in f"_{part}" or part in (*_TABLES, *_HEADS) for part in parts))
 
 
 def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:

@@ -440,6 +440,7 @@ def test_a_state_goes_on_to_the_bit() -> None:
 
 
 RULE = {
+    "members.0.weight": ((4, 4), True),
     "blocks.0.attn.qkv.weight": ((6, 4), True),
     "layers.1.experts.w1": ((3, 5, 4), True),
     "conv.weight": ((3, 5, 4), False),
