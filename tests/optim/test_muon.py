@@ -440,7 +440,6 @@ def test_a_state_goes_on_to_the_bit() -> None:
 
 
 RULE = {
-    "members.0.weight": ((4, 4), True),
     "blocks.0.attn.qkv.weight": ((6, 4), True),
     "layers.1.experts.w1": ((3, 5, 4), True),
     "conv.weight": ((3, 5, 4), False),
@@ -451,6 +450,7 @@ RULE = {
     "model.embed_tokens.weight": ((6, 4), False),
     "lm_head.weight": ((6, 4), False),
     "blocks.0.norm.weight": ((4,), False),
+    "members.0.weight": ((4, 4), True),
 }
 
 
