@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
@@ -17,12 +18,14 @@ __all__ = ["Prepared", "prepare"]
 accelerate = require("accelerate")
 
 
-def prepare(accelerator: Any, ensemble: Ensemble, losses: Callable[[Any], torch.Tensor] | None = None) -> Prepared:
+def prepare(
+    accelerator: Any, ensemble: Ensemble, model: nn.Module | None = None, losses: Callable[[nn.Module, Any], torch.Tensor] | None = None
+) -> Prepared:
     """The Ensemble for a loop with an Accelerator::
 
         model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
         ensemble = hdet.Ensemble(optimizer.optimizer, scheduler, total_steps=n, controller=hdet.AutoLR(model))
-        ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, losses=lambda batch: losses_of(model, batch))
+        ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = losses_of(model, batch).mean()
@@ -35,18 +38,15 @@ def prepare(accelerator: Any, ensemble: Ensemble, losses: Callable[[Any], torch.
         accelerator: which has prepared model and optimizer.
         ensemble: of the optimizer inside the prepared one. Its scheduler may be a prepared one, which steps as often as accelerate lets it, or
             torch's, which steps once; with a prepared one pass ``total_steps``, the optimizer's.
-        losses: for an `AutoLR`: the losses of a batch anew, with a graph, shape (examples,) or one number.
+        model: the prepared one; for an `AutoLR`, as is ``losses``.
+        losses: ``losses(model, batch)`` -> the losses of a batch anew, with a graph, shape (examples,) or one number.
 
     Raises:
-        TypeError: no Ensemble; or ``losses`` is missing.
-        ValueError: an Ensemble of the prepared optimizer itself, or of one that this Accelerator does not know; DeepSpeed; float16 with an AutoLR.
+        TypeError: no Ensemble; or ``model`` and ``losses`` are missing.
+        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with an AutoLR.
     """
     if not isinstance(ensemble, Ensemble):
         raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
-    if isinstance(ensemble.optimizer, accelerate.optimizer.AcceleratedOptimizer):
-        raise ValueError(
-            "the Ensemble is of the prepared optimizer, which also 'steps' where it only accumulates: pass the one inside, its .optimizer"
-        )
     own = [prepared for prepared in accelerator._optimizers if torch_optimizer(prepared) is ensemble.optimizer]
     if not own:
         raise ValueError(
@@ -54,15 +54,17 @@ def prepare(accelerator: Any, ensemble: Ensemble, losses: Callable[[Any], torch.
         )
     controller = ensemble.engine.controller
     if needs_closure(controller):
-        if losses is None:
-            raise TypeError(f"the controller {ensemble.engine.controller_name!r} scores batches: pass losses=, the losses of a batch anew")
+        if losses is None or model is None:
+            raise TypeError(
+                f"the controller {ensemble.engine.controller_name!r} scores batches: pass prepare(accelerator, ensemble, model, losses)"
+            )
         if accelerator.scaler is not None:
             raise ValueError(
                 f"the controller {ensemble.engine.controller_name!r} trains copies of the run, whose gradients no GradScaler looks after: use "
                 "mixed_precision='bf16' in the place of 'fp16'"
             )
     look_again(own[0])
-    return Prepared(accelerator, ensemble, losses)
+    return Prepared(accelerator, ensemble, model, losses)
 
 
 class Prepared:
@@ -72,8 +74,8 @@ class Prepared:
     trackers and to accelerate's log.
     """
 
-    def __init__(self, accelerator: Any, ensemble: Ensemble, losses: Callable[[Any], torch.Tensor] | None) -> None:
-        self.accelerator, self.ensemble, self.losses = accelerator, ensemble, losses
+    def __init__(self, accelerator: Any, ensemble: Ensemble, model: Any, losses: Callable[[Any, Any], torch.Tensor] | None) -> None:
+        self.accelerator, self.ensemble, self.model, self.losses = accelerator, ensemble, model, losses
         self._batches: list[Any] = []
         self._user_log = ensemble.log
         tell = partial(accelerate.logging.get_logger("accelerate.hdet").info, main_process_only=True)
@@ -117,11 +119,11 @@ class Prepared:
         self.ensemble.load_state_dict(state)
 
     def _anew(self, batches: list[Any]) -> torch.Tensor:
-        accelerator, model = self.accelerator, self.accelerator._models[0]
-        parts = accelerator.gradient_accumulation_steps
+        accelerator, model, losses = self.accelerator, self.model, self.losses
+        assert losses is not None
         return losses_anew(
             batches,
-            lambda batch: self.losses(batch).mean() / parts,  # type: ignore[misc]
+            lambda batch: losses(model, batch).mean() / accelerator.gradient_accumulation_steps,
             backward=lambda loss: loss.backward(),
             no_sync=lambda: accelerator.no_sync(model),
             clip=lambda: None,  # AutoLR(before_step=...): the loop's own
