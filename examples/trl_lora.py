@@ -39,17 +39,11 @@ def main(steps: int = 250, ensemble: dict | None = None, **settings) -> Trainer:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=3 + WORDS, max_position_embeddings=16, **sizes))
-    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "save_strategy": "no", "log_level": "info"}
-    common = {
-        "max_steps": steps,
-        "logging_steps": max(1, steps // 6),
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-4,
-        "max_length": 16,
-    }
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "log_level": "info", "bf16": False}
+    run = {"max_steps": steps, "learning_rate": 1e-4, "max_length": 16, "gradient_accumulation_steps": 2, "logging_steps": 1 + steps // 6}
     trainer = Trainer(
         model=model,
-        args=SFTConfig(output_dir=tempfile.mkdtemp(), **{**quiet, **common, **settings}),
+        args=SFTConfig(output_dir=tempfile.mkdtemp(), **{**quiet, **run, **settings}),
         train_dataset=sentences(4000),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, target_modules="all-linear"),

@@ -10,8 +10,9 @@ __all__ = ["TensorBoard", "WandB", "scalars"]
 
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
     """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``, ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``.
-    What is None, text, or there for `hdet.replay` alone is left out."""
-    return dict(_numbers({key: value for key, value in record.items() if key not in ("record", "step")}, prefix.rstrip("/")))
+    ``left_out`` is how many replicas were. What is None, text, or there for `hdet.replay` alone is missing."""
+    told = {key: len(value) if key == "left_out" else value for key, value in record.items() if key not in ("record", "step")}
+    return dict(_numbers(told, prefix.rstrip("/")))
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:

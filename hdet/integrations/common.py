@@ -38,12 +38,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 def made(settings: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Settings in which the controller and the replicas are there: those that were given as functions of the model are asked now."""
-    found = dict(settings)
-    for name, kind in (("controller", Controller), ("replicas", object)):
-        value = found.get(name)
-        if isinstance(value, type) or (callable(value) and not isinstance(value, kind)):
-            found[name] = value(model)
-    return found
+    asked = {name: settings[name](model) for name in ("controller", "replicas") if callable(settings.get(name))}
+    return {**settings, **asked}
 
 
 def needs_closure(controller: Controller | None) -> bool:
