@@ -103,7 +103,8 @@ class TorchSchedulers:
     def present(self) -> list[Any]:
         """The Ensemble's own scheduler, or what it holds, if its class is a framework's; without one, those that the user steps."""
         if self._own is None:
-            return [] if self._optimizer is None else self._alive()
+            built = self._optimizer is not None and any("initial_lr" in group for group in self._optimizer.param_groups)
+            return self._alive() if built else []
         return [self._own] if isinstance(self._own, LRScheduler) else [self._own, *_parts(getattr(self._own, "__dict__", {}).values())]
 
     # -- who there is ----------------------------------------------------------------------------------------------------
