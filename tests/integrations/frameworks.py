@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import hdet
 
@@ -62,7 +63,9 @@ def example(name: str) -> Any:
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    """All of them; of a sharded model this rank's."""
+    own = [p.detach() for p in model.parameters()]
+    return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in own]).clone()
 
 
 def equal(found: list[Any]) -> bool:

@@ -106,6 +106,13 @@ def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, A
         assert torch.equal(a, b) and rates_a == rates_b and losses_a == losses_b and len(rates_a) == STEPS and rates_a[-1] < 1e-3
 
 
+def test_a_cycles_loss_is_the_mean_of_the_loops() -> None:
+    records: list[Any] = []
+    with accelerate_reset():
+        losses = Loop({"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])}).train(EVERY).losses
+    assert records == pytest.approx([sum(losses) / len(losses)], rel=1e-5) and len(losses) == EVERY * PARTS
+
+
 SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 
 

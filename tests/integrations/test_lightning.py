@@ -12,6 +12,7 @@ from torch import nn
 
 import hdet
 
+from ..distributed import RankError
 from .frameworks import Halved, equal, example, needs, on_ranks, weights
 
 needs("lightning")
@@ -170,6 +171,24 @@ def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, kind:
         assert torch.equal(a, b) and lines_a == lines_b and rates_a == rates_b and (len(rates_a) == STEPS or kind == "manual")
 
 
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_cycles_loss_is_the_mean_of_what_training_step_returns(tmp_path: Path, manual: bool) -> None:
+    records: list[Any] = []
+    losses: list[float] = []
+    module: Any = Gan() if manual else Net()
+    inner = module.training_step
+
+    def training_step(batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = inner(batch, batch_idx)
+        losses.append(loss.item())
+        return loss
+
+    module.training_step = training_step
+    fit(str(tmp_path), {"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])}, module=module)
+    first = EVERY * (1 if manual else PARTS)
+    assert records[0] == pytest.approx(sum(losses[:first]) / first, rel=1e-5)
+
+
 # -- replicas ----------------------------------------------------------------------------------------------------------------
 
 SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
@@ -183,7 +202,7 @@ def _spread(folder: str) -> Any:
     rates = [line["lr-SGD"] for line in trainer.kept.lines if "lr-SGD" in line]
     lines = [line for line in trainer.kept.lines if "hdet/values/lr" in line]
     ours = [[line[f"hdet/{key}/lr"] for line in lines] for key in ("values", "corrections", "multipliers")]
-    return trainer.seen, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module), rates, ours
+    return trainer.seen.weights, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module), rates, ours
 
 
 def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path: Path) -> None:
@@ -349,3 +368,52 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypa
 def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
     example("lightning_module").main(200)
     assert "correction of the rate: 2.83" in capsys.readouterr().out
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------------
+
+
+class Sharded(Net):
+    """Every pair of ranks is a replica, over which its model is sharded; with ``rows`` 1 all ranks are one."""
+
+    def __init__(self, rows: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rows = rows
+
+    def configure_model(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if not hasattr(self, "mesh"):
+            self.mesh = init_device_mesh("cpu", (self.rows, 4 // self.rows), mesh_dim_names=("dp_replicate", "dp_shard"))
+            fully_shard(self.net, mesh=self.mesh if self.rows > 1 else self.mesh["dp_shard"])
+
+
+def _sharded(folder: str, rows: int, ensemble: dict[str, Any] | None) -> Any:
+    """[step]: this rank's shards, before and after; and those that a checkpoint of step 8 holds."""
+    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1)
+    trainer = fit(folder, ensemble, module=Sharded(rows), strategy=strategy, saves=saves, val_check_interval=1.0)
+    saved = torch.load(Path(folder, "step=8.ckpt"), weights_only=True)["state_dict"]
+    return trainer.seen.weights, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module)
+
+
+def replicas(module: Any) -> hdet.Replicas:
+    return hdet.Replicas.from_mesh(module.mesh)
+
+
+def test_hsdp_has_replicas_of_shards_and_a_whole_checkpoint_holds_their_mean(tmp_path: Path) -> None:
+    plain = on_ranks(_sharded, 4, str(tmp_path / "plain"), 2, None)
+    still = on_ranks(_sharded, 4, str(tmp_path / "still"), 2, {"knobs": [hdet.LearningRate(0)], "replicas": replicas})
+    assert all(torch.equal(a[-1], b[-1]) for a, b in zip(plain, still, strict=True))
+    seen, saved, last = zip(*on_ranks(_sharded, 4, str(tmp_path / "spread"), 2, {**SPREAD, "replicas": replicas}), strict=True)
+    for a, b in ((0, 2), (1, 3)):  # the same shard
+        assert not any(torch.equal(seen[a][step], seen[b][step]) for step in range(1, STEPS + 1))
+        assert torch.equal(last[a], last[b])
+    mean = [(seen[a][8] + seen[b][8]) / 2 for a, b in ((0, 2), (1, 3))]
+    torch.testing.assert_close(saved[0].sort().values, torch.cat(mean).sort().values, rtol=0, atol=1e-7)
+
+
+def test_fsdp_without_replicas_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="DTensor over a mesh .*so a replica is not one rank of the world: say who is one"):
+        on_ranks(_sharded, 4, str(tmp_path), 1, SPREAD)

@@ -92,6 +92,13 @@ def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, bf16:
         assert torch.equal(weights_plain, weights_ours) and log_plain == log_ours and len(log_plain) == STEPS
 
 
+def test_a_cycles_loss_is_the_mean_of_the_trainers(tmp_path: Path) -> None:
+    records: list[Any] = []
+    trainer = trained(str(tmp_path), {"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])})
+    losses = [loss for (loss,) in logged(trainer, "loss")]
+    assert records == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:10]) / 5, sum(losses[10:]) / 2], rel=1e-5)
+
+
 # -- replicas --------------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +199,8 @@ def _closed(folder: str, kind: str) -> Any:
     seen = Seen()
     own = {"compute_loss_func": _mean_loss} if kind == "own" else {}
     trainer = HdetTrainer(llama(), args(folder, **settings), train_dataset=Text(), callbacks=[seen], ensemble=SPREAD, **own)
+    if kind == "mean":
+        trainer.model_accepts_loss_kwargs = False
     trainer.train()
     driver, model = trainer._hdet, trainer._hdet.model
     trainer.counted = {"a": [1]}
@@ -216,7 +225,7 @@ def _counting(trainer: Any) -> Any:
     return compute_loss
 
 
-@pytest.mark.parametrize(("world", "kind"), [(1, "tokens"), (2, "tokens"), (1, "bf16"), (1, "smoothed"), (2, "own")])
+@pytest.mark.parametrize(("world", "kind"), [(1, "tokens"), (2, "tokens"), (1, "bf16"), (1, "smoothed"), (2, "own"), (1, "mean")])
 def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(tmp_path: Path, world: int, kind: str) -> None:
     for of_step, loss, scored, gradient_of_step, gradient, counted in on_ranks(_closed, world, str(tmp_path), kind):
         assert torch.equal(loss, of_step) and torch.equal(scored, of_step) and float(loss) > 0
