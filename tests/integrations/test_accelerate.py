@@ -199,13 +199,16 @@ def test_losses_and_gradients_are_those_of_all_micro_batches(world: int) -> None
 # -- a scaler, logs, refusals ------------------------------------------------------------------------------------------------
 
 
-def test_with_a_scaler_steps_go_through_the_ensemble_and_skipped_ones_do_not_count() -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["prepared", "torch's"])
+def test_with_a_scaler_steps_go_through_the_ensemble_and_skipped_ones_do_not_count(own: bool) -> None:
     with accelerate_reset():
-        loop = Loop(None)
+        loop = Loop(None, prepared=own)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         loop.accelerator.scaler = scaler
         prepared = accelerate.optimizer.AcceleratedOptimizer(loop.optimizer.optimizer, scaler=scaler)
-        loop.accelerator._optimizers, loop.optimizer, loop.scheduler.optimizers = [prepared], prepared, [prepared]
+        loop.accelerator._optimizers, loop.optimizer = [prepared], prepared
+        if own:
+            loop.scheduler.optimizers = [prepared]
         ensemble = hdet.Ensemble(prepared.optimizer, loop.scheduler, total_steps=STEPS, sync=hdet.Sync(EVERY))
         loop.ensemble = hdet.integrations.accelerate.prepare(loop.accelerator, ensemble)
         loop.train(3)

@@ -280,7 +280,8 @@ def _auto(folder: str, lr: float, controller: Any, losses: bool) -> Any:
     finally:
         logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
     assert module.calls == 200 * PARTS and "log" not in vars(module)
-    return weights(module), trainer.hdet.ensemble.corrections["lr"], [line for line in lines if line.startswith("hdet")]
+    logged = [line["loss"] for line in trainer.kept.lines if "loss" in line]
+    return weights(module), trainer.hdet.ensemble.corrections["lr"], [line for line in lines if line.startswith("hdet")], logged
 
 
 def auto(module: Any) -> Any:
@@ -294,7 +295,7 @@ def shadow(module: Any) -> Any:
 @pytest.mark.parametrize(("world", "losses"), [(1, False), (2, False), (1, True)])
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log(tmp_path: Path, world: int, losses: bool) -> None:
     found = on_ranks(_auto, world, str(tmp_path), 1e-3, auto, losses)
-    assert equal([w for w, _, _ in found]) and all(correction > 2 for _, correction, _ in found)
+    assert equal([w for w, *_ in found]) and all(correction > 2 for _, correction, *_ in found)
     lines = found[0][2]
     assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.001, now" in line for line in lines)
 
@@ -303,7 +304,9 @@ def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log
 def test_trials_leave_no_trace_in_the_run(tmp_path: Path, world: int) -> None:
     plain = on_ranks(_auto, world, str(tmp_path), 3e-2, None, False)
     ours = on_ranks(_auto, world, str(tmp_path), 3e-2, shadow, False)
-    assert all(torch.equal(a, b) for (a, *_), (b, *_) in zip(plain, ours, strict=True)) and any("best peak" in line for line in ours[0][2])
+    for (a, *_, logged), (b, *_, also) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and logged == also and len(logged) >= 200
+    assert any("best peak" in line for line in ours[0][2])
 
 
 def _anew(folder: str) -> Any:
