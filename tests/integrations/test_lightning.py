@@ -202,7 +202,7 @@ def _spread(folder: str) -> Any:
     rates = [line["lr-SGD"] for line in trainer.kept.lines if "lr-SGD" in line]
     lines = [line for line in trainer.kept.lines if "hdet/values/lr" in line]
     ours = [[line[f"hdet/{key}/lr"] for line in lines] for key in ("values", "corrections", "multipliers")]
-    return trainer.seen.weights, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module), rates, ours
+    return trainer.seen, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module), rates, ours
 
 
 def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path: Path) -> None:
