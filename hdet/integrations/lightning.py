@@ -34,7 +34,7 @@ class HdetCallback(_Callback):
             ``training_step`` returns; its calls of ``log`` have no effect then. Needed under manual optimization, and where ``training_step``
             changes what is no buffer (a torchmetrics object).
         settings: of the `hdet.Ensemble`, such as ``sync``, ``knobs``, ``controller``. ``controller`` and ``replicas`` may be functions of the module:
-            ``hdet.AutoLR``, ``lambda module: hdet.Replicas.from_mesh(module.device_mesh, "data_parallel")``. ``log`` is called on the first
+            ``hdet.AutoLR``, ``lambda module: hdet.Replicas.from_mesh(module.mesh)``. ``log`` is called on the first
             process only.
 
     Raises:
