@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,11 @@ def _lightning(folder: str) -> dict[str, Any]:
 
 
 TOYS: list[Callable[[str], dict[str, Any]]] = [_trainer, _trl, _accelerate, _lightning, lambda folder: {}]
+
+
+def test_the_page_shows_the_examples() -> None:
+    shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown == ["hf_trainer", "trl_lora", "accelerate_loop", "lightning_module"]
 
 
 @pytest.mark.parametrize(("block", "toys"), list(zip(BLOCKS, TOYS, strict=True)), ids=[str(block) for block in BLOCKS])
