@@ -1,4 +1,5 @@
 # make demo: from a clean clone to a trained model.   make test: the whole suite.   make docs: the site.   All create .venv first.
+# make test-frameworks: transformers, accelerate, lightning, peft and trl with hdet in them, in an environment of their own.
 # make test-matrix: the suite on the oldest and newest Python, torch and Triton that are supported, each in an environment of its own.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3
@@ -11,7 +12,7 @@ PYTHON310 ?= python3.10
 PYTHON312 ?= python3.12
 MATRIX := oldest:$(PYTHON310):torch==2.10.*  middle:$(PYTHON312):torch==2.11.*+triton==3.6.*+numpy==2.3.*  newest:$(PYTHON):torch+triton
 
-.PHONY: demo test test-matrix docs gpu lint wheel clean
+.PHONY: demo test test-matrix test-frameworks docs gpu lint wheel clean
 
 # torch first and by itself: whatever depends on it then finds it installed and pulls no other build.
 $(BIN)/torch.stamp:
@@ -30,6 +31,17 @@ demo: $(BIN)/hdet.stamp
 test: $(BIN)/hdet.stamp
 	$(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder --ignore tests/faults
 	$(BIN)/python -m pytest -q tests/faults
+
+# The frameworks themselves, as the extra pins them, apart from .venv: what they bring with them is nobody else's business.
+FRAMEWORKS := build/frameworks
+$(FRAMEWORKS)/hdet.stamp: pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f)
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet $(TORCH)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -e '.[frameworks]'
+	touch $@
+
+test-frameworks: $(FRAMEWORKS)/hdet.stamp
+	HDET_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest -q tests/integrations
 
 # A combination that cannot be made is named, with the reason, and the others go on; the exit code is 0 only if all were made and passed.
 # Environments are in build/matrix. -e builds the native module for that Python; each suite runs with its own.

@@ -38,14 +38,16 @@ _HOMES = {
     for name in names.split()
 }
 
-_MODULES = ("checkpoint", "converge", "kernels")
+_MODULES = ("checkpoint", "converge", "integrations", "kernels", "logging")
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]  # noqa: PLE0604 - the keys are the names
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import converge as converge
+    from . import integrations as integrations
     from . import kernels as kernels
+    from . import logging as logging
     from .controllers.auto import AutoLR as AutoLR
     from .controllers.hypergradient import HypergradientController as HypergradientController
     from .controllers.probe import ProbeController as ProbeController

@@ -24,8 +24,8 @@ FLOORS = [
     {"measure"},
     {"controllers", "run"},
     {"ensemble"},
-    {"schedulers", "checkpoint"},
-    {"cli"},
+    {"schedulers", "checkpoint", "logging"},
+    {"cli", "integrations"},
 ]
 LAZY = "__init__"  # hdet/__init__.py loads a name's module when the name is asked for, and holds __version__, which any room may read
 

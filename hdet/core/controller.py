@@ -115,6 +115,10 @@ class Controller:
 
     # -- what is asked ------------------------------------------------------------------------------------------------------
 
+    def report(self) -> str:
+        """In a sentence: before the run what it is going to do, later what it has found. Empty if it has nothing to say. Trainers log it."""
+        return ""
+
     @property
     def idle(self) -> bool:
         """Can no further decision move anything? Then nothing is spread or measured, and replicas train alike."""
@@ -193,6 +197,9 @@ class RuledController(Controller):
         self.rule, self.measurements = rule, dict(measurements)
         self.name, self.leaves_schedule = rule.name, rule.leaves_schedule
         self.needs_replicas, self.regresses = rule.needs_replicas, rule.regresses
+
+    def report(self) -> str:
+        return self.rule.report()
 
     @property
     def idle(self) -> bool:

@@ -49,6 +49,9 @@ class SequentialController(Controller):
         """The one that decides."""
         return self.then if self.handed_over else self.first
 
+    def report(self) -> str:
+        return "; then: ".join(filter(None, (self.first.report(), self.then.report())))
+
     @property
     def idle(self) -> bool:
         return self.active.idle and self.then.idle

@@ -88,6 +88,7 @@ class Trials(Measurement):
 
     def watch(self, watched: Watched) -> None:
         """Raises ValueError for a run whose arms could not be trained, or not without a trace."""
+        reshard(self._bare)  # an evaluation before may have left gathered parameters in the place of the optimizer's
         own, trained = {id(p) for p in self._bare.parameters()}, {id(p) for p in watched.sets[0]}
         others = [] if watched.copied else [p for p in self._bare.parameters() if id(p) not in trained]
         if not watched.copied and not trained <= own:

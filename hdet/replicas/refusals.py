@@ -68,6 +68,11 @@ def check_wrapper(optimizer: Any) -> None:
             f"optimizer {kind} is DeepSpeed's: ZeRO keeps one copy of the state, in stage 3 of the parameters, for all ranks, so there are "
             f"no replicas. Use DistributedDataParallel, or FSDP2: {_HSDP}"
         )
+    if "AcceleratedOptimizer" in names:
+        raise ValueError(
+            f"optimizer {kind} is accelerate's wrapper, whose step does nothing where gradients are only accumulated: pass the torch optimizer inside, "
+            "its .optimizer (hdet.integrations.accelerate)"
+        )
     if names & _ZERO:
         raise ValueError(
             f"optimizer {kind} steps each parameter on one rank for all of them, so there are no replicas. Use the plain optimizer under "

@@ -6,6 +6,7 @@ import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +41,6 @@ class Schedule:
         self._told_knobs: list[tuple[float, float | None]] = []
         """[knob]: what `write` has told it."""
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
-        self._highest = highest_factors(scheduler, self.total_steps)
         # torch's schedulers write into parameter groups alone
         optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
         self._others = TorchSchedulers(optimizer, scheduler)
@@ -49,6 +49,12 @@ class Schedule:
         """Where our last step has left the scheduler; None where that is not known."""
         self._elsewhere: int | None = 0
         """In how many steps in a row somebody else has moved it; None once that was told."""
+
+    @cached_property
+    def _highest(self) -> list[float] | None:
+        """By group, of a scheduler that multiplies its rate; also of one that the user steps, or that is inside of a framework's."""
+        found = (highest_factors(one, self.total_steps) for one in self._others.present())
+        return next((factors for factors in found if factors is not None), None)
 
     @property
     def step(self) -> int | None:
@@ -205,6 +211,10 @@ class Schedule:
     def base_values(self) -> list[float]:
         """[knob]: the base value in force, as `write` has left it."""
         return [knob.base_value() for knob in self.knobs]
+
+    def floors(self) -> list[float]:
+        """[knob]: the lowest value of the untouched schedule; 0 is unknown."""
+        return [knob.peak_and_floor()[1] for knob in self.knobs]
 
     def peaks_and_floors(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""

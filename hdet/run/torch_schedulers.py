@@ -36,7 +36,7 @@ class TorchSchedulers:
     """
 
     def __init__(self, optimizer: Any, own: Any = None) -> None:
-        self._optimizer = optimizer  # None: there are none
+        self._optimizer, self._own = optimizer, own  # None: there are none
         self._not_asked = {id(one) for one in (own, *_parts(getattr(own, "__dict__", {}).values()))}  # lives as long as this
         self._noted: WeakKeyDictionary[LRScheduler, tuple[int, ...]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[LRScheduler, None] = WeakKeyDictionary()
@@ -100,12 +100,23 @@ class TorchSchedulers:
             for knob, i, value in writes
         )
 
+    def present(self) -> list[Any]:
+        """The Ensemble's own scheduler, or what it holds, if its class is a framework's; without one, those that the user steps."""
+        if self._own is None:
+            built = self._optimizer is not None and any("initial_lr" in group for group in self._optimizer.param_groups)
+            return self._alive() if built else []
+        return [self._own] if isinstance(self._own, LRScheduler) else [self._own, *_parts(getattr(self._own, "__dict__", {}).values())]
+
     # -- who there is ----------------------------------------------------------------------------------------------------
 
-    def _search(self) -> bool:
-        """Returns whether there is a scheduler that was not known. Goes through all objects of the process: 50 ms for a million."""
+    def _alive(self) -> list[LRScheduler]:
+        """Of this optimizer. Goes through all objects of the process: 50 ms for a million."""
         # type(), because isinstance() asks proxies for the class of what they stand for.
-        found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
+        return [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and self._is_of_this_optimizer(one)]
+
+    def _search(self) -> bool:
+        """Returns whether there is a scheduler that was not known."""
+        found = self._alive()
         inside = {id(part) for one in found for part in _parts(vars(one).values())}
         new = [one for one in found if id(one) not in inside | self._not_asked and one not in self._known]
         for one in new:

@@ -39,6 +39,8 @@ def on_a_mesh(rank: int, world: int, shape: tuple[int, ...]) -> tuple[list[float
     net = model()
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
+    with torch.no_grad():
+        loss_of(net, batch(0, rank))  # an evaluation before, which leaves parameters gathered
     return trained(net, None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh), [rank])
 
 

@@ -147,6 +147,7 @@ MIXED = type("MixedPrecisionOptimizer", (MEGATRON,), {"__module__": "megatron.co
         (named("DeepSpeedZeroOptimizer", "deepspeed.runtime.zero.stage_1_and_2"), "DeepSpeedZeroOptimizer is DeepSpeed's.*FSDP2"),
         (named("DeepSpeedEngine", "deepspeed.runtime.engine", nn.Module), "DeepSpeedEngine is DeepSpeed's"),
         (named("DeepSpeedOptimizerWrapper", "accelerate.utils.deepspeed"), "is DeepSpeed's"),
+        (named("AcceleratedOptimizer", "accelerate.optimizer", torch.optim.Optimizer), "accelerate's wrapper.*its .optimizer"),
         (named("DistributedOptimizer", "megatron.core.optimizer.distrib_optimizer", MIXED), "pass .*optimizer.optimizer.*from_megatron"),
         (named("FP32Optimizer", "megatron.core.optimizer.optimizer", MEGATRON), "pass .*optimizer.optimizer"),
         (named("ChainedOptimizer", "megatron.core.optimizer.optimizer", MEGATRON), "chained_optimizers\\[0\\].optimizer"),

@@ -4,6 +4,8 @@ Most of torch's schedulers are recursive (the next value is computed from the on
 that stays in the group would compound: the factor 2 of one cycle would be 4, 8, 16 ... after the next steps.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
@@ -193,7 +195,17 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
 def test_a_lambda_schedule_s_peak_is_its_highest_factor_s():
     toy = Toy(sgd)
     noam = torchs.LambdaLR(toy.optimizer, lambda step: 0.016 * min((step + 1) / 10, (10 / (step + 1)) ** 0.5))
-    assert hdet.Ensemble(toy.optimizer, noam, total_steps=200).schedule.peaks_and_floors()[0] == [pytest.approx(0.008)]
+    ensemble = hdet.Ensemble(toy.optimizer, noam, total_steps=200)
+    assert ensemble.schedule.peaks_and_floors()[0] == [pytest.approx(0.008)]
+    ensemble.close()
+    # The same where the user steps it, or a framework's wrapper does.
+    ensemble = hdet.Ensemble(toy.optimizer, None, total_steps=200)
+    assert ensemble.schedule.peaks_and_floors()[0] == [pytest.approx(0.008)]
+    ensemble.close()
+    methods = {"step": noam.step, "state_dict": noam.state_dict, "load_state_dict": noam.load_state_dict}
+    assert hdet.Ensemble(toy.optimizer, SimpleNamespace(scheduler=noam, **methods), total_steps=200).schedule.peaks_and_floors()[0] == [
+        pytest.approx(0.008)
+    ]
 
 
 def test_a_decay_that_cannot_work_is_refused_at_once():

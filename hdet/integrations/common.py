@@ -1,0 +1,131 @@
+"""What adapters of frameworks have in common: settings, the closure of a step with accumulated micro-batches, and what is logged."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.controller import Controller
+from ..ensemble import Ensemble
+
+__all__ = ["Sentences", "attributes_kept", "check_settings", "losses_anew", "made", "needs_closure", "numbers", "require"]
+
+
+def require(name: str) -> Any:
+    """The framework. Raises ImportError that says how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"this adapter of hdet needs {name}, which cannot be imported here ({error}): pip install {name.split('.')[0]}"
+        ) from error
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Before anything is made. Raises TypeError for a setting that an Ensemble does not have, or that the framework gives it."""
+    known = inspect.signature(Ensemble).parameters.keys() - {"optimizer", "scheduler"}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise TypeError(f"an hdet.Ensemble has no setting {unknown[0]!r} here, only {', '.join(sorted(known))}")
+
+
+def made(settings: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Settings in which the controller and the replicas are there: those that were given as functions of the model are asked now."""
+    asked = {name: settings[name](model) for name in ("controller", "replicas") if callable(settings.get(name))}
+    return {**settings, **asked}
+
+
+def needs_closure(controller: Controller | None) -> bool:
+    """Will it ask for losses of the current batch, by which copies of the run train?"""
+    return controller is not None and any(measurement.needs_closure for measurement in controller.measurements.values())
+
+
+def losses_anew(
+    parts: Sequence[Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    backward: Callable[[torch.Tensor], object],
+    no_sync: Callable[[], AbstractContextManager[Any]],
+    clip: Callable[[], object],
+) -> torch.Tensor:
+    """The closure of a step of micro-batches: its loss, computed again. While an arm trains, its gradients too, as the framework makes them.
+
+    Args:
+        parts: the micro-batches.
+        loss_of: the loss of one of them, with a graph; the sum over all is what the step trains on.
+        backward: what the framework does with such a loss.
+        no_sync: around all micro-batches but the last: gradients are all-reduced once.
+        clip: what the framework does between backward and step.
+    """
+    total = torch.zeros(())
+    for number, part in enumerate(parts, 1):
+        waits = torch.is_grad_enabled() and number < len(parts)
+        with no_sync() if waits else nullcontext():
+            loss = loss_of(part)
+            if torch.is_grad_enabled():
+                backward(loss)
+        total = total.to(loss.device) + loss.detach()
+    if torch.is_grad_enabled():
+        clip()
+    return total
+
+
+@contextmanager
+def attributes_kept(owner: Any) -> Iterator[None]:
+    """Whatever plain data ``owner`` counts or collects inside (a trainer's metrics, say) is afterwards what it was."""
+    before = {name: copy.deepcopy(value) for name, value in vars(owner).items() if _is_plain(value)}
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return isinstance(value, dict) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
+# -- what is logged --------------------------------------------------------------------------------------------------------
+
+
+def numbers(ensemble: Ensemble) -> dict[str, float]:
+    """For a framework's log, by the names of `hdet.logging`: what a base value is corrected by, and this replica's multiplier of it."""
+    by_kind = {"corrections": ensemble.corrections, "multipliers": ensemble.multipliers}
+    found = {f"hdet/{kind}/{knob}": float(value) for kind, values in by_kind.items() for knob, value in values.items()}
+    return {**found, "hdet/cycle": float(ensemble.cycle)}
+
+
+class Sentences:
+    """What the controller and the cycles say, to ``tell``: each once. Between Ensemble and the user's own ``log``."""
+
+    def __init__(self, tell: Callable[[str], object], log: Callable[[dict[str, Any], int], object] | None) -> None:
+        self._tell, self._log, self._last = tell, log, ""
+
+    def begin(self, ensemble: Ensemble) -> None:
+        """The Ensemble is there."""
+        self._controller = ensemble.engine.controller
+        self._report()
+
+    def __call__(self, record: dict[str, Any], step: int) -> None:
+        """An Ensemble's ``log``."""
+        for note in record["notes"]:
+            self._tell(f"hdet, step {step}: {note}")
+        self._report()
+        if self._log is not None:
+            self._log(record, step)
+
+    def _report(self) -> None:
+        report = "" if self._controller is None else self._controller.report()
+        if report not in ("", self._last):
+            self._tell(f"hdet, {self._controller.name}: {report}")  # type: ignore[union-attr]
+        self._last = report

@@ -1,0 +1,194 @@
+"""hdet as a callback of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ..core.controller import Controller
+from ..ensemble import Ensemble
+from .common import Sentences, attributes_kept, check_settings, losses_anew, made, needs_closure, numbers, require
+
+__all__ = ["HdetCallback"]
+
+try:  # the same framework under two names, whose classes are different ones
+    pytorch: Any = require("lightning.pytorch")
+except ImportError:
+    pytorch = require("pytorch_lightning")
+_Callback: Any = pytorch.Callback
+
+
+class HdetCallback(_Callback):
+    """Replicas or copies of the run search while Lightning's Trainer trains::
+
+        trainer = Trainer(callbacks=[HdetCallback(controller=hdet.AutoLR)])
+
+    Automatic and manual optimization, one optimizer or several (an Ensemble for each), any schedulers, which Lightning goes on to step. Replicas are
+    averaged before a validation, before a checkpoint and when training ends. The state of the Ensembles is in Lightning's checkpoints.
+
+    Args:
+        losses: ``losses(module, batch)`` -> the losses of a batch anew, with a graph, shape (examples,) or one number, for an `AutoLR`. None: what
+            ``training_step`` returns; its calls of ``log`` have no effect then. Needed under manual optimization, and where ``training_step``
+            changes what is no buffer (a torchmetrics object).
+        settings: of the `hdet.Ensemble`, such as ``sync``, ``knobs``, ``controller``. ``controller`` and ``replicas`` may be functions of the module:
+            ``hdet.AutoLR``, ``lambda module: hdet.Replicas.from_mesh(module.mesh)``. ``log`` is called on the first
+            process only.
+
+    Raises:
+        TypeError: a setting that an Ensemble does not have.
+        ValueError: when training begins: DeepSpeed or another strategy without replicas; with an AutoLR: several optimizers, float16, manual
+            optimization without ``losses``.
+    """
+
+    def __init__(self, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
+        check_settings(settings)
+        self.losses, self.settings = losses, settings
+        self.ensembles: list[Ensemble] = []
+        """One for each optimizer, once training has begun."""
+        self._states: list[Mapping[str, Any]] = []
+        self._batches: list[tuple[Any, int]] = []
+        self._exploring = ExitStack()
+        self._saves: tuple[Any, Any] | None = None
+
+    @property
+    def ensemble(self) -> Ensemble | None:
+        """The first optimizer's; None before training begins."""
+        return self.ensembles[0] if self.ensembles else None
+
+    # -- begin and end -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if "deepspeed" in type(trainer.strategy).__name__.lower():
+            raise ValueError(
+                "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for all ranks: there are no replicas. Use 'ddp'"
+            )
+        found = [self._settings_of(trainer, pl_module) for _ in trainer.optimizers]
+        steps = trainer.estimated_stepping_batches
+        ensembles, sentences = [], []
+        for optimizer, settings in zip(trainer.optimizers, found, strict=True):
+            log = settings.pop("log", None)
+            sentences.append(Sentences(pytorch.utilities.rank_zero_info, log if trainer.is_global_zero else None))
+            length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
+            ensembles.append(Ensemble(optimizer, None, log=sentences[-1], **{**length, **settings}))
+        for ensemble, state in zip(ensembles, self._states, strict=bool(self._states)):
+            ensemble.load_state_dict(state)
+        self.ensembles, self._states, self._batches, self._steps = ensembles, [], [], trainer.global_step
+        for ensemble, told in zip(ensembles, sentences, strict=True):
+            told.begin(ensemble)
+        self._converge_before_saves(trainer)
+
+    def _settings_of(self, trainer: Any, module: Any) -> dict[str, Any]:
+        """Of the Ensemble of one optimizer."""
+        settings, several = self.settings, len(trainer.optimizers) > 1
+        if several and isinstance(settings.get("controller"), Controller):
+            raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
+        settings = made(settings, module)
+        if needs_closure(settings.get("controller")):
+            name = settings["controller"].name
+            if several:
+                raise ValueError(
+                    f"the controller {name!r} trains copies of a run with one optimizer, and there are {len(trainer.optimizers)}"
+                )
+            if getattr(trainer.precision_plugin, "scaler", None) is not None:
+                raise ValueError(
+                    f"the controller {name!r} trains copies of the run, whose gradients no GradScaler looks after: use 'bf16-mixed'"
+                )
+            if self.losses is None and not module.automatic_optimization:
+                raise ValueError(f"the controller {name!r} scores batches, and a training_step that optimizes by hand cannot: pass losses=")
+        return settings
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._converge()
+        self._release()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        self._exploring.close()
+        if self._saves is not None:
+            del self._saves[0].save_checkpoint
+            self._saves = None
+
+    # -- a step ------------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for ensemble in self.ensembles:
+            self._exploring.enter_context(ensemble.explore())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._exploring.close()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):  # Lightning has divided it by the accumulation
+            for ensemble in self.ensembles:
+                ensemble.observe(loss.detach() * trainer.accumulate_grad_batches)
+        self._batches.append((batch, batch_idx))
+        if trainer.global_step == self._steps:  # it accumulates
+            return
+        self._steps = trainer.global_step
+        batches, self._batches = self._batches, []
+        for number, ensemble in enumerate(self.ensembles):
+            ensemble.step(closure=lambda: self._anew(trainer, pl_module, batches))
+            found = {**numbers(ensemble), **{f"hdet/values/{knob}": value for knob, value in ensemble.values().items()}}
+            several = f"optimizer {number}/" if len(self.ensembles) > 1 else ""
+            pl_module.log_dict({several + name: value for name, value in found.items()}, on_step=True, on_epoch=False)
+
+    def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor:
+        with attributes_kept(module), _silent(module):
+            return losses_anew(
+                batches,
+                lambda part: self._loss_of(trainer, module, *part) / trainer.accumulate_grad_batches,
+                backward=module.backward,
+                no_sync=getattr(trainer.strategy, "block_backward_sync", nullcontext),
+                clip=lambda: module.configure_gradient_clipping(
+                    trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+                ),
+            )
+
+    def _loss_of(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.losses is not None:
+            with trainer.precision_plugin.train_step_context():
+                return self.losses(module, batch).mean()
+        given = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx)
+        output = trainer.strategy.training_step(*given.values())
+        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+        return loss
+
+    # -- where others look -------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._converge()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ensembles": [ensemble.state_dict() for ensemble in self.ensembles]} if self.ensembles else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._states = list(state_dict["ensembles"])
+
+    def _converge(self) -> None:
+        for ensemble in self.ensembles:
+            if not ensemble.in_sync:
+                ensemble.converge()
+
+    def _converge_before_saves(self, trainer: Any) -> None:
+        """No hook comes before the weights are read, and none at all where weights alone are saved."""
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            self._converge()
+            save(*args, **kwargs)
+
+        trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)
+
+
+@contextmanager
+def _silent(module: Any) -> Iterator[None]:
+    """Inside, what the module logs goes nowhere."""
+    vars(module)["log"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del vars(module)["log"]

@@ -1,0 +1,120 @@
+"""What the tests of adapters share: which frameworks are here, a tiny language model, its data, and two ranks as a launcher makes them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import hdet
+
+from ..distributed import run_ranks
+
+VOCABULARY, LENGTH = 32, 12
+
+
+def needs(*names: str) -> None:
+    """At the top of a module of tests: skips it where one of these frameworks is not installed, but where all have to be."""
+    for name in () if os.environ.get("HDET_FRAMEWORKS") else names:
+        pytest.importorskip(name, reason=f"{name} is not installed: make test-frameworks has an environment with all of them")
+
+
+class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Every token stands twice; lengths differ."""
+
+    def __init__(self, count: int = 160, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator).repeat_interleave(2, 1)[:, :LENGTH]
+        self.lengths = torch.randint(LENGTH // 2, LENGTH + 1, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        labels = self.tokens[i].clone()
+        labels[self.lengths[i] :] = -100
+        return {"input_ids": self.tokens[i], "labels": labels}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
+
+
+def example(name: str) -> Any:
+    """The module of an example, of at most 60 lines."""
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All of them; of a sharded model this rank's."""
+    own = [p.detach() for p in model.parameters()]
+    return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in own]).clone()
+
+
+def equal(found: list[Any]) -> bool:
+    return all(torch.equal(found[0], other) for other in found[1:])
+
+
+class Halved(hdet.Controller):
+    """Halves the rate at the first cycle's end."""
+
+    name = "halved"
+    needs_replicas = False
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        return [hdet.Decision(factor=0.5 if evidence.cycle == 0 else 1.0, note="halved" * (evidence.cycle == 0)) for _ in evidence.knobs]
+
+    def report(self) -> str:
+        return "halves once"
+
+
+def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """``function(*args)`` in this process, or on several ranks in an environment as torchrun makes it; the results by rank."""
+    if world == 1:
+        with accelerate_reset():
+            return [function(*args)]
+    return run_ranks(_launched, world, function, *args)
+
+
+def _launched(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        with accelerate_reset():
+            return function(*args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def accelerate_reset() -> Iterator[None]:
+    """accelerate keeps what it has found in the process, for ever."""
+    try:
+        yield
+    finally:
+        try:
+            from accelerate.state import AcceleratorState, GradientState
+        except ImportError:
+            pass
+        else:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()

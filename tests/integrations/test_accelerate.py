@@ -1,0 +1,266 @@
+"""A loop with accelerate's Accelerator and hdet beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+
+from .frameworks import Halved, accelerate_reset, equal, example, needs, on_ranks, weights
+
+needs("accelerate")
+import accelerate
+
+STEPS, EVERY, PARTS = 12, 5, 2
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int = 400) -> None:
+        self.x = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i], self.x[i].sum(0, keepdim=True)
+
+
+def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean(1)
+
+
+class Loop:
+    """A user's script; ``ensemble``: settings, None for the plain one."""
+
+    def __init__(
+        self, ensemble: dict[str, Any] | None, *, prepared: bool = True, bf16: bool = False, steps: int = STEPS, lr: float = 3e-2
+    ) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision="bf16" if bf16 else "no")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        each = self.accelerator.num_processes if prepared else 1  # a prepared scheduler is stepped so often
+        scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps * each)
+        loader = torch.utils.data.DataLoader(Numbers(4 * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=4)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.scheduler = self.accelerator.prepare(scheduler) if prepared else scheduler
+        self.ensemble: Any = None
+        if ensemble is not None:
+            settings = dict(ensemble)
+            auto = settings.pop("auto", None)
+            if auto is not None:
+                settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)
+            made = hdet.Ensemble(self.optimizer.optimizer, self.scheduler, total_steps=steps, **settings)
+            own = () if auto is None else (self.model, losses_of)
+            self.ensemble = hdet.integrations.accelerate.prepare(self.accelerator, made, *own)
+        self.done = 0
+        self.weights: list[torch.Tensor] = []
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def clip(self) -> None:
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+
+    def train(self, until: int) -> Loop:
+        batches = iter(accelerate.skip_first_batches(self.loader, self.done * PARTS))
+        while self.done < until:
+            batch = next(batches)
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    loss = losses_of(self.model, batch).mean()
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.clip()
+                    self.rates.append(self.optimizer.param_groups[0]["lr"])
+                self.optimizer.step()
+                if self.ensemble is not None:
+                    self.ensemble.step(loss, None if self.ensemble.losses is None else batch)
+                else:
+                    if self.accelerator.sync_gradients or isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler):
+                        self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+            if self.accelerator.sync_gradients:
+                self.weights.append(weights(self.model))
+                self.done += 1
+        return self
+
+
+def _plain(ensemble: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
+    loop = Loop(ensemble, **settings).train(STEPS)
+    return loop.weights[-1], loop.rates, loop.losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("settings", [{"prepared": True}, {"prepared": False, "bf16": True}], ids=["prepared", "bf16"])
+def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, Any]) -> None:
+    plain = on_ranks(_plain, world, None, settings)
+    ours = on_ranks(_plain, world, {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, settings)
+    for (a, rates_a, losses_a), (b, rates_b, losses_b) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and rates_a == rates_b and losses_a == losses_b and len(rates_a) == STEPS and rates_a[-1] < 1e-3
+
+
+def test_a_cycles_loss_is_the_mean_of_the_loops() -> None:
+    records: list[Any] = []
+    with accelerate_reset():
+        losses = Loop({"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])}).train(EVERY).losses
+    assert records == pytest.approx([sum(losses) / len(losses)], rel=1e-5) and len(losses) == EVERY * PARTS
+
+
+SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
+
+
+def _spread(folder: str) -> Any:
+    loop = Loop({**SPREAD, "controller": Halved()}).train(7)
+    loop.accelerator.save_state(folder)
+    saved = weights(loop.model)
+    loop.train(STEPS)
+    return loop.weights, saved, loop.rates, loop.ensemble.cycle
+
+
+def test_replicas_differ_within_a_cycle_and_are_equal_where_a_state_is_saved(tmp_path: Path) -> None:
+    traces, saved, rates, cycles = zip(*on_ranks(_spread, 2, str(tmp_path)), strict=True)
+    assert [equal(list(step)) for step in zip(*traces, strict=True)] == [step in (5, 10, 12) for step in range(1, 13)]
+    assert equal(list(saved)) and not torch.equal(saved[0], traces[0][6]) and cycles == (3, 3)
+    file = {name: torch.load(path, weights_only=True) for name, path in [("model", tmp_path / "pytorch_model.bin")] if path.exists()}
+    if not file:
+        from safetensors.torch import load_file
+
+        file = {"model": load_file(tmp_path / "model.safetensors")}
+    assert torch.equal(torch.cat([p.flatten() for p in file["model"].values()]).sort().values, saved[0].sort().values)
+    schedule = _plain(None, {})[1]
+    for of in rates:
+        assert of == pytest.approx([rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(schedule)], rel=1e-9)
+
+
+def _resumed(folder: str, at: int) -> Any:
+    settings = {**SPREAD, "controller": Halved()}
+    whole = Loop(settings).train(at)
+    whole.accelerator.save_state(folder)
+    whole.train(STEPS)
+    accelerate.state.AcceleratorState._reset_state()
+    resumed = Loop(settings)
+    resumed.accelerator.load_state(folder)
+    resumed.done = at
+    resumed.train(STEPS)
+    return whole.weights[-1], resumed.weights[-1], whole.rates[at:], resumed.rates
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("at", [EVERY, EVERY + 2])
+def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path, world: int, at: int) -> None:
+    for whole, resumed, rates_whole, rates_resumed in on_ranks(_resumed, world, str(tmp_path), at):
+        assert torch.equal(whole, resumed) and rates_whole == rates_resumed and len(rates_whole) == STEPS - at
+
+
+# -- AutoLR ----------------------------------------------------------------------------------------------------------------
+
+
+def _auto(lr: float, shadow: bool) -> Any:
+    loop = Loop({"auto": 0.6, "sync": hdet.Sync(EVERY)} if not shadow else {"knobs": [hdet.LearningRate(0)]}, steps=200, lr=lr).train(200)
+    return loop.weights[-1], loop.ensemble.corrections["lr"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_lr_with_accumulation_raises_a_rate_that_is_far_too_low_and_leaves_a_good_one(world: int) -> None:
+    low, good, fixed = (on_ranks(_auto, world, lr, shadow) for lr, shadow in ((1e-3, False), (0.1, False), (0.1, True)))
+    assert equal([w for w, _ in low]) and all(correction > 2 for _, correction in low)
+    assert all(correction == 1 and torch.equal(w, of) for (w, correction), (of, _) in zip(good, fixed, strict=True))
+
+
+def _anew() -> Any:
+    """The closure of a step with a rate of 0, and what the step itself has had."""
+    loop = Loop({"auto": 0.6}, lr=0.0)
+    batches = [batch for batch, _ in zip(loop.loader, range(PARTS), strict=False)]
+    loop.train(1)
+    model = loop.model
+    model.zero_grad()
+    for i, batch in enumerate(batches):
+        with loop.accelerator.no_sync(model) if i == 0 else contextlib.nullcontext():
+            loop.accelerator.backward(losses_of(model, batch).mean())
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+    model.zero_grad()
+    loss = loop.ensemble._anew(batches)
+    return expected, torch.cat([p.grad.flatten() for p in model.parameters()]), float(loss), sum(loop.losses) / PARTS
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_and_gradients_are_those_of_all_micro_batches(world: int) -> None:
+    for expected, gradient, loss, of_step in on_ranks(_anew, world):
+        assert torch.equal(expected, gradient) and loss == pytest.approx(of_step, rel=1e-6)
+
+
+# -- a scaler, logs, refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["prepared", "torch's"])
+def test_with_a_scaler_steps_go_through_the_ensemble_and_skipped_ones_do_not_count(own: bool) -> None:
+    with accelerate_reset():
+        loop = Loop(None, prepared=own)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        loop.accelerator.scaler = scaler
+        prepared = accelerate.optimizer.AcceleratedOptimizer(loop.optimizer.optimizer, scaler=scaler)
+        loop.accelerator._optimizers, loop.optimizer = [prepared], prepared
+        if own:
+            loop.scheduler.optimizers = [prepared]
+        ensemble = hdet.Ensemble(prepared.optimizer, loop.scheduler, total_steps=STEPS, sync=hdet.Sync(EVERY))
+        loop.ensemble = hdet.integrations.accelerate.prepare(loop.accelerator, ensemble)
+        loop.train(3)
+        assert ensemble.engine.step == 3
+        batch = next(iter(loop.loader))
+        loop.accelerator.gradient_state._set_sync_gradients(True)
+        loop.accelerator.backward(losses_of(loop.model, batch).mean() * float("inf"))
+        before = weights(loop.model), prepared.param_groups[0]["lr"]
+        prepared.step()
+        loop.ensemble.step(1.0)
+        assert loop.accelerator.optimizer_step_was_skipped and ensemble.engine.step == 3
+        assert torch.equal(before[0], weights(loop.model)) and prepared.param_groups[0]["lr"] == before[1]
+
+
+def test_cycles_go_to_the_accelerators_trackers_and_notes_to_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "accelerate.hdet")
+    found: list[Any] = []
+    with accelerate_reset():
+        own: list[int] = []
+        loop = Loop({**SPREAD, "controller": Halved(), "log": lambda record, step: own.append(step)})
+        tracker = {"name": "own", "log": lambda self, values, step=None, **_: found.append((step, values))}
+        loop.accelerator.trackers = [type("Tracker", (), tracker)()]
+        loop.train(STEPS)
+    assert [step for step, _ in found] == own == [5, 10, 12] and [values["hdet/corrections/lr"] for _, values in found] == [0.5] * 3
+    assert [record.getMessage() for record in caplog.records] == ["[RANK 0] hdet, halved: halves once", "[RANK 0] hdet, step 5: lr: halved"]
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    prepare = hdet.integrations.accelerate.prepare
+    with accelerate_reset():
+        loop = Loop(None)
+        inner = loop.optimizer.optimizer
+        with pytest.raises(TypeError, match="must be an hdet.Ensemble, got Loop"):
+            prepare(loop.accelerator, loop)
+        with pytest.raises(
+            ValueError, match="AcceleratedOptimizer is accelerate's wrapper.*pass the torch optimizer inside, its .optimizer"
+        ):
+            hdet.Ensemble(loop.optimizer, total_steps=STEPS)
+        strange = hdet.Ensemble(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+        with pytest.raises(ValueError, match="has not prepared the Ensemble's optimizer: call accelerator.prepare before"):
+            prepare(loop.accelerator, strange)
+        auto = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
+        with pytest.raises(TypeError, match="'auto' scores batches: pass prepare\\(accelerator, ensemble, model, losses\\)"):
+            prepare(loop.accelerator, auto)
+        with pytest.raises(TypeError, match="call step\\(loss, batch\\)"):
+            prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)
+        loop.accelerator.scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(ValueError, match="no GradScaler looks after: use mixed_precision='bf16'"):
+            prepare(loop.accelerator, auto, loop.model, losses_of)
+
+
+def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    with accelerate_reset():
+        example("accelerate_loop").main(200)
+    assert "correction of the rate: 2.83" in capsys.readouterr().out

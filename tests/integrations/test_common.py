@@ -1,0 +1,88 @@
+"""What adapters share, without a framework."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.core.sequential import SequentialController, Shadow
+from hdet.integrations.common import attributes_kept, check_settings, losses_anew, made, needs_closure, require
+
+from .frameworks import Halved
+
+
+def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "integrations" in hdet.__all__ and {"accelerate", "lightning", "transformers"} == set(hdet.integrations.__all__)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match="this adapter of hdet needs accelerate, which cannot be imported here.*: pip install accelerate"):
+        require("accelerate")
+    with pytest.raises(AttributeError, match="has no attribute 'keras'"):
+        getattr(hdet.integrations, "keras")  # noqa: B009
+
+
+def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
+    model, controller, replicas = nn.Linear(1, 1), Halved(), hdet.Replicas(0, 1)
+    assert made({"controller": controller, "replicas": replicas, "seed": 1}, model) == {
+        "controller": controller,
+        "replicas": replicas,
+        "seed": 1,
+    }
+    found = made({"controller": hdet.AutoLR, "replicas": lambda module: (module, replicas)}, model)
+    assert isinstance(found["controller"], hdet.AutoLR) and found["replicas"] == (model, replicas)
+    assert (
+        needs_closure(found["controller"])
+        and needs_closure(Shadow(found["controller"]))
+        and not needs_closure(controller)
+        and not needs_closure(None)
+    )
+    with pytest.raises(TypeError, match="no setting 'every' here, only controller, design, divergence"):
+        check_settings({"every": 3})
+    with pytest.raises(TypeError, match="no setting 'optimizer'"):
+        check_settings({"optimizer": None})
+
+
+def test_losses_anew_are_summed_and_synchronised_once() -> None:
+    weight, seen = nn.Parameter(torch.tensor(2.0)), []
+
+    @contextmanager
+    def no_sync() -> Any:
+        seen.append("no sync")
+        yield
+        seen.append("sync")
+
+    def losses() -> torch.Tensor:
+        return losses_anew(
+            [1.0, 2.0, 3.0], lambda part: part * weight, backward=lambda loss: (seen.append(float(loss.detach())), loss.backward()),
+            no_sync=no_sync, clip=lambda: seen.append("clip"),
+        )  # fmt: skip
+
+    assert float(losses()) == 12 and float(weight.grad) == 6 and not losses().requires_grad
+    assert seen[:8] == ["no sync", 2.0, "sync", "no sync", 4.0, "sync", 6.0, "clip"]
+    seen.clear()
+    with torch.no_grad():
+        assert float(losses()) == 12 and not seen
+
+
+def test_plain_attributes_are_put_back_and_others_left_alone() -> None:
+    tensor = torch.zeros(1)
+    owner = SimpleNamespace(count=1, lists={"a": [1, {"b": (2, None)}]}, tensor=tensor, mixed=[tensor])
+    with pytest.raises(KeyError), attributes_kept(owner):
+        owner.count, owner.mixed = 2, owner.mixed + [1]
+        owner.lists["a"][1]["b"] = 3
+        owner.tensor += 1
+        raise KeyError
+    assert (owner.count, owner.lists, float(owner.tensor), len(owner.mixed)) == (1, {"a": [1, {"b": (2, None)}]}, 1.0, 2)
+
+
+def test_controllers_made_of_others_report_what_those_do() -> None:
+    assert hdet.Controller().report() == "" and Shadow(Halved()).report() == "halves once"
+    auto = hdet.AutoLR(nn.Linear(1, 1))
+    assert SequentialController(Halved(), auto).report() == f"halves once; then: {auto.report()}" and auto.report()
+    assert SequentialController(hdet.SoftmaxController(decay=None), Halved()).report() == "halves once"

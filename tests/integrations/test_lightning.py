@@ -1,0 +1,425 @@
+"""Lightning's Trainer with hdet's callback, in one process and in two."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+
+from ..distributed import RankError
+from .frameworks import Halved, equal, example, needs, on_ranks, weights
+
+needs("lightning")
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+
+HdetCallback = hdet.integrations.lightning.HdetCallback
+STEPS, EVERY, PARTS = 12, 5, 2
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def losses_of(module: Any, batch: Batch) -> torch.Tensor:
+    return (module.net(batch[0]) - batch[1]).square().mean(1)
+
+
+class Net(pl.LightningModule):
+    """``schedule``: of which kind, stepped by Lightning."""
+
+    def __init__(self, lr: float = 3e-2, steps: int = STEPS, schedule: str = "step") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.lr, self.steps, self.schedule, self.calls = lr, steps, schedule, 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        loss = losses_of(self, batch).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("validation", losses_of(self, batch).mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.schedule == "lambda":
+            scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.steps)
+        else:
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "epoch" if self.schedule == "epoch" else "step"}]
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers, by hand; the second every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.nets = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        optimizers, schedulers = self.optimizers(), self.lr_schedulers()
+        loss = sum((net(batch[0]) - batch[1]).square().mean() for net in self.nets)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer, scheduler in list(zip(optimizers, schedulers, strict=True))[: 1 + batch_idx % 2]:
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            scheduler.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(net.parameters(), lr=lr) for net, lr in zip(self.nets, (3e-2, 1e-2), strict=True)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7) for optimizer in optimizers]
+
+
+class Seen(pl.Callback):
+    """Weights and rates, by step, before anybody converges; weights that are validated."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, torch.Tensor] = {}
+        self.later: dict[int, torch.Tensor] = {}
+        self.rates: dict[int, float] = {}
+        self.validated: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.rates[trainer.global_step + 1] = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        self.weights.setdefault(trainer.global_step, weights(pl_module))
+        self.later[trainer.global_step] = weights(pl_module)  # the first micro-batch of the next step
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(weights(pl_module))
+
+
+class Kept(pl.loggers.logger.DummyLogger):
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.lines.append(dict(metrics))
+
+
+def loader(seed: int, steps: int, world: int) -> Any:
+    x = torch.randn(4 * PARTS * steps * world, 6, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+
+def fit(
+    folder: str,
+    ensemble: Any,
+    *,
+    module: Any = None,
+    resume: str | None = None,
+    saves: Any = None,
+    make: Any = HdetCallback,
+    **settings: Any,
+) -> Any:
+    """``ensemble``: None without the callback. Adds what was seen to the trainer."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    module = Net() if module is None else module
+    steps = getattr(module, "steps", STEPS)
+    settings = {"strategy": "ddp" if world > 1 else "auto", **settings}
+    if module.automatic_optimization:
+        settings = {"accumulate_grad_batches": PARTS, "gradient_clip_val": 0.5, **settings}
+    callback = None if ensemble is None else make(**ensemble)
+    seen, kept = Seen(), Kept()
+    callbacks = [seen, *([callback] if callback else []), LearningRateMonitor("step"), *([saves] if saves else [])]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, max_steps=steps, callbacks=callbacks, logger=kept,
+        default_root_dir=folder, enable_checkpointing=saves is not None, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        **settings,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    trainer.fit(module, loader(0, steps, world), loader(1, 1, world), ckpt_path=resume)
+    trainer.seen, trainer.kept, trainer.hdet = seen, kept, callback
+    return trainer
+
+
+# -- the plain run -----------------------------------------------------------------------------------------------------------
+
+
+def _plain(folder: str, ensemble: dict[str, Any] | None, kind: str) -> Any:
+    module = Gan() if kind == "manual" else Net(schedule=kind)
+    settings = {} if kind == "manual" else {"val_check_interval": 4, "precision": "bf16-mixed" if kind == "lambda" else "32-true"}
+    trainer = fit(folder, ensemble, module=module, **settings)
+    lines = [{key: value for key, value in line.items() if "hdet" not in key} for line in trainer.kept.lines]
+    return weights(module), [line for line in lines if line.keys() - {"epoch"}], trainer.seen.rates
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["step", "lambda", "epoch", "manual"])
+def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, kind: str) -> None:
+    plain = on_ranks(_plain, world, str(tmp_path), None, kind)
+    ours = on_ranks(_plain, world, str(tmp_path), {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, kind)
+    for (a, lines_a, rates_a), (b, lines_b, rates_b) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and lines_a == lines_b and rates_a == rates_b and (len(rates_a) == STEPS or kind == "manual")
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_cycles_loss_is_the_mean_of_what_training_step_returns(tmp_path: Path, manual: bool) -> None:
+    records: list[Any] = []
+    losses: list[float] = []
+    module: Any = Gan() if manual else Net()
+    inner = module.training_step
+
+    def training_step(batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = inner(batch, batch_idx)
+        losses.append(loss.item())
+        return loss
+
+    module.training_step = training_step
+    fit(str(tmp_path), {"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])}, module=module)
+    first = EVERY * (1 if manual else PARTS)
+    assert records[0] == pytest.approx(sum(losses[:first]) / first, rel=1e-5)
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------------
+
+SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
+
+
+def _spread(folder: str) -> Any:
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1, save_weights_only=True)
+    trainer = fit(folder, {**SPREAD, "controller": Halved()}, val_check_interval=14, saves=saves)
+    file = next(Path(folder).glob("*step=8*"))
+    saved = torch.load(file, weights_only=True)["state_dict"]
+    rates = [line["lr-SGD"] for line in trainer.kept.lines if "lr-SGD" in line]
+    lines = [line for line in trainer.kept.lines if "hdet/values/lr" in line]
+    ours = [[line[f"hdet/{key}/lr"] for line in lines] for key in ("values", "corrections", "multipliers")]
+    return trainer.seen, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module), rates, ours
+
+
+def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path: Path) -> None:
+    seen, saved, last, rates, ours = zip(*on_ranks(_spread, 2, str(tmp_path)), strict=True)
+    # A callback that stands before ours sees what the optimizer has left; then replicas are averaged, of step 7 to be validated, of 8 to be saved.
+    assert not any(equal([of.weights[step] for of in seen]) for step in range(1, STEPS + 1))
+    assert [step for step in range(1, STEPS + 1) if equal([of.later[step] for of in seen])] == [5, 7, 8, 10]
+    assert equal([of.validated[0] for of in seen]) and equal(list(last)) and equal(list(saved))
+    torch.testing.assert_close(saved[0], sum(of.weights[8] for of in seen) / 2, rtol=0, atol=1e-7)
+    schedule = list(_plain(str(tmp_path), None, "step")[2].values())
+    for of, logged, (values, corrections, multipliers) in zip(seen, rates, ours, strict=True):
+        expected = [rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(schedule)]
+        assert list(of.rates.values()) == pytest.approx(expected, rel=1e-6)
+        assert list(dict.fromkeys(logged)) == pytest.approx(expected, rel=1e-6)  # two lines a step
+        assert values[:-1] == pytest.approx(expected[1:], rel=1e-6) and corrections == [1.0] * (EVERY - 1) + [0.5] * (STEPS - EVERY + 1)
+        assert sorted(set(multipliers)) == pytest.approx([0.7, 1.3])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+
+def numbered(base: Any) -> Any:
+    """Trains on the batch of its number: in the middle of an epoch Lightning goes on with the first ones of a loader without a state."""
+
+    class Numbered(base):  # type: ignore[misc]
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
+            loss: torch.Tensor = super().training_step((x, x.sum(1, keepdim=True)), batch_idx)
+            return loss
+
+    module = Numbered()
+    if base is Net:
+        module.net[2] = nn.Identity()  # random states are nobody's business in Lightning
+    return module
+
+
+def _resumed(folder: str, at: int, base: Any) -> Any:
+    def fitted(name: str, resume: str | None = None) -> Any:
+        saves = ModelCheckpoint(f"{folder}/{name}", "{step}", every_n_train_steps=at, save_top_k=-1)
+        return fit(folder, {**SPREAD, "controller": lambda module: Halved()}, module=numbered(base), saves=saves, resume=resume)
+
+    whole = fitted("whole")
+    resumed = fitted("resumed", f"{folder}/whole/step={at}.ckpt")
+    found = [
+        (
+            weights(of.lightning_module),
+            [(e.cycle, e.engine.step, e.corrections) for e in of.hdet.ensembles],
+            list(of.seen.rates.items())[-2:],
+        )
+        for of in (whole, resumed)
+    ]
+    return found, len(resumed.seen.weights) < len(whole.seen.weights)
+
+
+# Of two optimizers Lightning counts the steps together: 7 is the first one's fifth, 9 its sixth.
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("base", "at"), [(Net, EVERY), (Net, EVERY + 2), (Gan, 7), (Gan, 9)])
+def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path, world: int, at: int, base: Any) -> None:
+    for [(whole, *state), (resumed, *same)], shorter in on_ranks(_resumed, world, str(tmp_path), at, base):
+        assert torch.equal(whole, resumed) and state == same and shorter
+
+
+# -- losses anew, AutoLR -----------------------------------------------------------------------------------------------------
+
+
+def _auto(folder: str, lr: float, controller: Any, losses: bool) -> Any:
+    module = Net(lr=lr, steps=200, schedule="lambda")
+    ensemble = {"controller": controller, "sync": hdet.Sync(EVERY), **({"losses": losses_of} if losses else {})}
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    try:
+        trainer = fit(folder, ensemble, module=module)
+    finally:
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
+    assert module.calls == 200 * PARTS and "log" not in vars(module)
+    logged = [line["loss"] for line in trainer.kept.lines if "loss" in line]
+    return weights(module), trainer.hdet.ensemble.corrections["lr"], [line for line in lines if line.startswith("hdet")], logged
+
+
+def auto(module: Any) -> Any:
+    return hdet.AutoLR(module, budget=0.6)
+
+
+def shadow(module: Any) -> Any:
+    return hdet.Shadow(auto(module))
+
+
+@pytest.mark.parametrize(("world", "losses"), [(1, False), (2, False), (1, True)])
+def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log(tmp_path: Path, world: int, losses: bool) -> None:
+    found = on_ranks(_auto, world, str(tmp_path), 1e-3, auto, losses)
+    assert equal([w for w, *_ in found]) and all(correction > 2 for _, correction, *_ in found)
+    lines = found[0][2]
+    assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.001, now" in line for line in lines)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trials_leave_no_trace_in_the_run(tmp_path: Path, world: int) -> None:
+    plain = on_ranks(_auto, world, str(tmp_path), 3e-2, None, False)
+    ours = on_ranks(_auto, world, str(tmp_path), 3e-2, shadow, False)
+    for (a, *_, logged), (b, *_, also) in zip(plain, ours, strict=True):
+        assert torch.equal(a, b) and logged == also and len(logged) >= 200
+    assert any("best peak" in line for line in ours[0][2])
+
+
+def _anew(folder: str) -> Any:
+    """The closure of the last step, of rate 0 and without dropout, and what the step itself has had."""
+    module = Net(lr=0.0, steps=1)
+    module.net[2] = nn.Identity()
+    found: dict[str, Any] = {}
+
+    class Closed(HdetCallback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found.setdefault("batches", []).append((batch, batch_idx))
+            found["loss"] = found.get("loss", 0.0) + outputs["loss"]
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            if batch_idx == PARTS - 1:
+                found["gradient"] = torch.cat([p.grad.flatten() for p in pl_module.parameters()]).clone()
+                pl_module.zero_grad()
+                found["anew"] = self._anew(trainer, pl_module, found["batches"])
+                found["again"] = torch.cat([p.grad.flatten() for p in pl_module.parameters()])
+                with torch.no_grad():
+                    found["scored"] = self._anew(trainer, pl_module, found["batches"])
+
+    fit(folder, {}, module=module, make=Closed)
+    return found, module.calls
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_and_gradients_are_computed_anew_as_lightning_has_made_them(tmp_path: Path, world: int) -> None:
+    for found, calls in on_ranks(_anew, world, str(tmp_path)):
+        assert torch.equal(found["loss"], found["anew"]) and torch.equal(found["loss"], found["scored"]) and calls == PARTS
+        assert torch.equal(found["gradient"], found["again"]) and float(found["gradient"].norm()) <= 0.5 + 1e-6
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["deepspeed", "scaler", "manual", "several", "unknown", "one for several"])
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "unknown":
+        with pytest.raises(TypeError, match="no setting 'controler' here"):
+            HdetCallback(controler=None)
+        return
+    messages = {
+        "deepspeed": "DeepSpeed's, which keeps one copy of the optimizer's state for all ranks",
+        "scaler": "no GradScaler looks after: use 'bf16-mixed'",
+        "manual": "optimizes by hand cannot: pass losses=",
+        "several": "one optimizer, and there are 2",
+        "one for several": "several optimizers, each with a controller of its own: pass a function",
+    }
+    module: Any = Gan() if case in ("several", "one for several") else Net()
+    settings: dict[str, Any] = {"controller": Halved() if case == "one for several" else hdet.AutoLR}
+    if case == "manual":
+        module.automatic_optimization = False
+    strategy = type("DeepSpeedStrategy", (pl.strategies.SingleDeviceStrategy,), {})(device="cpu") if case == "deepspeed" else "auto"
+    if case == "scaler":
+        monkeypatch.setattr(pl.plugins.Precision, "scaler", torch.amp.GradScaler("cpu"), raising=False)
+    before = weights(module)
+    with pytest.raises(ValueError, match=messages[case]):
+        fit(str(tmp_path), settings, module=module, strategy=strategy)
+    assert torch.equal(before, weights(module))
+
+
+def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    example("lightning_module").main(200)
+    assert "correction of the rate: 2.83" in capsys.readouterr().out
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------------
+
+
+class Sharded(Net):
+    """Every pair of ranks is a replica, over which its model is sharded; with ``rows`` 1 all ranks are one."""
+
+    def __init__(self, rows: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rows = rows
+
+    def configure_model(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if not hasattr(self, "mesh"):
+            self.mesh = init_device_mesh("cpu", (self.rows, 4 // self.rows), mesh_dim_names=("dp_replicate", "dp_shard"))
+            fully_shard(self.net, mesh=self.mesh if self.rows > 1 else self.mesh["dp_shard"])
+
+
+def _sharded(folder: str, rows: int, ensemble: dict[str, Any] | None) -> Any:
+    """[step]: this rank's shards, before and after; and those that a checkpoint of step 8 holds."""
+    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1)
+    trainer = fit(folder, ensemble, module=Sharded(rows), strategy=strategy, saves=saves, val_check_interval=1.0)
+    saved = torch.load(Path(folder, "step=8.ckpt"), weights_only=True)["state_dict"]
+    return trainer.seen.weights, torch.cat([p.flatten() for p in saved.values()]), weights(trainer.lightning_module)
+
+
+def replicas(module: Any) -> hdet.Replicas:
+    return hdet.Replicas.from_mesh(module.mesh)
+
+
+def test_hsdp_has_replicas_of_shards_and_a_whole_checkpoint_holds_their_mean(tmp_path: Path) -> None:
+    plain = on_ranks(_sharded, 4, str(tmp_path / "plain"), 2, None)
+    still = on_ranks(_sharded, 4, str(tmp_path / "still"), 2, {"knobs": [hdet.LearningRate(0)], "replicas": replicas})
+    assert all(torch.equal(a[-1], b[-1]) for a, b in zip(plain, still, strict=True))
+    seen, saved, last = zip(*on_ranks(_sharded, 4, str(tmp_path / "spread"), 2, {**SPREAD, "replicas": replicas}), strict=True)
+    for a, b in ((0, 2), (1, 3)):  # the same shard
+        assert not any(torch.equal(seen[a][step], seen[b][step]) for step in range(1, STEPS + 1))
+        assert torch.equal(last[a], last[b])
+    mean = [(seen[a][8] + seen[b][8]) / 2 for a, b in ((0, 2), (1, 3))]
+    torch.testing.assert_close(saved[0].sort().values, torch.cat(mean).sort().values, rtol=0, atol=1e-7)
+
+
+def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_trials(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="ranks 0-3 are one replica, by what they share, so there is nothing to explore with"):
+        on_ranks(_sharded, 4, str(tmp_path / "spread"), 1, SPREAD)
+    plain = on_ranks(_sharded, 4, str(tmp_path / "plain"), 1, None)
+    auto = on_ranks(_sharded, 4, str(tmp_path / "auto"), 1, {"controller": hdet.AutoLR})  # too short a run for it to move anything
+    assert all(torch.equal(a[-1], b[-1]) for a, b in zip(plain, auto, strict=True))
