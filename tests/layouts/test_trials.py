@@ -19,6 +19,8 @@ from tests.layouts.common import CLOSE, RATE, batch, flat, loss_of, model
 def trained(net: Any, replicas: hdet.Replicas | None, shards: list[int]) -> tuple[list[float], torch.Tensor]:
     """Losses of the arms, and the weights of the last one, as which the run goes on."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    with torch.no_grad():
+        loss_of(net, batch(0, shards[0]))  # an evaluation before, which leaves the parameters of FSDP gathered
     controller = Tries(Trials(net), end=hdet.Restore("arm 2"))
     ensemble = hdet.Ensemble(optimizer, None, total_steps=100, replicas=replicas, controller=controller)
     for step in range(STEPS + SCORES):
@@ -39,8 +41,6 @@ def on_a_mesh(rank: int, world: int, shape: tuple[int, ...]) -> tuple[list[float
     net = model()
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
-    with torch.no_grad():
-        loss_of(net, batch(0, rank))  # an evaluation before, which leaves parameters gathered
     return trained(net, None if len(shape) == 1 else hdet.Replicas.from_mesh(mesh), [rank])
 
 
