@@ -56,7 +56,7 @@ def check_storage(master_weights: object, moment_dtype: object, seed: object, de
         raise ValueError(f'decay_at={decay_at!r} is unknown; choose "replica" or "base"')
 
 
-def check_matrices(params: Any, name: str) -> None:
+def check_dimensions(params: Any, name: str) -> None:
     """Refuses parameters that have no rows and columns."""
     entries: Sequence[Any] = [params] if isinstance(params, Tensor) else list(params or ())
     for i, entry in enumerate(entries):

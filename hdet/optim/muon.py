@@ -141,7 +141,7 @@ class FusedMuon(FusedOptimizer):
             groups.check_off(group, ("amsgrad", "differentiable"), name, "FusedAdamW")
             return
         _check_muon(group, name)
-        groups.check_matrices(group.get("params", ()), name)
+        groups.check_dimensions(group.get("params", ()), name)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         if group["use_muon"]:
