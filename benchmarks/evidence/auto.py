@@ -6,6 +6,9 @@
 Starts are exponents of 2 times the rate that people would write first. The table has, for each start, what is missing of (untrained - best): of
 the fixed rate, and of AutoLR from there. Best is the lowest loss of any run of this workload, length and seed, those of
 benchmarks.evidence.fixed_rates included, of which this runs what is missing at the same starts. Lines of the test half are written once.
+
+A run whose rate AutoLR has left alone is the fixed run, to the bit (tests/controllers/test_auto.py). So it ends here with the last trial, its line says
+"kept", and the table takes the fixed run's loss.
 """
 
 from __future__ import annotations
@@ -31,6 +34,12 @@ from .training import Method, Parts, plain, train
 from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, TEST, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/auto.jsonl"
+
+
+class Kept(Exception):
+    """No trial is to come, and none has changed anything."""
+
+
 HARM = 0.5
 """Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
 
@@ -90,17 +99,28 @@ def run(workload: str, exponent: int, seed: int, steps: int, budget: float) -> R
             log=lambda record, step: records.append(record),
         )  # fmt: skip
         seen.extend((controller, ensemble, records))
-        return parts
+
+        def after(batch: Batch) -> None:
+            parts.after(batch)
+            if kept(controller):
+                raise Kept
+
+        return replace(parts, after=after, crashes=(*parts.crashes, Kept))
 
     outcome = train(replace(chosen.problem, steps=steps), Method(chosen.optimizer, build, rate, None), rate, seed)
     controller, ensemble, records = seen
     return {
         "benchmark": "auto", "workload": workload, "exponent": exponent, "rate": rate, "seed": seed, "steps": steps, "budget": budget,
-        "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
+        "kept": kept(controller), "validation": outcome.validation, "untrained": fixed_rates.untrained(workload, seed), "correction": ensemble.corrections["lr"],
         "spent_percent": 100 * controller.rule.spent / steps, "report": controller.report(),
         "notes": [[record["step"], note] for record in records for note in record["notes"]],
         "seconds": outcome.seconds, "torch": torch.__version__,
     }  # fmt: skip
+
+
+def kept(controller: hdet.AutoLR) -> bool:
+    """From now on the run is the one without it."""
+    return controller.idle and all(now == yours for yours, now in controller.rule.peaks)
 
 
 key = identity("workload", "exponent", "seed", "steps", "budget")
@@ -121,11 +141,12 @@ def missing(loss: float | None, untrained: float, best: float) -> float:
 def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     """A line for each run, and the worst of them."""
     cell = identity("workload", "steps", "seed")
+    same = {fixed_rates.key(record): record for record in fixed}
+    records = [{**record, "validation": same[fixed_rates.key(record)]["validation"]} if record["kept"] else record for record in records]
     every: dict[Any, list[float]] = {}
     for record in (*records, *fixed):
         if record["validation"] is not None:
             every.setdefault(cell(record), []).append(record["validation"])
-    same = {fixed_rates.key(record): record for record in fixed}
     lines = ["| workload | steps | seed | start | fixed: missing | AutoLR: missing | difference | correction | compute |", "|---" * 9 + "|"]
     harms, left, held = [], [], []
     for record in records:

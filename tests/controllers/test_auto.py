@@ -17,9 +17,9 @@ TOTAL = 1500
 
 
 def auto(lr: float, **settings: Any) -> Run:
-    """Four times the budget of a run of usual length, in a run that is a tenth of it."""
+    """The trials of a run of 10 000 steps, in one of 1 500."""
     of_controller = {key: settings.pop(key) for key in ("judge", "before_step", "place") if key in settings}
-    make = functools.partial(hdet.AutoLR, budget=settings.pop("budget", 0.12), **of_controller)
+    make = functools.partial(hdet.AutoLR, budget=settings.pop("budget", 0.2), **of_controller)
     return run(make, together=1, lr=lr, spread=0.0, **{"total": TOTAL, **settings})
 
 
@@ -37,7 +37,7 @@ def above_best(ran: Run) -> float:
 def test_a_rate_that_is_kept_leaves_the_run_as_it_would_have_been_to_the_bit() -> None:
     ran = auto(0.03).steps()
     assert ran.ensemble.corrections == {"lr": 1.0} and torch.equal(ran.weights(), fixed(0.03).weights())
-    assert any("kept" in note for note in ran.notes()) and 0.06 * TOTAL < ran.controller.rule.spent <= 0.12 * TOTAL
+    assert any("kept" in note for note in ran.notes()) and 0.15 * TOTAL < ran.controller.rule.spent <= 0.2 * TOTAL
 
 
 @pytest.mark.parametrize("lr", [0.03 / 2**7, 0.01, 0.1, 0.03 * 2**7])
@@ -55,11 +55,11 @@ def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
 def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hdet")
     ran = auto(0.03)
-    assert ran.controller.report() == "trials from steps 0, 90, of at most 12% of the run's compute"
+    assert ran.controller.report() == "trials from steps 0, 90, of at most 20% of the run's compute"
     said = ran.steps().controller.report()
     assert said.startswith("best peak ") and "; yours 0.03, kept, after trials" in said
     assert [record.getMessage().split(": ", 1)[1][:12] for record in caplog.records] == ["trials from ", said[:12]]
-    assert "yours 0.0001, now 0.0064" in auto(1e-4).steps().controller.report()
+    assert "yours 0.0001, now 0.013" in auto(1e-4).steps().controller.report()
 
 
 def test_a_closure_is_asked_for_in_the_first_step() -> None:
@@ -72,7 +72,7 @@ def test_a_closure_is_asked_for_in_the_first_step() -> None:
 
 @pytest.mark.parametrize("lr", [100.0, 1e3])
 def test_a_rate_that_breaks_in_the_first_steps_is_found_without_a_warm_up(lr: float) -> None:
-    ran = auto(lr, optimizer=torch.optim.SGD, scheduler=None).steps(200)
+    ran = auto(lr, optimizer=torch.optim.SGD, scheduler=None).steps()
     assert ran.ensemble.corrections["lr"] <= 2**-6 and ran.validation() < Run(net=model()).validation()
     with pytest.raises(hdet.ReplicasDiverged):
         run(lambda model: None, together=1, lr=lr, spread=0.0, optimizer=torch.optim.SGD, scheduler=None, total=TOTAL).steps(200)

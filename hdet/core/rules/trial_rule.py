@@ -2,14 +2,16 @@
 
 A run is told nothing by its own losses about a rate that it does not have; and a look a few steps ahead prefers a rate that is too low, because
 most of what a high rate costs is noise, which goes when the rate falls. So copies of the run train beside it for ``steps`` steps at several
-multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. What they say is right for a run about as long
-as the run has been: from the start the best rate of 60 steps, later that of a tenth of the run, which lies within a factor of about two of
-the best one for the whole (docs/evidence.md). Hence the rounds:
+multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. How much that says depends on the trial's length,
+and on where in the run it begins (docs/evidence.md, "What a trial can tell"). Hence the rounds:
 
 - One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
   (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
-- *Checks* at several parts of the run, with multiples close by. Where another arm is clearly better, the base value moves to the vertex of the
-  parabola through the three, less a margin. Else it stays, and the run is bit for bit the one that it would have been.
+- One *check* early in the run, at a quarter of the rate and at four times, for as many steps as the budget has. Where one of them is clearly
+  better, the base value moves half the way to it, and the check is repeated while the budget lasts. Else it stays, and the run is bit for bit the
+  one that it would have been.
+
+Later on in the run there is no check: there the rate that anneals soonest looks best, a right one's half as well as a wrong one's.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
 SCORED = 2
 """A score for so many steps of a trial,"""
-SCORES = (12, 48)
+SCORES = (12, 96)
 """at least and at most. Scores are forward passes alone, and a difference that is lost in their noise was trained for in vain."""
 
 
@@ -55,21 +57,29 @@ class Round:
 
     at: float
     """The part of the run after which it begins."""
-    below: float
-    above: float
-    """Octaves between the rate in force and the other two arms."""
-    margin: float
-    """Octaves by which a check goes less far than the parabola says."""
-    scan: bool = False
+    octaves: tuple[float, ...]
+    """From the rate in force to each arm's, ascending."""
+
+    @property
+    def scan(self) -> bool:
+        """Is it at the first step, from the run's own beginning?"""
+        return self.at == 0
 
 
-SCAN = Round(0.0, 3.0, 7.0, 0.0, scan=True)
-CHECKS = (Round(0.06, 2.0, 2.0, 0.5), Round(0.15, 1.0, 1.0, 0.25), Round(0.3, 1.0, 1.0, 0.25))
-ALONE = Round(0.1, 2.0, 2.0, 0.5)
+SCAN = Round(0.0, (-3.0, 0.0, 7.0))
+CHECK = Round(0.06, (-2.0, 0.0, 2.0))
+ALONE = Round(0.1, (-2.0, 0.0, 2.0))
+"""The check of a run that is too short for a scan."""
 ENOUGH = 24
 """Steps of a trial that a round is planned for."""
-WORTH = 0.005
-"""Of what the run has learned so far: a gain that is smaller moves nothing."""
+SCANNED = 28
+"""Steps of a scan at most: what is grossly wrong shows in them, and the rest of the budget tells more in the check."""
+CHECKED = 224
+"""Steps of a check for which it takes all that is left of the budget. In fewer, pretrained weights look best at a rate that is far too low."""
+RAISES, LOWERS = 0.0025, 0.005
+"""Of what the run has learned so far: a gain that is smaller moves nothing. Short trials lean towards low rates, so less is asked of a higher one."""
+PART = 0.5
+"""Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
 LITTLE = 0.3
@@ -78,9 +88,9 @@ frequencies in its first steps, at any high rate alike, and that says nothing ab
 FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
-"""How often a scan, or a check that went as far as it could, is repeated."""
+"""How often a scan, or a check that has moved the rate, is repeated."""
 WITHIN = 2.0
-"""Octaves around the rate in force, within which the best one is said to lie. The parabola's vertex would say more, and be wrong: what is best in some
+"""Octaves around the rate in force, within which the best one is said to lie. The scores would say more, and be wrong: what is best in some
 60 steps is up to three octaves below what is best for the run."""
 
 
@@ -100,7 +110,7 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 1 + len(CHECKS), whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
+        "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
@@ -148,7 +158,7 @@ class TrialRule(Controller):
         if not self._rates:
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
         affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
-        self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, *CHECKS[: affords - 1])
+        self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
@@ -174,7 +184,7 @@ class TrialRule(Controller):
 
     def _spend(self) -> None:
         if self.used and self.round < len(self.rounds):
-            self.spent += len(self._multiples()) * self._cost(self.used)
+            self.spent += len(self._octaves()) * self._cost(self.used)
         self.used = 0
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
@@ -202,27 +212,34 @@ class TrialRule(Controller):
         return Plan(spread=False)
 
     def _affordable(self, now: Moment) -> int:
-        """Steps of a trial: what is left of the budget is shared evenly by the rounds to come, unless that is too little for this one."""
+        """Steps of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough."""
         pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
-        left, arms = self.budget * self._total * pace - self.spent, len(self._multiples())
-        worth = max(left / (len(self.rounds) - self.round), min(left, arms * self._cost(ENOUGH))) / arms
+        left, arms = self.budget * self._total * pace - self.spent, len(self._octaves())
+        if self.rounds[self.round].scan:
+            worth = min(left / 2, arms * self._cost(SCANNED))
+        else:
+            worth = max(left / (1 + AGAIN), min(left, arms * self._cost(CHECKED)))
+        worth /= arms
         steps = int(worth - self.judged / 3) if self.judged else _steps(worth)
         left_of_run = self._total - now.schedule_step
         return min(steps, int(LONGEST * left_of_run), left_of_run - _scores(steps) - 1)
 
-    def _multiples(self) -> list[float]:
+    def _octaves(self) -> tuple[float, ...]:
         """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
         this = self.rounds[self.round]
-        above = this.above + (FARTHER * self.repeated if this.scan else 0)
-        return [2.0**-this.below, 1.0, *([] if this.scan and self.lowered else [2.0**above])]
+        below, same, above = this.octaves
+        if not this.scan:
+            return this.octaves
+        return (below, same) if self.lowered else (below, same, above + FARTHER * self.repeated)
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
-        multiples, scores = self._multiples(), _scores(self.used)
+        multiples, scores = [2.0**octave for octave in self._octaves()], _scores(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self.rounds[self.round].scan
-        of, origin = ("peak", ORIGIN) if scan else ("base", "")
-        settings = {"trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores}
+        origin = ORIGIN if scan else ""
+        # Of the peak, though a long warm-up may not have reached it: it is the peak that is to be found.
+        settings = {"trial": self.trial, "multiples": multiples, "of": "peak", "origin": origin, "steps": self.used, "scores": scores}
         # What breaks in a scan is taken back by it.
         keep = self._keep(len(multiples), origin)
         return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=keep, judged=not scan or self._fixed)
@@ -238,66 +255,65 @@ class TrialRule(Controller):
             return self._nothing(evidence)
         steps = self.used
         self._spend()
-        arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(self._multiples()))
+        octaves = self._octaves()
+        arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(octaves))
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
-        scan, broke = self.rounds[self.round].scan, any(row[0] for row in told)
-        octaves, note, adopted = self._scanned(arms, steps, broke) if scan else self._checked(arms, steps, in_force)
-        self.peaks.append([peak, in_force * 2.0**octaves])
-        decision = Decision(factor=2.0**octaves, note=note, ramp=steps if octaves > 0 else 0)
+        by_octave = dict(zip(octaves, arms, strict=True))
+        if self.rounds[self.round].scan:
+            moved, note, adopted = self._scanned(by_octave, steps, broke=any(row[0] for row in told))
+        else:
+            moved, note, adopted = self._checked(by_octave, steps, in_force)
+        self.peaks.append([peak, in_force * 2.0**moved])
+        decision = Decision(factor=2.0**moved, note=note, ramp=steps if moved > 0 else 0)
         decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
         return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
 
     def hold(self, evidence: Evidence) -> Learned:
         return self._nothing(evidence)
 
-    def _scanned(self, arms: Sequence[Sequence[float]], steps: int, broke: bool) -> Finding:
-        """``broke``: are the run's own weights not finite?"""
-        this, above = self.rounds[self.round], math.log2(self._multiples()[-1])
-        lower, same, *higher = arms
+    def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
+        """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
+        below, above = min(arms), max(arms)
+        lower, same = arms[below], arms[0.0]
         if max(lower) >= BROKEN:
             self._repeat(lowered=True)
-            return -2 * this.below, f"even 2^{-this.below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
+            return 2 * below, f"even 2^{below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
         if broke or _far_better(lower, same):
             self._repeat(lowered=True)
-            why = f"2^{-this.below:g} times the rate is better in {steps} steps from the start"
-            return -this.below, f"{why}: the run goes on as that arm", "arm 0"
-        if higher and not self.judged and _better(higher[0], same) and self._far_behind(same, higher[0]):
+            return below, f"2^{below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm", "arm 0"
+        if above > 0 and not self.judged and _better(arms[above], same) and self._far_behind(same, arms[above]):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
-        return 0.0, f"in {steps} steps from the start neither 2^{-this.below:g} nor 2^{above:g} times the rate is better: kept", None
-
-    def _checked(self, arms: Sequence[Sequence[float]], steps: int, peak: float) -> Finding:
-        """Of the ``peak`` in force."""
-        this = self.rounds[self.round]
-        lower, same, higher = arms
-        best = min((lower, same, higher), key=mean)
-        to = _vertex(-this.below, mean(lower) - mean(same), this.above, mean(higher) - mean(same))
-        octaves = 0.0
-        if (
-            best is same
-            or not _better(best, same)
-            or (best is lower) != (to < 0)
-            or mean(same) - mean(best) < WORTH * abs(self._learned(same))
-            or (self.judged and best is higher and not self._far_behind(same, higher))
-        ):
-            self._next()
-        else:
-            octaves = math.copysign(max(0.0, abs(to) - this.margin), to)
-            if abs(to) >= (this.above if to > 0 else this.below):
-                self._repeat(lowered=False)
-            else:
-                self._next()
-        now = peak * 2.0**octaves
-        low, high = now / 2.0**WITHIN, now * 2.0**WITHIN
-        self.found.append([low, high])
-        moved = f"now {now:.2g}" if octaves else "kept"
+        tried = " nor ".join(f"2^{octave:g}" for octave in arms if octave)
         return (
-            octaves,
-            f"best peak {low:.2g} to {high:.2g}: in {steps} steps {peak * 2.0**to:.2g} was the best, {peak:.2g} was in force, {moved}",
+            0.0,
+            f"in {steps} steps from the start {'neither ' if above > 0 else 'not even '}{tried} times the rate is better: kept",
             None,
         )
+
+    def _checked(self, arms: Mapping[float, Sequence[float]], steps: int, peak: float) -> Finding:
+        """Of the ``peak`` in force."""
+        octave = min(arms, key=lambda octave: mean(arms[octave]))
+        best, same = arms[octave], arms[0.0]
+        worth = (RAISES if octave > 0 else LOWERS) * abs(self._learned(same))
+        moved = 0.0
+        if (
+            _better(best, same)
+            and mean(same) - mean(best) >= worth
+            and not (self.judged and octave > 0 and not self._far_behind(same, best))
+        ):
+            moved = PART * octave
+            self._repeat(lowered=False)
+        else:
+            self._next()
+        now = peak * 2.0**moved
+        low, high = now / 2.0**WITHIN, now * 2.0**WITHIN
+        self.found.append([low, high])
+        was = f"{peak * 2.0**octave:.2g} was the best" if octave else "no other was better"
+        what = f"now {now:.2g}" if moved else "kept"
+        return moved, f"best peak {low:.2g} to {high:.2g}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
@@ -320,7 +336,7 @@ def _steps(worth: float) -> int:
     """Of a trial that, with its scores, costs each arm what so many steps of the run do."""
     low, high = SCORES
     within = worth / (1 + 1 / (3 * SCORED))
-    return int(worth - low / 3 if within < low * SCORED else worth - high / 3 if within > high * SCORED else within)
+    return int((worth - low / 3 if within < low * SCORED else worth - high / 3 if within > high * SCORED else within) + 1e-9)
 
 
 def _scores(steps: int) -> int:
@@ -345,12 +361,3 @@ def _far_better(a: Sequence[float], b: Sequence[float]) -> bool:
     """Is ``a`` so much lower that one would see it without the same batches? Pretrained weights lose a little under any high rate, at first; long runs
     make up for it, and are the better for it."""
     return _better(a, b) and mean(b) - mean(a) > CLEAR * stdev(a) / math.sqrt(len(a))
-
-
-def _vertex(low: float, at_low: float, high: float, at_high: float) -> float:
-    """Where the parabola through (low, at_low), (0, 0) and (high, at_high) is lowest, within [low, high]."""
-    slope_low, slope_high = at_low / low, at_high / high
-    curve = (slope_high - slope_low) / (high - low)
-    if curve <= 0:
-        return low if at_low < at_high else high
-    return min(max(-(slope_low - curve * low) / (2 * curve), low), high)
