@@ -89,6 +89,7 @@ def test_the_budget_holds_whatever_arms_score(total: int, arms: list[float] | No
         step += length
         if not plan.measure:
             assert not plan.snapshots and not plan.spread
+            tell(rule, plan, step, None, total_steps=total)
             continue
         settings = plan.measure[TRIALS]
         assert length == settings["steps"] + settings["scores"] and settings["steps"] >= FEWEST and len(plan.measure) == 1
@@ -125,7 +126,7 @@ def test_the_scan_keeps_a_rate_that_is_not_grossly_wrong() -> None:
     assert tell(rule, plan, 36, [3.0, 2.5, 2.8])[::2] == (0.0, None)
     assert at(rule, 36) == Plan(steps=50, spread=False) and at(rule, 590) == Plan(steps=10, spread=False)
     check = at(rule, 600).measure[TRIALS]
-    assert check["of"] == "peak" and check["origin"] == "" and check["multiples"] == [2.0**octave for octave in CHECK.octaves]
+    assert check["of"] == "base" and check["origin"] == "" and check["multiples"] == [2.0**octave for octave in CHECK.octaves]
 
 
 def test_the_scan_keeps_a_rate_whose_harm_is_less_than_what_batches_differ_by() -> None:
@@ -203,6 +204,20 @@ def test_a_check_keeps_the_rate_unless_another_is_clearly_better(arms: list[floa
     moved, note, end = tell(rule, at(rule, 600), 700, arms)
     assert moved == octaves and end is None and ("kept" in note) == (not octaves), why
     assert rule.idle == (not octaves)
+
+
+def test_a_check_waits_for_the_end_of_the_warm_up_but_not_for_ever() -> None:
+    """In a warm-up four times the rate is better, also of the right one."""
+    low = {"peak": [1e-3, 0.1], "scheduled": [1e-4, 0.1]}
+    rule = started()
+    tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8], **low)
+    assert at(rule, 600) == at(rule, 3400) == Plan(steps=50, spread=False)
+    other = started()
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    tell(rule, at(rule, 3400), 3450, None, **{**low, "scheduled": [0.91e-3, 0.1]})
+    assert at(rule, 3450).measure
+    assert at(other, 3450) == Plan(steps=50, spread=False)
+    assert at(other, 3500) == Plan(spread=False) and other.idle
 
 
 def test_a_judge_lowers_a_rate_and_raises_it_only_where_it_has_hardly_learned_anything() -> None:

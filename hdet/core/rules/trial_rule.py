@@ -7,7 +7,7 @@ and on where in the run it begins (docs/evidence.md, "What a trial can tell"). H
 
 - One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
   (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
-- One *check* early in the run, at a quarter of the rate and at four times, for as many steps as the budget has. Where one of them is clearly
+- One *check* early in the run, but after the warm-up, at a quarter of the rate and at four times, for as many steps as the budget has. Where one of them is clearly
   better, the base value moves half the way to it, and the check is repeated while the budget lasts. Else it stays, and the run is bit for bit the
   one that it would have been.
 
@@ -76,8 +76,10 @@ SCANNED = 28
 """Steps of a scan at most: what is grossly wrong shows in them, and the rest of the budget tells more in the check."""
 CHECKED = 224
 """Steps of a check for which it takes all that is left of the budget. In fewer, pretrained weights look best at a rate that is far too low."""
-RAISES, LOWERS = 0.0025, 0.005
+RAISES, LOWERS = 0.0025, 0.004
 """Of what the run has learned so far: a gain that is smaller moves nothing. Short trials lean towards low rates, so less is asked of a higher one."""
+RISEN, LATEST = 0.9, 0.35
+"""Of its peak: what the schedule has to have reached before a check, which would prefer a higher rate in a warm-up. Of the run: how long that may take."""
 PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
@@ -110,7 +112,7 @@ class TrialRule(Controller):
     needs_replicas = False
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
-        "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "spent": Number(0),
+        "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
@@ -132,6 +134,8 @@ class TrialRule(Controller):
         """How often it has been repeated."""
         self.lowered = False
         """Has this scan lowered the rate?"""
+        self.risen = False
+        """Has the schedule come near its peak?"""
         self.spent = 0.0
         """Steps' worth of compute that trials have taken."""
         self.trial = 0
@@ -201,11 +205,14 @@ class TrialRule(Controller):
             self._resumed = False
             return Plan(steps=None if self._fixed else 1, spread=False)
         while not self.idle:
-            due = math.ceil(self.rounds[self.round].at * self._total)
-            if now.schedule_step < due:
-                return Plan(steps=None if self._fixed else min(self._interval, due - now.schedule_step), spread=False)
+            this = self.rounds[self.round]
+            due = math.ceil(this.at * self._total)
+            waits = not this.scan and not self.risen
+            if now.schedule_step < due or (waits and now.schedule_step < LATEST * self._total):
+                length = min(self._interval, due - now.schedule_step) if now.schedule_step < due else self._interval
+                return Plan(steps=None if self._fixed else length, spread=False)
             steps = self._affordable(now)
-            if steps >= FEWEST:
+            if steps >= FEWEST and not waits:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 return self._trial(now)
             self._next()
@@ -237,9 +244,8 @@ class TrialRule(Controller):
         multiples, scores = [2.0**octave for octave in self._octaves()], _scores(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self.rounds[self.round].scan
-        origin = ORIGIN if scan else ""
-        # Of the peak, though a long warm-up may not have reached it: it is the peak that is to be found.
-        settings = {"trial": self.trial, "multiples": multiples, "of": "peak", "origin": origin, "steps": self.used, "scores": scores}
+        of, origin = ("peak", ORIGIN) if scan else ("base", "")
+        settings = {"trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores}
         # What breaks in a scan is taken back by it.
         keep = self._keep(len(multiples), origin)
         return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=keep, judged=not scan or self._fixed)
@@ -247,6 +253,7 @@ class TrialRule(Controller):
     # -- learn ---------------------------------------------------------------------------------------------------------------
 
     def decide(self, evidence: Evidence) -> Learned:
+        self._look_at_schedule(evidence)
         seen = [loss for loss in evidence.losses if loss is not None]
         if not self.first and seen:
             self.first = [mean(seen)]
@@ -270,7 +277,12 @@ class TrialRule(Controller):
         return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
 
     def hold(self, evidence: Evidence) -> Learned:
+        self._look_at_schedule(evidence)
         return self._nothing(evidence)
+
+    def _look_at_schedule(self, evidence: Evidence) -> None:
+        first = self._rates[0]
+        self.risen = self.risen or evidence.scheduled[first] >= RISEN * evidence.peak[first]
 
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
         """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
