@@ -59,7 +59,7 @@ def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCapture
     said = ran.steps().controller.report()
     assert said.startswith("best peak ") and "; yours 0.03, kept, after trials" in said
     assert [record.getMessage().split(": ", 1)[1][:12] for record in caplog.records] == ["trials from ", said[:12]]
-    assert "yours 0.0001, now 0.013" in auto(1e-4).steps().controller.report()
+    assert "yours 0.0001, now 0.0064" in auto(1e-4).steps().controller.report()
 
 
 def test_a_closure_is_asked_for_in_the_first_step() -> None:
