@@ -18,7 +18,7 @@ from .groups import decaying_matrices
 Key = tuple[object, ...]
 
 
-def _problem(
+def problem(
     name: str,
     build: Callable[[int], nn.Module],
     draw: Callable[[Key, int], Batch],
@@ -39,7 +39,7 @@ def _problem(
     )
 
 
-def _labelled(model: nn.Module, batch: Batch) -> Tensor:
+def labelled(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -178,7 +178,7 @@ def _trained() -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=1500)
     for step in range(1500):
-        _labelled(model, _clusters(("pretraining", step), 64)).mean().backward()
+        labelled(model, _clusters(("pretraining", step), 64)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -239,9 +239,9 @@ def _next_token(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none").mean(1)
 
 
-SERIES = _problem("series", drawn(Forecaster), _series, _surprise)
-SETS = _problem("sets", drawn(Sets), _sets, _labelled)
-PAIRS = _problem("pairs", drawn(Towers), _pairs, _contrast, size=64)
-CLUSTERS = _problem("clusters", drawn(_network), _clusters, _labelled, decay=1e-4)
-TRANSFER = _problem("transfer", _from_other_clusters, _near, _labelled)
-BRACKETS = _problem("brackets", drawn(Reader), _brackets, _next_token, size=16)
+SERIES = problem("series", drawn(Forecaster), _series, _surprise)
+SETS = problem("sets", drawn(Sets), _sets, labelled)
+PAIRS = problem("pairs", drawn(Towers), _pairs, _contrast, size=64)
+CLUSTERS = problem("clusters", drawn(_network), _clusters, labelled, decay=1e-4)
+TRANSFER = problem("transfer", _from_other_clusters, _near, labelled)
+BRACKETS = problem("brackets", drawn(Reader), _brackets, _next_token, size=16)
