@@ -26,6 +26,7 @@ cuda_note: str
 INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
+CODE_BLOCK: int
 CALL_SETTINGS: int
 GROUP_SETTINGS: int
 ROW_BYTES: int
@@ -44,6 +45,7 @@ class StepPlan:
     rule: int
     zero_gradients: int
     all_float: int
+    any_codes: int
     seed: int
     first_replica: int
     gradients: int
@@ -51,6 +53,9 @@ class StepPlan:
     masters: int
     exp_avgs: int
     exp_avg_sqs: int
+    exp_avg_scales: int
+    exp_avg_sq_scales: int
+    codebooks: int
     counters: int
     ids: int
     groups: int

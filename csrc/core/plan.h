@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "eight_bit.h"
 #include "hyper.h"
 #include "numbers.h"
 
@@ -16,6 +17,7 @@ namespace hdet {
 
 // 16384 floats are 64 KiB a stream: a step's four streams fit an L2 cache, and a 1M-element tensor still gives 64 blocks.
 constexpr int64_t kChunkElements = 16384;
+static_assert(kChunkElements % kCodeBlock == 0, "no block of codes lies in two chunks");
 
 struct alignas(16) Chunk {
   int64_t offset;   // elements from the start of its tensor
@@ -58,6 +60,7 @@ struct StepPlan {
   Rule rule;
   int32_t zero_gradients;  // 1: the gradients are zeros afterwards, also where the step was skipped
   int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master: the loops need not ask
+  int32_t any_codes;       // 1: some tensor's moments are codes; those of a tensor are either all codes or none
   uint64_t seed;           // of stochastic rounding
   int32_t first_replica;   // number of the plan's first replica, for random numbers
 
@@ -67,6 +70,9 @@ struct StepPlan {
   void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
   void* const* exp_avgs;       // [tensor], where Formats::exp_avg is not none; or null
   void* const* exp_avg_sqs;    // the same
+  float* const* exp_avg_scales;     // [tensor][block], where Formats::exp_avg is codes; or null
+  float* const* exp_avg_sq_scales;  // the same
+  const Codebook* codebooks;   // of first and of second moments; null without codes
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
   const int32_t* groups;       // [tensor] whose settings it has
