@@ -70,9 +70,13 @@ struct Coded : Update<Rule, kMany, false> {
 
   // Of a chunk that is coded. Fills shared memory.
   __device__ __forceinline__ void prepare(Codebook* books) {
-    constexpr int kNumbers = (Rule::kSecond ? 2 : 1) * sizeof(Codebook) / sizeof(float);
     phase([&](int thread) {
-      for (int i = thread; i < kNumbers; i += kStepThreads) books->values[i] = plan.codebooks->values[i];
+      for (int book = 0; book < (Rule::kSecond ? 2 : 1); ++book) {
+        for (int i = thread; i < 256; i += kStepThreads) {
+          books[book].values[i] = plan.codebooks[book].values[i];
+          books[book].thresholds[i] = plan.codebooks[book].thresholds[i];
+        }
+      }
     });
     first = codes_of(plan.exp_avgs, plan.exp_avg_scales, books);
     if (Rule::kSecond) second = codes_of(plan.exp_avg_sqs, plan.exp_avg_sq_scales, books + 1);
