@@ -1,9 +1,13 @@
-"""Moments in 8 bits: csrc/core/eight_bit.h in Triton. A table is 512 floats: values by code, then thresholds."""
+"""Moments in 8 bits: csrc/core/eight_bit.h in Triton. A table is a Codebook of that file: values by code, thresholds, starts."""
 
 import triton
 import triton.language as tl
 
 from .numbers import CODE_BLOCK, bits_of, float_of
+
+LEAST_SHARE, LEAST_SHARE_BITS = tl.constexpr(2.0**-21), tl.constexpr(106 << 23)
+TABLE_FLOATS = tl.constexpr(512 + 2704 // 4)
+"""a table's size"""
 
 
 @triton.jit
@@ -21,11 +25,10 @@ def encode(table, share, SIGNED: tl.constexpr):
     if SIGNED:
         magnitude = tl.abs(share)
     thresholds = table + 256
-    code = tl.zeros_like(bits_of(share)).to(tl.int32)
-    for i in tl.static_range(8):
-        half = 128 >> i
-        if half < 128 or not SIGNED:
-            code += tl.where(tl.load(thresholds + (code + (half - 1))) < magnitude, half, 0)
+    starts = (table + 512).to(tl.pointer_type(tl.uint8))
+    part = tl.where(magnitude > LEAST_SHARE, (bits_of(magnitude) - LEAST_SHARE_BITS) >> 16, 0)
+    code = tl.load(starts + part).to(tl.int32)
+    code += (tl.load(thresholds + code) < magnitude).to(tl.int32)
     if SIGNED:
         code += tl.where(share < -tl.load(thresholds), 128, 0)
     return code

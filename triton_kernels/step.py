@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
-from .eight_bit import load_codes, store_codes
+from .eight_bit import TABLE_FLOATS, load_codes, store_codes
 from .numbers import BF16, CODE_BLOCK, CODES, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
 from .rules import HYPER_ROW, direction, load_row, take_step
 
@@ -103,7 +103,7 @@ def load_shared(shared, offsets, mask, V: tl.constexpr):
     elif V.exp_avg != NONE:
         exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
     if V.exp_avg_sq == CODES:
-        exp_avg_sq = load_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), floats(shared.tables) + 512, offsets, mask)
+        exp_avg_sq = load_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), floats(shared.tables) + TABLE_FLOATS, offsets, mask)
     elif V.exp_avg_sq != NONE:
         exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
     return gradient, exp_avg, exp_avg_sq
@@ -125,7 +125,7 @@ def new_direction(shared, place, row, start, loaded, offsets, live, param, V: tl
     if V.exp_avg_sq == BF16 and V.stochastic:
         tl.store(shared.exp_avg_sq + offsets, to_bf16_stochastic(exp_avg_sq, bits >> 16), mask=live, eviction_policy="evict_first")
     elif V.exp_avg_sq == CODES:
-        tables = floats(shared.tables) + 512
+        tables = floats(shared.tables) + TABLE_FLOATS
         store_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), tables, offsets, live, exp_avg_sq, False, BLOCK)
     elif V.exp_avg_sq != NONE:
         store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq, True)

@@ -17,17 +17,6 @@
 #define HDET_ROLLED
 #endif
 
-// A short loop of a known length becomes straight code.
-#if defined(__CUDA_ARCH__)
-#define HDET_UNROLLED _Pragma("unroll")
-#elif defined(__CUDACC__)  // the pass for the host, which runs none of this
-#define HDET_UNROLLED
-#elif defined(__clang__)
-#define HDET_UNROLLED _Pragma("clang loop unroll(full)")
-#else
-#define HDET_UNROLLED _Pragma("GCC unroll 8")
-#endif
-
 namespace hdet {
 
 HDET_HD uint32_t bits_of(float x) {

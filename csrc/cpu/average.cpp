@@ -34,9 +34,9 @@ void average_floats(const hdet::AveragePlan& plan, const hdet::Chunk& c) {
   HDET_INDEPENDENT
   for (int i = 0; i < c.length; ++i) {
     float sum = hdet::kEmptySum;
-    HDET_UNROLLED
+    HDET_UNROLL
     for (int k = 0; k < N; ++k) sum = hdet::add_weighted(sum, weights[k], p[k][i]);
-    HDET_UNROLLED
+    HDET_UNROLL
     for (int k = 0; k < N; ++k) p[k][i] = sum;
   }
 }

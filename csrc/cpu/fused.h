@@ -20,7 +20,7 @@ struct Batch {
   }
 
   void take_steps(int i, float u) const {
-    HDET_UNROLLED
+    HDET_UNROLL
     for (int k = 0; k < N; ++k) p[k][i] = hdet::take_step(rows[k], p[k][i], u);
   }
 };

@@ -18,7 +18,7 @@ void add_squares(const float* values, int length, double* lanes) {
   __builtin_memcpy(sums, lanes, sizeof sums);
   int start = 0;
   for (; start + kLanes <= length; start += kLanes) {
-    HDET_UNROLLED
+    HDET_UNROLL
     for (int j = 0; j < kVectors; ++j) {
       Floats x;
       __builtin_memcpy(&x, values + start + j * kWidth, sizeof x);

@@ -45,7 +45,7 @@ void write_outputs(const Work& w, int32_t first, int64_t element, int length, co
   }
   HDET_INDEPENDENT
   for (int i = 0; i < length; ++i) {
-    HDET_UNROLLED
+    HDET_UNROLL
     for (int k = 0; k < N; ++k) outputs[k][i] = Type::from(hdet::take_step(rows[k], base[i], displacement[i]));
   }
 }

@@ -1,7 +1,6 @@
 // The update where moments are codes of 8 bits. A warp has a block of codes, eight elements a thread: the rule's new moments stay in
 // registers until shuffles have found the block's largest ones, and then become codes. AdamW on float32 parameters moves 16 bytes a
-// parameter, on split bfloat16 with bfloat16 gradients 14. A code takes eight steps of a search in shared memory, so that, unlike the
-// other steps, this one waits for the issue of instructions.
+// parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory.
 //
 // At the ends of a tensor, and where streams are not aligned, elements are done one by one, and twice: once to find the largest.
 #include "kernels.h"
@@ -37,7 +36,7 @@ struct Codes {
   __device__ __forceinline__ void store(const Place& at, float scale, const float (&x)[kWidth]) const {
     uint32_t words[2] = {};
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(book->thresholds, x[i] / scale) << 8 * (i % 4);
+    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, x[i] / scale) << 8 * (i % 4);
     if constexpr (kWidth == 1) {
       write<Use::once>(codes, at.first, static_cast<uint8_t>(words[0]));
     } else {
@@ -76,6 +75,7 @@ struct Coded : Update<Rule, kMany, false> {
           books[book].values[i] = plan.codebooks[book].values[i];
           books[book].thresholds[i] = plan.codebooks[book].thresholds[i];
         }
+        for (int i = thread; i < kStarts; i += kStepThreads) books[book].starts[i] = plan.codebooks[book].starts[i];
       }
     });
     first = codes_of(plan.exp_avgs, plan.exp_avg_scales, books);

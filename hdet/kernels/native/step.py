@@ -52,7 +52,7 @@ class NativeStepPlan:
         plan.rule = list(RULES).index(t.rule)
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
         if t.coded():
-            self.codebooks = self.memory.place(codebook(torch.device("cpu")))
+            self.codebooks = self.memory.place(codebook())
             plan.any_codes, plan.codebooks = 1, self.codebooks.data_ptr()
         self._note_all_float()
 

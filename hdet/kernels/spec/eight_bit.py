@@ -19,6 +19,8 @@ from torch import Tensor
 BLOCK = 256
 """Elements of a tensor that share a scale, counted from its first one as it lies on this rank. A chunk holds whole blocks."""
 CODES = torch.uint8
+STARTS = 2704
+"""parts of the way from 2^-21 to 1 that have one threshold at most, 128 for each exponent: where a kernel's search for a code begins"""
 LEAST_SCALE = 2.0**-104
 """from here on scale * table is a normal float32, for every entry but 0"""
 
@@ -52,34 +54,45 @@ def thresholds(signed: bool) -> tuple[float, ...]:
 
 
 @functools.cache
-def codebook(device: torch.device) -> Tensor:
-    """[signed, unsigned][values by code, thresholds][256], float32: what kernels read (csrc/core/eight_bit.h)."""
+def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values by code, thresholds."""
+    table = list(magnitudes(signed))
+    values = table + [-x for x in table] if signed else table
+    return torch.tensor(values, device=device), torch.tensor(thresholds(signed), device=device)
+
+
+@functools.cache
+def codebook() -> Tensor:
+    """[signed, unsigned][bytes] on the CPU: what kernels read, as csrc/core/eight_bit.h has it."""
+    parts = (torch.arange(STARTS) << 16) + (127 - 21 << 23)  # the bits of the numbers at which they begin
     rows = []
     for signed in (True, False):
-        table = list(magnitudes(signed))
-        rows.append([table + [-x for x in table] if signed else table, [*thresholds(signed)]])
-        rows[-1][1] += [math.inf] * (256 - len(rows[-1][1]))
-    return torch.tensor(rows, dtype=torch.float32).to(device)
+        values, limits = _tables(signed, torch.device("cpu"))
+        starts = torch.bucketize(parts.int().view(torch.float32), limits).byte()
+        starts[0] = 0
+        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf)))
+        rows.append(torch.cat([t.view(torch.uint8) for t in (values, limits, starts)]))
+    return torch.stack(rows)
 
 
 def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes in the shape of the float32 values, and a scale for each block."""
     flat = values.detach().contiguous().view(-1)
     scales = _scales(flat)
-    table = codebook(flat.device)[0 if signed else 1]
+    _, limits = _tables(signed, flat.device)
     share = flat / _spread(scales, flat.numel())
-    place = torch.bucketize(share.abs() if signed else share, table[1][: 127 if signed else 255])
-    codes = torch.where(share.isnan(), 0, place)
+    codes = torch.bucketize(share.abs() if signed else share, limits)
+    codes = torch.where(share.isnan(), 0, codes)
     if signed:
-        codes = codes + 128 * (share < -table[1][0])  # no code for minus zero
+        codes = codes + 128 * (share < -limits[0])  # no code for minus zero
     return codes.to(CODES).view(values.shape), scales
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The float32 values."""
     flat = codes.reshape(-1)
-    table = codebook(codes.device)[0 if signed else 1]
-    return (table[0][flat.long()] * _spread(scales, flat.numel())).view(codes.shape)
+    values, _ = _tables(signed, codes.device)
+    return (values[flat.long()] * _spread(scales, flat.numel())).view(codes.shape)
 
 
 def _scales(flat: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class TritonStepPlan:
         self.groups = place(torch.tensor(tensors.groups, dtype=torch.int32))
         self.ids = place(torch.tensor(range(count) if tensors.ids is None else tensors.ids, dtype=torch.int32))
         seed = (tensors.stochastic or 0) % 2**64
-        self.codebook = place(codebook(torch.device("cpu"))) if tensors.coded() else None
+        self.codebook = place(codebook()) if tensors.coded() else None
         tables = 0 if self.codebook is None else self.codebook.data_ptr()
         self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica, tables], dtype=torch.int64))
         self.all_chunks = place(t.chunk_table(range(count), self.elements))
