@@ -160,7 +160,6 @@ class Layout:
             )
         return placed
 
-
     def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
         """The state as it is handed out: codes are float32 values, as long as what is returned lives. Loading them gives the same codes."""
         coded = [(place, name) for place, name in enumerate(self.moments) if stored.scale_key(name) in state]

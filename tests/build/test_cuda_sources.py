@@ -16,7 +16,15 @@ SOURCES = ROOT / "csrc" / "cuda"
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
 
 # kernels by source
-KERNELS = {"step.cu": 4 * len(RULES), "coded.cu": 2 * len(RULES), "rank_one.cu": 1 + 2 * len(RULES), "derive.cu": 3, "norm.cu": 2, "average.cu": 2, "pair.cu": 2}
+KERNELS = {
+    "step.cu": 4 * len(RULES),
+    "coded.cu": 2 * len(RULES),
+    "rank_one.cu": 1 + 2 * len(RULES),
+    "derive.cu": 3,
+    "norm.cu": 2,
+    "average.cu": 2,
+    "pair.cu": 2,
+}
 REGISTERS = 65536
 """of one multiprocessor"""
 

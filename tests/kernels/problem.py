@@ -82,7 +82,9 @@ class Problem:
         self.memory: dict[str, Guarded] = {}
         first = self._column("exp_avg", [f.exp_avg for f in self.formats], 1)
         second = self._column("exp_avg_sq", [f.exp_avg_sq for f in self.formats], 2)
-        first_scales, second_scales = (self._scales(f"{name}_scale", column) for name, column in (("exp_avg", first), ("exp_avg_sq", second)))
+        first_scales, second_scales = (
+            self._scales(f"{name}_scale", column) for name, column in (("exp_avg", first), ("exp_avg_sq", second))
+        )
         sets: dict[str, list[Guarded]] = {"param": [], "master": []}
         for k in range(case.replicas):
             for j, (name, column) in enumerate(sets.items()):

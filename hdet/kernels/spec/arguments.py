@@ -112,7 +112,9 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 
 def _check_lengths(t: StepTensors, count: int) -> None:
-    columns = [(name, getattr(t, name)) for name in ("groups", "steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "ids")]
+    columns = [
+        (name, getattr(t, name)) for name in ("groups", "steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "ids")
+    ]
     for name in ("params", "masters"):
         sets = getattr(t, name)
         if sets is not None and len(sets) != t.num_replicas:

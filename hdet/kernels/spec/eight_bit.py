@@ -11,6 +11,7 @@ as much, and neighbours in the table differ by 0.35 % at least.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import torch
@@ -49,7 +50,7 @@ def thresholds(signed: bool) -> tuple[float, ...]:
     Half-way, float32. Only an unsigned number that is not 0 never becomes 0: a second moment is what steps are divided by.
     """
     table = magnitudes(signed)
-    middles = [(a + b) / 2 for a, b in zip(table, table[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
     return tuple(torch.tensor(middles if signed else [0.0, *middles[1:]], dtype=torch.float64).float().tolist())
 
 
