@@ -228,23 +228,29 @@ def full(tensor: Any) -> Tensor:
 def values(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Parameters, then moments as they are saved."""
     saved = optimizer.state_dict()["state"]
-    return [full(t) for t in [*model.parameters(), *(state[key] for state in saved.values() for key in ("exp_avg", "exp_avg_sq"))]]
+    return [full(t) for t in [*model.parameters(), *(state[key] for state in saved.values() for key in state if key != "step")]]
 
 
-def saved_by(rank: int, world_size: int, folder: str) -> tuple[list[Tensor], list[Tensor]]:
+def optimizer_of(model: nn.Module, kind: str, moment_dtype: str | None = "8bit") -> Any:
+    if kind == "adamw":
+        return FusedAdamW(model.parameters(), lr=1e-2, moment_dtype=moment_dtype, max_grad_norm=1.0)
+    return FusedMuon(model.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.ndim == 2, moment_dtype=moment_dtype)
+
+
+def saved_by(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
     model = model_of(world_size)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2, moment_dtype="8bit", max_grad_norm=1.0)
+    optimizer = optimizer_of(model, kind)
     trained(model, optimizer, range(3))
-    assert optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.uint8
+    assert torch.uint8 in {t.dtype for t in optimizer.state[next(model.parameters())].values()}
     now = values(model, optimizer)
     dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     trained(model, optimizer, range(3, 5))
     return now, values(model, optimizer)
 
 
-def loaded_by(rank: int, world_size: int, folder: str, moment_dtype: str | None = "8bit") -> tuple[list[Tensor], list[Tensor]]:
+def loaded_by(rank: int, world_size: int, folder: str, kind: str, moment_dtype: str | None = "8bit") -> tuple[list[Tensor], list[Tensor]]:
     model = model_of(world_size)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2, moment_dtype=moment_dtype, max_grad_norm=1.0)
+    optimizer = optimizer_of(model, kind, moment_dtype)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -267,19 +273,25 @@ def through_a_full_state(rank: int, world_size: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(values(model, one), values(other, two), strict=True))
 
 
-def test_shards_have_their_own_blocks_and_are_resharded() -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_shards_have_their_own_blocks_and_are_resharded(kind: str) -> None:
     """Saved by two ranks. By two: the same run to the last bit. By one with float32 moments: the same values. In 8 bits: anew, in other
     blocks, off by what 8 bits are off."""
     with tempfile.TemporaryDirectory() as folder:
-        (saved, went_on), *_ = run_ranks(saved_by, 2, folder)
-        for resumed in run_ranks(loaded_by, 2, folder):
+        (saved, went_on), *_ = run_ranks(saved_by, 2, folder, kind)
+        for resumed in run_ranks(loaded_by, 2, folder, kind):
             for expected, found in zip((saved, went_on), resumed, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        wide, _ = loaded_by(0, 1, folder, None)
-        small, after = loaded_by(0, 1, folder)
+        wide, _ = loaded_by(0, 1, folder, kind, None)
+        small, after = loaded_by(0, 1, folder, kind)
     assert all(torch.equal(a, b) for a, b in zip(saved, wide, strict=True))
     for a, b in zip(saved[4:], small[4:], strict=True):
         assert (a - b).norm() < 0.02 * a.norm()
     for a, b, start in zip(went_on[:4], after, saved, strict=False):
-        assert (a - b).norm() <= 0.1 * (a - start).norm()
+        # Muon lifts small singular values, of which gradients of four samples have many, and the rounding in them
+        assert (a - b).norm() <= {"adamw": 0.1, "muon": 0.5}[kind] * (a - start).norm()
+
+
+def test_shards_pass_through_a_full_state() -> None:
     run_ranks(through_a_full_state, 2)
