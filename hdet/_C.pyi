@@ -27,6 +27,7 @@ INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
 CODE_BLOCK: int
+CODEBOOK_BYTES: int
 CALL_SETTINGS: int
 GROUP_SETTINGS: int
 ROW_BYTES: int
@@ -45,7 +46,6 @@ class StepPlan:
     rule: int
     zero_gradients: int
     all_float: int
-    any_codes: int
     seed: int
     first_replica: int
     gradients: int

@@ -60,7 +60,6 @@ struct StepPlan {
   Rule rule;
   int32_t zero_gradients;  // 1: the gradients are zeros afterwards, also where the step was skipped
   int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master: the loops need not ask
-  int32_t any_codes;       // 1: some tensor's moments are codes; those of a tensor are either all codes or none
   uint64_t seed;           // of stochastic rounding
   int32_t first_replica;   // number of the plan's first replica, for random numbers
 
@@ -72,7 +71,7 @@ struct StepPlan {
   void* const* exp_avg_sqs;    // the same
   float* const* exp_avg_scales;     // [tensor][block], where Formats::exp_avg is codes; or null
   float* const* exp_avg_sq_scales;  // the same
-  const Codebook* codebooks;   // of first and of second moments; null without codes
+  const Codebook* codebooks;   // of first and of second moments; null where no tensor has codes. A tensor's moments all are codes, or none is
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
   const int32_t* groups;       // [tensor] whose settings it has

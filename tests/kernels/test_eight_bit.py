@@ -41,7 +41,7 @@ def test_the_table_is_the_papers(signed: bool) -> None:
     torch.testing.assert_close(table, reference.tree(signed), rtol=2.0**-24, atol=0)
     assert ((table[:-1] < thresholds) & (thresholds < table[1:]))[0 if signed else 1 :].all()
     assert signed or thresholds[0] == 0, "a second moment that is not 0 never becomes 0"
-    assert _C.CODE_BLOCK == eight_bit.BLOCK
+    assert _C.CODE_BLOCK == eight_bit.BLOCK and eight_bit.codebook().shape == (2, _C.CODEBOOK_BYTES)
     # where a search begins: a part of 128 for each exponent has one threshold at most, and the first part reaches down to 0
     edges = (torch.arange(21 * 128 + 2) << 16) + (106 << 23)
     parts = torch.bucketize(thresholds.float(), edges.int().view(F32), right=True).clamp(min=1)

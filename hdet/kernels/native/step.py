@@ -53,7 +53,7 @@ class NativeStepPlan:
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
         if t.coded():
             self.codebooks = self.memory.place(codebook())
-            plan.any_codes, plan.codebooks = 1, self.codebooks.data_ptr()
+            plan.codebooks = self.codebooks.data_ptr()
         self._note_all_float()
 
     def _note_all_float(self) -> None:

@@ -28,10 +28,14 @@ def _each(numbers: Tensor) -> Many:
     return Many(numbers.float().unbind())
 
 
-def _moment(gradient: Tensor, kept: Tensor | None, scales: Tensor | None, signed: bool) -> Tensor:
-    """In float32; zeros where none is kept."""
+Kept = tuple[Tensor | None, Tensor | None]
+"""a moment as it is stored, and the scales of one that is codes"""
+
+
+def _value(kept: Tensor | None, scales: Tensor | None, signed: bool, like: Tensor) -> Tensor:
+    """A moment in float32; zeros where none is kept."""
     if kept is None:
-        return torch.zeros_like(gradient)
+        return torch.zeros_like(like)
     return kept.float() if scales is None else eight_bit.decode(kept, scales, signed)
 
 
@@ -140,19 +144,21 @@ class TorchStepPlan:
     def _share(self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None) -> Many:
         """The direction u that all replicas share, from the new moments, which it stores. `params`: replica 0's, for coupled decay."""
         t = self.tensors
-        columns = [_pick(column, members) for column in (t.exp_avgs, t.exp_avg_sqs)]
-        scales = [_pick(column, members) for column in (t.exp_avg_scales, t.exp_avg_sq_scales)]
+        kept = [
+            list(zip(_pick(moments, members), _pick(scales, members), strict=True))
+            for moments, scales in ((t.exp_avgs, t.exp_avg_scales), (t.exp_avg_sqs, t.exp_avg_sq_scales))
+        ]
         g = Many([g.float() for i in members if (g := gradients[i]) is not None]) * row.gradient_scale
         moments = [
-            Many([_moment(*of_one, signed) for of_one in zip(g.tensors, moment, scale, strict=True)])
-            for moment, scale, signed in zip(columns, scales, (True, False), strict=True)
+            Many([_value(*one, signed, like) for one, like in zip(column, g.tensors, strict=True)])
+            for column, signed in zip(kept, (True, False), strict=True)
         ]
         if t.num_replicas > 1:
             params = Many([torch.zeros_like(x) for x in g.tensors])  # no decay in the gradient: see check_group
         u, *new = direction(t.rule, row, g, params, *moments)
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
-        self._store_moments(row, members, columns, scales, new, skip)
+        self._store_moments(row, members, kept, new, skip)
         return u
 
     def _stochastic(self, x: Tensor) -> bool:
@@ -163,25 +169,19 @@ class TorchStepPlan:
         assert t.stochastic is not None
         return rounding.random_words(t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like)
 
-    def _store_moments(
-        self,
-        row: Row,
-        members: list[int],
-        moments: Sequence[list[Tensor | None]],
-        scales: Sequence[list[Tensor | None]],
-        new: Sequence[Many],
-        skip: Tensor | None,
-    ) -> None:
-        for column, scale_column, values, second in zip(moments, scales, new, (False, True), strict=True):
-            for j, (moment, scale, value) in enumerate(zip(column, scale_column, values.tensors, strict=True)):
-                if moment is not None and scale is not None:
-                    for stored, after in zip((moment, scale), eight_bit.encode(value, signed=not second), strict=True):
+    def _store_moments(self, row: Row, members: list[int], kept: Sequence[list[Kept]], new: Sequence[Many], skip: Tensor | None) -> None:
+        for column, values, second in zip(kept, new, (False, True), strict=True):
+            for j, ((moment, scales), value) in enumerate(zip(column, values.tensors, strict=True)):
+                if moment is None:
+                    continue
+                if scales is not None:
+                    for stored, after in zip((moment, scales), eight_bit.encode(value, signed=not second), strict=True):
                         stored.copy_(after if skip is None else torch.where(skip, stored, after))
-                elif moment is not None:
-                    if second and self._stochastic(moment):  # with beta2 = 0.999, rounding to nearest would leave it where it is
-                        random = self._random(row.step[j], -self.tensors.first_replica, members[j], value)
-                        value = rounding.stochastic_bfloat16(value, random >> 16)
-                    moment.copy_(value)
+                    continue
+                if second and self._stochastic(moment):  # with beta2 = 0.999, rounding to nearest would leave it where it is
+                    random = self._random(row.step[j], -self.tensors.first_replica, members[j], value)
+                    value = rounding.stochastic_bfloat16(value, random >> 16)
+                moment.copy_(value)
 
 
 class TorchRankOnePlan(OnLine, TorchStepPlan):
