@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
-from .eight_bit import TABLE_FLOATS, load_codes, store_codes
+from .codes import TABLE_FLOATS, load_codes, store_codes
 from .numbers import BF16, CODE_BLOCK, CODES, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
 from .rules import HYPER_ROW, direction, load_row, take_step
 

@@ -24,7 +24,7 @@ from . import displacement, lists
 from . import group_checks as groups
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies
-from .moments import EIGHT_BIT, Dtype, are_coded, dtype_for, scale_key
+from .moment_storage import EIGHT_BIT, Dtype, are_coded, dtype_for, scale_key
 from .state import LINE_KEYS, MASTER_KEYS, REPLICA_KEYS, Layout, kept_masters, like_first, replicas_for, reset_master, state_sets
 from .step_plans import Hyper, Part, Planned
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdet.kernels.spec.arguments import FLOATS
 
-from .moments import EIGHT_BIT
+from .moment_storage import EIGHT_BIT
 
 
 def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) -> None:

@@ -21,8 +21,8 @@ from hdet.kernels.spec.arguments import check_step_tensors
 from hdet.tensors import dtensor as shards
 
 from . import owners
-from .moments import entries, scale_key
-from .moments import values_of as values_of_moment
+from .moment_storage import entries, scale_key
+from .moment_storage import values_of as values_of_moment
 from .newton_schulz import Iteration, orthogonalise
 from .state import kept_masters
 from .step_plans import master_columns

@@ -23,7 +23,7 @@ from . import step_plans as plans
 from .finish import ShardedClip
 from .fused import FusedOptimizer, Options
 from .matrices import Matrix, MatrixStep, Row, check_matrices
-from .moments import dtype_for
+from .moment_storage import dtype_for
 from .newton_schulz import Iteration
 from .split_params import split_groups
 from .state import Layout, adopt, kept_masters, state_sets

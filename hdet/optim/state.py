@@ -15,7 +15,7 @@ from hdet.kernels.spec.eight_bit import CODES
 from hdet.tensors import dtensor as shards
 
 from . import lists
-from . import moments as stored
+from . import moment_storage as stored
 
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")

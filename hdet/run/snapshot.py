@@ -12,7 +12,7 @@ from torch.optim import Adagrad, Optimizer
 from ..core.plan import SnapshotOf
 from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
-from ..optim.moments import EIGHT_BIT
+from ..optim.moment_storage import EIGHT_BIT
 from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 import hdet
 from hdet.kernels.spec import eight_bit
 from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD
-from hdet.optim.moments import SMALLEST
+from hdet.optim.moment_storage import SMALLEST
 from tests.distributed import run_ranks
 
 from .test_replicas import copies
