@@ -132,7 +132,8 @@ class MatrixStep:
             yield batch
 
     def directions(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """Moves the momentum of matrices of one group, and returns what is to be orthogonalised, float32, as it lies on this rank."""
+        """Moves the momentum of matrices of one group, and returns what is to be orthogonalised, float32, as it lies on this rank. Momentum in
+        8 bits is decoded and encoded by torch's calls, which is little beside Newton-Schulz."""
         momentum, nesterov, maximize = (getattr(self.rows[matrices[0].group].settings, key) for key in ("beta1", "nesterov", "maximize"))
         gradients = [matrix.gradient.float() for matrix in matrices]
         if self.scale is not None:
