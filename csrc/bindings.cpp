@@ -53,6 +53,7 @@ void define_step_plan(py::module_& m) {
       HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
       HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(all_float) HDET_FIELD(seed) HDET_FIELD(first_replica)
       HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs)
+      HDET_FIELD(exp_avg_scales) HDET_FIELD(exp_avg_sq_scales) HDET_FIELD(codebooks)
       HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(groups) HDET_FIELD(rates)
       HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
       HDET_FIELD(grad_scale) HDET_FIELD(found_inf);
@@ -173,9 +174,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 7;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 8;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
+  m.attr("CODE_BLOCK") = hdet::kCodeBlock;
+  m.attr("CODEBOOK_BYTES") = sizeof(hdet::Codebook);
   m.attr("CALL_SETTINGS") = hdet::kCallSettings;
   m.attr("GROUP_SETTINGS") = hdet::kGroupSettings;
   m.attr("ROW_BYTES") = sizeof(hdet::HyperRow);

@@ -26,6 +26,8 @@ cuda_note: str
 INTERFACE: int
 CHUNK_ELEMENTS: int
 CHUNK_BYTES: int
+CODE_BLOCK: int
+CODEBOOK_BYTES: int
 CALL_SETTINGS: int
 GROUP_SETTINGS: int
 ROW_BYTES: int
@@ -51,6 +53,9 @@ class StepPlan:
     masters: int
     exp_avgs: int
     exp_avg_sqs: int
+    exp_avg_scales: int
+    exp_avg_sq_scales: int
+    codebooks: int
     counters: int
     ids: int
     groups: int

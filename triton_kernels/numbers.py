@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 
 NONE, F32, BF16, F16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+CODES = tl.constexpr(4)
+"""of moments alone: 8 bits, csrc/core/eight_bit.h"""
+CODE_BLOCK = tl.constexpr(256)
+"""elements that share a scale"""
 SPLIT = tl.constexpr(2)
 """a master that is the lower half of a bfloat16 parameter, 16 bits as well"""
 
@@ -79,6 +83,9 @@ def pointer(address, element, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
     elif FORMAT == F16:
         p = (address + element * 2).to(tl.pointer_type(tl.float16))
         return tl.multiple_of(p, 2 * VECTOR)
+    elif FORMAT == CODES:
+        p = (address + element).to(tl.pointer_type(tl.uint8))
+        return tl.multiple_of(p, VECTOR)
     else:
         p = (address + element * 2).to(tl.pointer_type(tl.uint16))
         return tl.multiple_of(p, 2 * VECTOR)

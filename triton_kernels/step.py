@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
-from .numbers import BF16, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
+from .codes import TABLE_FLOATS, load_codes, store_codes
+from .numbers import BF16, CODE_BLOCK, CODES, NONE, load, load_parameter, pointer, rounding_bits, store, store_parameter, to_bf16_stochastic
 from .rules import HYPER_ROW, direction, load_row, take_step
 
-SHARED = tl.constexpr(2)
-"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq; then params[K], masters[K]"""
+SHARED = tl.constexpr(4)
+"""columns of the address table before those of the replicas: exp_avg, exp_avg_sq and the scales of both; then params[K], masters[K]"""
 HELD = tl.constexpr(4)
 """up to so many replicas' addresses are held in registers; of more they are read again in each block"""
 
@@ -40,6 +41,9 @@ class Shared(NamedTuple):
     gradient: tl.tensor
     exp_avg: tl.tensor
     exp_avg_sq: tl.tensor
+    exp_avg_scales: tl.tensor  # as numbers: addresses of the chunk's first block of codes
+    exp_avg_sq_scales: tl.tensor
+    tables: tl.tensor  # of first and of second moments
 
 
 class Place(NamedTuple):
@@ -84,14 +88,23 @@ def load_batch(place, offsets, mask, FIRST: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def floats(address):
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
 def load_shared(shared, offsets, mask, V: tl.constexpr):
     """Gradient and moments."""
     gradient = load(shared.gradient, offsets, mask, V.gradient, True)
     exp_avg = tl.zeros_like(gradient)  # 0 times an infinite gradient would be NaN
     exp_avg_sq = exp_avg
-    if V.exp_avg != NONE:
+    if V.exp_avg == CODES:
+        exp_avg = load_codes(shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, mask)
+    elif V.exp_avg != NONE:
         exp_avg = load(shared.exp_avg, offsets, mask, V.exp_avg, True)
-    if V.exp_avg_sq != NONE:
+    if V.exp_avg_sq == CODES:
+        exp_avg_sq = load_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), floats(shared.tables) + TABLE_FLOATS, offsets, mask)
+    elif V.exp_avg_sq != NONE:
         exp_avg_sq = load(shared.exp_avg_sq, offsets, mask, V.exp_avg_sq, True)
     return gradient, exp_avg, exp_avg_sq
 
@@ -105,10 +118,15 @@ def new_direction(shared, place, row, start, loaded, offsets, live, param, V: tl
     bits = tl.zeros((BLOCK,), tl.uint32)
     if V.stochastic and (V.exp_avg_sq == BF16 or (V.first and V.param == BF16)):
         bits = rounding_bits(place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK)
-    if V.exp_avg != NONE:
+    if V.exp_avg == CODES:
+        store_codes(shared.exp_avg, floats(shared.exp_avg_scales), floats(shared.tables), offsets, live, exp_avg, True, BLOCK)
+    elif V.exp_avg != NONE:
         store(shared.exp_avg, offsets, live, exp_avg, V.exp_avg, True)
     if V.exp_avg_sq == BF16 and V.stochastic:
         tl.store(shared.exp_avg_sq + offsets, to_bf16_stochastic(exp_avg_sq, bits >> 16), mask=live, eviction_policy="evict_first")
+    elif V.exp_avg_sq == CODES:
+        tables = floats(shared.tables) + TABLE_FLOATS
+        store_codes(shared.exp_avg_sq, floats(shared.exp_avg_sq_scales), tables, offsets, live, exp_avg_sq, False, BLOCK)
     elif V.exp_avg_sq != NONE:
         store(shared.exp_avg_sq, offsets, live, exp_avg_sq, V.exp_avg_sq, True)
     return u, bits
@@ -167,6 +185,9 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
         pointer(gradient, chunk.offset, V.gradient, V.vector),
         pointer(tl.load(columns), chunk.offset, V.exp_avg, V.vector),
         pointer(tl.load(columns + 1), chunk.offset, V.exp_avg_sq, V.vector),
+        tl.load(columns + 2) + chunk.offset // CODE_BLOCK * 4,
+        tl.load(columns + 3) + chunk.offset // CODE_BLOCK * 4,
+        tl.load(random + 2),
     )
     place = Place(
         gradient,
@@ -191,16 +212,18 @@ def update(
     rows,
     replica_rows,
     control,
-    random,  # seed, first replica
+    random,  # seed, first replica, address of the tables of codes
     V: tl.constexpr,
 ):
-    VECTOR: tl.constexpr = V.vector
+    # what is left of a chunk after its last whole vector, or its last whole block of codes, goes into one block
+    UNIT: tl.constexpr = CODE_BLOCK if V.exp_avg == CODES else V.vector
+    REST: tl.constexpr = CODE_BLOCK if V.exp_avg == CODES else TAIL
     chunk = load_chunk(chunks)
     shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
     row = load_row(rows + chunk.tensor * HYPER_ROW)
     length = live_length(chunk, place.gradient)
-    whole = whole_vectors(length, VECTOR)
+    whole = whole_vectors(length, UNIT)
     for start in range(0, whole, V.block):
         update_block(shared, place, row, start, whole, V, V.block)
     if whole < length:
-        update_block(shared, place, row, whole, length, V, TAIL)
+        update_block(shared, place, row, whole, length, V, REST)

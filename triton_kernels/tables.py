@@ -15,7 +15,7 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 16384
 
-FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}
 MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 """in the order of csrc/core/numbers.h: DType, Master"""
 

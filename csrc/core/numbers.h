@@ -5,7 +5,7 @@
 
 namespace hdet {
 
-enum class DType : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3 };
+enum class DType : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3, codes = 4 };  // codes: of moments alone, eight_bit.h
 
 // What stands beside a parameter of 16 bits: nothing; its float32 value; or the 16 bits that its bfloat16 lacks (split).
 enum class Master : int32_t { none = 0, f32 = 1, split = 2 };
@@ -82,7 +82,7 @@ HDET_HD uint16_t lower_half(float x) {
   return static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
 }
 
-// How the streams of one tensor are stored, two bits each, in Chunk::formats.
+// How the streams of one tensor are stored, four bits each, in Chunk::formats.
 struct Formats {
   DType gradient, param;
   Master master;
@@ -91,8 +91,8 @@ struct Formats {
 };
 
 HDET_HD Formats unpack_formats(int32_t packed) {
-  return {static_cast<DType>(packed & 3),      static_cast<DType>(packed >> 2 & 3), static_cast<Master>(packed >> 4 & 3),
-          static_cast<DType>(packed >> 6 & 3), static_cast<DType>(packed >> 8 & 3), (packed >> 10 & 1) != 0};
+  return {static_cast<DType>(packed & 15),       static_cast<DType>(packed >> 4 & 15),  static_cast<Master>(packed >> 8 & 15),
+          static_cast<DType>(packed >> 12 & 15), static_cast<DType>(packed >> 16 & 15), (packed >> 20 & 1) != 0};
 }
 
 }  // namespace hdet

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "eight_bit.h"
 #include "hyper.h"
 #include "numbers.h"
 
@@ -16,6 +17,7 @@ namespace hdet {
 
 // 16384 floats are 64 KiB a stream: a step's four streams fit an L2 cache, and a 1M-element tensor still gives 64 blocks.
 constexpr int64_t kChunkElements = 16384;
+static_assert(kChunkElements % kCodeBlock == 0, "no block of codes lies in two chunks");
 
 struct alignas(16) Chunk {
   int64_t offset;   // elements from the start of its tensor
@@ -67,6 +69,9 @@ struct StepPlan {
   void* const* masters;        // [replica][tensor], where Formats::master is not none; or null
   void* const* exp_avgs;       // [tensor], where Formats::exp_avg is not none; or null
   void* const* exp_avg_sqs;    // the same
+  float* const* exp_avg_scales;     // [tensor][block], where Formats::exp_avg is codes; or null
+  float* const* exp_avg_sq_scales;  // the same
+  const Codebook* codebooks;   // of first and of second moments; null where no tensor has codes. A tensor's moments all are codes, or none is
   float* const* counters;      // [tensor] torch's step counters, float32
   const int32_t* ids;          // [tensor] for random numbers
   const int32_t* groups;       // [tensor] whose settings it has

@@ -5,6 +5,7 @@
 // functions may be used (see portable.h on comdat copies).
 #pragma once
 
+#include "../core/eight_bit.h"
 #include "../core/numbers.h"
 #include "../core/philox.h"
 #include "../core/rules.h"
@@ -74,6 +75,78 @@ void put(DType type, void* stream, int64_t element, int length, const float* val
   } else {
     narrow(type, values, at<uint16_t>(stream, element), length);
   }
+}
+
+// A moment and what belongs to it.
+struct Moment {
+  DType type;
+  bool is_signed;
+  void* numbers;
+  float* scales;               // of codes
+  const hdet::Codebook* book;  // likewise
+};
+
+using hdet::kCodeBlock;
+static_assert(kBlock % kCodeBlock == 0, "a block of a stream holds whole blocks of codes");
+
+// These loops have one step of the way each, so that reads from tables are vectorised where there is an instruction for them.
+void decode(const hdet::Codebook& book, float scale, const uint8_t* __restrict codes, float* __restrict values, int length) {
+  const float* const table = book.values;
+  int32_t places[kCodeBlock];
+  for (int i = 0; i < length; ++i) places[i] = codes[i];
+  for (int i = 0; i < length; ++i) values[i] = table[places[i]] * scale;
+}
+
+template <bool kSigned>
+void encode(const hdet::Codebook& book, float scale, const float* __restrict values, uint8_t* __restrict codes, int length) {
+  const float* const thresholds = book.thresholds;
+  const float negative = kSigned ? -thresholds[0] : 0.0f;
+  float shares[kCodeBlock], magnitudes[kCodeBlock];
+  int32_t places[kCodeBlock];
+  for (int i = 0; i < length; ++i) {
+    shares[i] = values[i] / scale;
+    magnitudes[i] = kSigned ? hdet::float_of(hdet::magnitude_bits(shares[i])) : shares[i];
+    places[i] = static_cast<int32_t>(hdet::part_of(magnitudes[i]));
+  }
+  for (int i = 0; i < length; ++i) places[i] = book.starts[places[i]];
+  for (int i = 0; i < length; ++i) places[i] += thresholds[places[i]] < magnitudes[i] ? 1 : 0;
+  for (int i = 0; i < length; ++i) codes[i] = static_cast<uint8_t>(places[i] | (kSigned && shares[i] < negative ? 128 : 0));
+}
+
+uint32_t largest_bits(const float* __restrict values, int length) {
+  uint32_t largest = 0;
+  for (int i = 0; i < length; ++i) {
+    const uint32_t bits = hdet::magnitude_bits(values[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// The blocks of codes among these elements, the first of which begins one: work(start, length, its number).
+template <class Work>
+void over_code_blocks(int64_t element, int length, const Work& work) {
+  for (int start = 0; start < length; start += kCodeBlock) {
+    work(start, length - start < kCodeBlock ? length - start : kCodeBlock, (element + start) / kCodeBlock);
+  }
+}
+
+// A block of a moment as float32.
+float* open(const Moment& m, int64_t element, int length, Staging& staging) {
+  if (m.type != DType::codes) return open(m.type, m.numbers, element, length, staging);
+  over_code_blocks(element, length, [&](int start, int count, int64_t block) {
+    decode(*m.book, m.scales[block], at<const uint8_t>(m.numbers, element + start), staging.values + start, count);
+  });
+  return staging.values;
+}
+
+void put(const Moment& m, int64_t element, int length, const float* values, const uint16_t* random = nullptr) {
+  if (m.type != DType::codes) return put(m.type, m.numbers, element, length, values, random);
+  over_code_blocks(element, length, [&](int start, int count, int64_t block) {
+    const float scale = m.scales[block] = hdet::scale_of(largest_bits(values + start, count));
+    uint8_t* const codes = at<uint8_t>(m.numbers, element + start);
+    if (m.is_signed) encode<true>(*m.book, scale, values + start, codes, count);
+    else encode<false>(*m.book, scale, values + start, codes, count);
+  });
 }
 
 void join_halves(const uint16_t* __restrict upper, const uint16_t* __restrict lower, float* __restrict values, int length) {

@@ -69,6 +69,13 @@ struct Work {
     const Master kind = plan.masters == nullptr ? Master::none : formats.master;
     return {formats.param, kind, plan.params[place(k)], entry(plan.masters, place(k))};
   }
+  Moment first() const { return moment(true, formats.exp_avg, plan.exp_avgs, plan.exp_avg_scales); }
+  Moment second() const { return moment(false, formats.exp_avg_sq, plan.exp_avg_sqs, plan.exp_avg_sq_scales); }
+  Moment moment(bool is_first, DType type, void* const* numbers, float* const* scales) const {
+    const bool coded = type == DType::codes;
+    return {type, is_first, entry(numbers, chunk.tensor), coded ? scales[chunk.tensor] : nullptr,
+            coded ? plan.codebooks + (is_first ? 0 : 1) : nullptr};
+  }
   bool random_params() const { return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none; }
   void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {
     random_bits(plan, row.step, replica, plan.ids[chunk.tensor], element, length, shift, out);
@@ -84,19 +91,19 @@ void share(const Work& w, int64_t element, int length, const float* p, float* u)
   const Formats& f = w.formats;
   const int32_t tensor = w.chunk.tensor;
   const float* const g = open(f.gradient, w.plan.gradients[tensor], element, length, g_buffer);
-  void* const first = f.exp_avg == DType::none ? nullptr : entry(w.plan.exp_avgs, tensor);
-  void* const second = Rule::kSecond ? w.plan.exp_avg_sqs[tensor] : nullptr;
+  const bool kept = f.exp_avg != DType::none && w.plan.exp_avgs != nullptr;
+  const Moment first = w.first(), second = w.second();
   float* m = m_buffer.values;
-  if (first != nullptr) m = open(f.exp_avg, first, element, length, m_buffer);
+  if (kept) m = open(first, element, length, m_buffer);
   else __builtin_memset(m, 0, static_cast<unsigned long>(length) * sizeof(float));  // SGD without momentum
-  float* const v = Rule::kSecond ? open(f.exp_avg_sq, second, element, length, v_buffer) : nullptr;
+  float* const v = Rule::kSecond ? open(second, element, length, v_buffer) : nullptr;
 
   directions<Rule>(w.row, g, p, m, v, u, length);
-  if (first != nullptr) put(f.exp_avg, first, element, length, m);
+  if (kept) put(first, element, length, m);
   if (!Rule::kSecond) return;
   const bool stochastic = f.stochastic && f.exp_avg_sq == DType::bf16;
   if (stochastic) w.random(0, element, length, 16, random);
-  put(f.exp_avg_sq, second, element, length, v, stochastic ? random : nullptr);
+  put(second, element, length, v, stochastic ? random : nullptr);
 }
 
 void zero_gradient(const Work& w) {

@@ -3,6 +3,8 @@
 // So a host can run a kernel as well, a block after the other and a phase as a loop over its threads (tests/kernels/shim).
 #pragma once
 
+#include <cstdint>
+
 #include <cuda_runtime.h>
 
 namespace hdet::cuda {
@@ -22,6 +24,26 @@ __device__ __forceinline__ void phase(const Work& work) {
   __syncthreads();
 }
 
+// What each thread keeps from one phase to the next, in its registers.
+template <class T, int kThreads>
+struct PerThread {
+  T own;
+  __device__ __forceinline__ T& operator[](int) { return own; }
+};
+
+// The largest number of each 32 neighbours, for all of them.
+template <int kThreads>
+__device__ __forceinline__ void largest_of_warps(PerThread<uint32_t, kThreads>& numbers) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, numbers.own, distance);
+    numbers.own = numbers.own < other ? other : numbers.own;
+  }
+}
+
+// Afterwards the threads of a warp see what all of them have written, and have read what they read before.
+__device__ __forceinline__ void warps_meet() { __syncwarp(); }
+
 // Shared memory of the size that the launch asked for.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
@@ -40,6 +62,23 @@ template <class Work>
 void phase(const Work& work) {
   threads(work);
 }
+
+template <class T, int kThreads>
+struct PerThread {
+  T all[kThreads];
+  T& operator[](int thread) { return all[thread]; }
+};
+
+template <int kThreads>
+void largest_of_warps(PerThread<uint32_t, kThreads>& numbers) {
+  for (int first = 0; first < kThreads; first += 32) {
+    uint32_t largest = 0;
+    for (int i = first; i < first + 32; ++i) largest = largest < numbers[i] ? numbers[i] : largest;
+    for (int i = first; i < first + 32; ++i) numbers[i] = largest;
+  }
+}
+
+inline void warps_meet() {}
 
 template <class T>
 T* dynamic_shared() {

@@ -36,7 +36,8 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
-  launch(name, kernel_for(plan.rule, many, plan.all_float != 0), grid, stream, plan);
+  if (plan.codebooks != nullptr) launch_coded(plan, grid, stream);
+  else launch(name, kernel_for(plan.rule, many, plan.all_float != 0), grid, stream, plan);
 }
 
 }  // namespace hdet::cuda

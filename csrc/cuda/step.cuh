@@ -55,23 +55,29 @@ struct Update : Shared<Rule, kFloat> {
     }
   }
 
-  // Fills shared memory; then how the chunk is cut.
+  // How the chunk is cut.
   __device__ __forceinline__ Cut prepare() {
     const int head = head_of(gradient, formats.gradient, wide());
-    bool vectors = Base::are_in_step(head, wide());
+    const bool vectors = prepare_replicas(head, wide());
+    return cut(chunk.length, head, wide(), vectors && Base::are_in_step(head, wide()));
+  }
+
+  // Fills shared memory. Whether all parameters are in step.
+  __device__ __forceinline__ bool prepare_replicas(int head, bool wide) {
     if constexpr (kMany) {
       phase([&](int thread) {
         for (int k = thread; k < count(); k += kStepThreads) {
           Replica r = replica_at(k);
-          r.in_step = in_step(r.param, head, wide());
+          r.in_step = in_step(r.param, head, wide);
           replicas[k] = r;
         }
       });
+      bool vectors = true;
       for (int k = 0; k < count(); ++k) vectors = vectors && replicas[k].in_step;
+      return vectors;
     } else {
-      vectors = vectors && in_step(own.param, head, wide());
+      return in_step(own.param, head, wide);
     }
-    return cut(chunk.length, head, wide(), vectors);
   }
 
   // One turn: everything that becomes of these elements.
@@ -90,8 +96,13 @@ struct Update : Shared<Rule, kFloat> {
       Base::direction(at, raw, p, bits, u);
     }
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
-    if (skipped()) return;
+    if (!skipped()) follow_all(at, raw_params, u, bits);
+  }
 
+  // Every replica takes its step along u; the first batch has been loaded.
+  template <int kWidth>
+  __device__ __forceinline__ void follow_all(const Place& at, Raw<kWidth> (&raw_params)[kBatch], const float (&u)[kWidth],
+                                             uint32_t (&bits)[kWidth]) const {
     for (int first = 0;;) {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
@@ -144,18 +155,23 @@ constexpr int blocks_per_multiprocessor() {
 }
 
 template <class Rule, bool kMany, bool kFloat>
-__global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kFloat>())
-    step_kernel(const __grid_constant__ StepPlan plan) {
-  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
-  Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
-  const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
-  if (nothing_to_do) return;
+__device__ __forceinline__ void update_chunk(Update<Rule, kMany, kFloat>& update) {
   const Cut parts = update.prepare();
   threads([&](int thread) {
     over_elements<kStepThreads>(
         parts, update.chunk.length, thread, [&](const Place& at) { update.template turn<kEight>(at); },
         [&](const Place& at) { update.template turn<1>(at); });
   });
+}
+
+template <class Rule, bool kMany, bool kFloat>
+__global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kFloat>())
+    step_kernel(const __grid_constant__ StepPlan plan) {
+  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
+  Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
+  const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
+  if (nothing_to_do) return;
+  update_chunk(update);
 }
 
 }  // namespace hdet::cuda

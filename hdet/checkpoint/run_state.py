@@ -267,7 +267,8 @@ def _blank_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Te
         step(stand_in)
     except Exception:  # noqa: BLE001 - one that needs more than gradients, such as LBFGS: what it keeps is known after its first step
         return {}
-    return {key: value for key, value in stand_in.state[image].items() if value is not None and key not in REPLICA_KEYS}
+    held = stand_in.saved_state(image) if hasattr(stand_in, "saved_state") else stand_in.state[image]
+    return {key: value for key, value in held.items() if value is not None and key not in REPLICA_KEYS}
 
 
 def _on_the_device_of(loaded: Any, present: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -24,6 +24,7 @@ from . import displacement, lists
 from . import group_checks as groups
 from . import step_plans as plans
 from .finish import Averaging, ShardedClip, check_copies
+from .moment_storage import EIGHT_BIT, Dtype, are_coded, dtype_for, scale_key
 from .state import LINE_KEYS, MASTER_KEYS, REPLICA_KEYS, Layout, kept_masters, like_first, replicas_for, reset_master, state_sets
 from .step_plans import Hyper, Part, Planned
 
@@ -50,7 +51,7 @@ class Options(TypedDict, total=False):
 
     maximize: bool
     master_weights: str | None
-    moment_dtype: torch.dtype | None
+    moment_dtype: torch.dtype | str | None
     stochastic_rounding: bool
     seed: int
     max_grad_norm: float | None
@@ -72,8 +73,9 @@ class FusedOptimizer(Optimizer):
             half the parameter's spacing is lost (see stochastic_rounding). "fp32": a float32 value, of which the parameter is the
             rounded copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value; the parameter is rounded
             to nearest, ties away from zero. float16 parameters get "fp32" then.
-        moment_dtype: how moments are stored, torch.float32 (None) or torch.bfloat16. In bfloat16 a second moment is rounded
-            stochastically: to nearest, an average with beta2 = 0.999 would stand still.
+        moment_dtype: how moments are stored, torch.float32 (None), torch.bfloat16 or "8bit". In bfloat16 a second moment is rounded
+            stochastically: to nearest, an average with beta2 = 0.999 would stand still. "8bit": codes in blocks of 256 elements with a
+            scale each (Dettmers et al. 2021); tensors of fewer than 4096 elements have float32. See below.
         stochastic_rounding: of bfloat16 parameters without a master: up or down with the probability that keeps the mean. Always on
             where a second moment is kept in bfloat16.
         seed: of stochastic rounding, 0 .. 2^64 - 1. Random numbers are a function of (seed, step, replica, parameter, element): the
@@ -96,6 +98,12 @@ class FusedOptimizer(Optimizer):
     States of torch's optimizer load here and ours there; moments and masters pass bit for bit, whatever the parameter's dtype is. A state
     without masters gets them from the parameters, and "fp32" and "split" load into each other exactly.
 
+    Moments in 8 bits: in `state` a moment is a uint8 tensor of codes, like the parameter, beside float32 scales under `<moment>_scale`.
+    `state_dict()` has float32 values in their place, made for it: 4 bytes for each element and moment, for as long as it lives. So it
+    loads everywhere, torch.distributed.checkpoint reshards it, and float32 states load here. Values that were codes become the same codes
+    again: a resume with the same shards is exact. Blocks begin anew in each shard. If a number of a block is not finite, its block of 256
+    is NaN; a step with max_grad_norm, or under a GradScaler, is skipped before. Refused with storage="displacement" (`set_replicas`).
+
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in place later (load_state_dict of the
     model, an initialisation, a broadcast) is noticed by the version that autograd counts, and taken over before the next step or average
     wherever the parameter no longer is the rounded master. Loading model and optimizer in any order so resumes exactly. Writing through
@@ -114,7 +122,7 @@ class FusedOptimizer(Optimizer):
     rates, multipliers, betas and clipping may change (max_grad_norm of DTensors may not: it is captured as it is). Some gradients may be
     None; a replay has the gradients, and the Nones, that it was captured with, also when steps with others have come between.
 
-    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
+    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
     12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
     with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other rates
     and other gradients than in the last step, also None here and there, cost one small copy together. A parameter's first gradient, moved
@@ -141,7 +149,7 @@ class FusedOptimizer(Optimizer):
         *,
         maximize: bool = False,
         master_weights: str | None = None,
-        moment_dtype: torch.dtype | None = None,
+        moment_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         max_grad_norm: float | None = None,
@@ -156,7 +164,8 @@ class FusedOptimizer(Optimizer):
             raise TypeError(f"{type(self).__name__} takes no decay_at: its decay is a part of the gradient")
         kernels.check_name(backend)
         groups.check_storage(master_weights, moment_dtype, seed, decay_at)
-        self.backend, self.master_weights, self.moment_dtype = backend, master_weights, moment_dtype or torch.float32
+        self.backend, self.master_weights = backend, master_weights
+        self.moment_dtype: Dtype = moment_dtype or torch.float32
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
@@ -221,8 +230,15 @@ class FusedOptimizer(Optimizer):
         for i, (param, group) in enumerate(grouped):
             state = saved["state"].get(i, {})
             if "replica_params" in state and state.keys() <= set(REPLICA_KEYS):
-                saved["state"][i] = {**state, **self._layout(param).missing(state, self._replicas_of(param), self._keeps_moments(group))}
+                state = {**state, **self._layout(param).missing(state, self._replicas_of(param), self._keeps_moments(group))}
+                saved["state"][i] = state
+            if are_coded(state):
+                saved["state"][i] = self._layout(param).saved(state, param)
         return saved
+
+    def saved_state(self, param: Tensor) -> Mapping[str, Any]:
+        """The state of a parameter as `state_dict` has it."""
+        return self._layout(param).saved(self.state.get(param, {}), param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this optimizer or of torch's. See torch.optim.Optimizer.load_state_dict.
@@ -438,6 +454,8 @@ class FusedOptimizer(Optimizer):
                 f'storage="displacement" keeps a float32 base, of which all replicas are rounded: construct the optimizer without '
                 f"master_weights={self.master_weights!r}"
             )
+        if self.moment_dtype == EIGHT_BIT:
+            raise ValueError('storage="displacement" keeps no moments in 8 bits: use moment_dtype=torch.bfloat16, or storage="parameters"')
         if any(map(shards.is_sharded, self._listed())):
             raise ValueError('storage="displacement" is for parameters of one device, not DTensors: use storage="parameters"')
         for g, group in enumerate(self.param_groups):
@@ -499,7 +517,7 @@ class FusedOptimizer(Optimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         """How the state of a parameter is stored."""
-        return Layout(self._moments, self._required, self.moment_dtype, self.master_weights, self._on_line)
+        return Layout(self._moments, self._required, dtype_for(self.moment_dtype, param), self.master_weights, self._on_line)
 
     def _hypers(self) -> list[Hyper]:
         count = len(self.param_groups)
@@ -602,7 +620,9 @@ class FusedOptimizer(Optimizer):
         """What one plan works on. `states`: as they lie on this rank. `keeps`: has the tensor moments? `places`: its number among all
         parameters."""
         count = self.num_replicas
-        moments = [plans.column([state if keep else {} for state, keep in zip(states, keeps, strict=True)], key) for key in self._moments]
+        keepers = [state if keep else {} for state, keep in zip(states, keeps, strict=True)]
+        moments = [plans.column(keepers, key) for key in self._moments]
+        scales = [plans.column(keepers, scale_key(key)) for key in self._moments]
         small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
             rule=self.rule,
@@ -615,6 +635,8 @@ class FusedOptimizer(Optimizer):
             ids=places,
             stochastic=self.seed if self.stochastic_rounding or small_second else None,
             first_replica=self.first_replica,
+            exp_avg_scales=scales[0],
+            exp_avg_sq_scales=scales[1] if len(scales) == 2 else None,
         )
 
     def _replicas_of(self, param: Tensor) -> list[Tensor]:

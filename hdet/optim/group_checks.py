@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hdet.kernels.spec.arguments import FLOATS
 
+from .moment_storage import EIGHT_BIT
+
 
 def check_not_negative(group: dict[str, Any], keys: Sequence[str], name: str) -> None:
     for key in keys:
@@ -48,8 +50,8 @@ def check_storage(master_weights: object, moment_dtype: object, seed: object, de
     """The arguments that say how the state is kept."""
     if master_weights not in (None, "fp32", "split"):
         raise ValueError(f'master_weights={master_weights!r} is unknown; choose None, "fp32" or "split"')
-    if moment_dtype not in (None, torch.float32, torch.bfloat16):
-        raise ValueError(f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None) or torch.bfloat16")
+    if moment_dtype not in (None, torch.float32, torch.bfloat16, EIGHT_BIT):
+        raise ValueError(f"moment_dtype={moment_dtype!r} is not supported; choose torch.float32 (or None), torch.bfloat16 or {EIGHT_BIT!r}")
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2^64 - 1")
     if decay_at not in ("replica", "base"):

@@ -21,6 +21,8 @@ from hdet.kernels.spec.arguments import check_step_tensors
 from hdet.tensors import dtensor as shards
 
 from . import owners
+from .moment_storage import entries, scale_key
+from .moment_storage import values_of as values_of_moment
 from .newton_schulz import Iteration, orthogonalise
 from .state import kept_masters
 from .step_plans import master_columns
@@ -66,6 +68,7 @@ def check_matrices(matrices: Sequence[Matrix], num_replicas: int) -> None:
             groups=[0] * len(matrices),
             steps=[state["step"] for state in states],
             exp_avgs=[state["momentum_buffer"] for state in states],
+            exp_avg_scales=[state.get(scale_key("momentum_buffer")) for state in states],
             masters=master_columns(states, num_replicas),
         )
     )
@@ -129,7 +132,8 @@ class MatrixStep:
             yield batch
 
     def directions(self, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """Moves the momentum of matrices of one group, and returns what is to be orthogonalised, float32, as it lies on this rank."""
+        """Moves the momentum of matrices of one group, and returns what is to be orthogonalised, float32, as it lies on this rank. Momentum in
+        8 bits is decoded and encoded by torch's calls, which is little beside Newton-Schulz."""
         momentum, nesterov, maximize = (getattr(self.rows[matrices[0].group].settings, key) for key in ("beta1", "nesterov", "maximize"))
         gradients = [matrix.gradient.float() for matrix in matrices]
         if self.scale is not None:
@@ -141,10 +145,12 @@ class MatrixStep:
         if self.skip is None and all(buffer.dtype == torch.float32 for buffer in kept):
             torch._foreach_lerp_(kept, gradients, 1.0 - momentum)
         else:
-            old = [buffer.float() for buffer in kept]
+            old = [values_of_moment("momentum_buffer", matrix.state, signed=True).float() for matrix in matrices]
             new = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
-            for buffer, before, after in zip(kept, old, new, strict=True):
-                buffer.copy_(after if self.skip is None else torch.where(self.skip, before, after))
+            for matrix, after in zip(matrices, new, strict=True):
+                for key, made in entries("momentum_buffer", after, matrix.state["momentum_buffer"].dtype, signed=True).items():
+                    if made is not None:
+                        matrix.state[key].copy_(made if self.skip is None else torch.where(self.skip, matrix.state[key], made))
         return list(torch._foreach_lerp(gradients, new, momentum)) if nesterov else new
 
     def update(self, matrices: Sequence[Matrix], directions: Sequence[Tensor]) -> None:

@@ -23,6 +23,7 @@ from . import step_plans as plans
 from .finish import ShardedClip
 from .fused import FusedOptimizer, Options
 from .matrices import Matrix, MatrixStep, Row, check_matrices
+from .moment_storage import dtype_for
 from .newton_schulz import Iteration
 from .split_params import split_groups
 from .state import Layout, adopt, kept_masters, state_sets
@@ -174,10 +175,10 @@ class FusedMuon(FusedOptimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         of_matrix = any(param is p for group in self.param_groups if group["use_muon"] for p in group["params"])
-        return self._layout_of_matrices() if of_matrix else super()._layout(param)
+        return self._layout_of_matrices(param) if of_matrix else super()._layout(param)
 
-    def _layout_of_matrices(self) -> Layout:
-        return Layout(("momentum_buffer",), ("momentum_buffer",), self.moment_dtype, self.master_weights)
+    def _layout_of_matrices(self, param: Tensor) -> Layout:
+        return Layout(("momentum_buffer",), ("momentum_buffer",), dtype_for(self.moment_dtype, param), self.master_weights)
 
     def _take_over(self) -> None:
         super()._take_over()
@@ -260,7 +261,7 @@ class FusedMuon(FusedOptimizer):
 
     def _matrix(self, place: int, group: int, param: Tensor, gradient: Any) -> Matrix:
         sets, kept = self._replicas_of(param), self.state.get(param, {})
-        entries = self._layout_of_matrices().missing(kept, sets, moments=True)
+        entries = self._layout_of_matrices(param).missing(kept, sets, moments=True)
         whole = {key: value for key, value in {**kept, **entries}.items() if value is not None}
         return Matrix(place, group, param, shards.locals_of(sets), shards.local_state(whole, param), entries, gradient)
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from hdet.kernels.spec import rounding
 from hdet.kernels.spec.arguments import wide_dtype
+from hdet.kernels.spec.eight_bit import CODES
 from hdet.tensors import dtensor as shards
 
 from . import lists
+from . import moment_storage as stored
 
 REPLICA_KEYS = ("replica_params", "replica_masters")
 MASTER_KEYS = ("master_param", "remainder")
@@ -27,9 +29,10 @@ _RELAY = "load through torch.distributed.checkpoint.state_dict.set_optimizer_sta
 
 @dataclass(frozen=True)
 class Layout:
-    """How the state is stored.
+    """How the state of a parameter is stored.
 
-    moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs.
+    moments: their names in the order of the kernels' exp_avgs, exp_avg_sqs: the first one has a sign.
+    moment_dtype: of 8 bits that of the codes.
     required: what a loaded state must have.
     on_line: are replicas kept as a base and a displacement?
     """
@@ -70,11 +73,12 @@ class Layout:
         entries: dict[str, Any] = {}
         kept = [state.get(name) for name in self.moments]
         if moments:
-            for name, moment in zip(self.moments, kept, strict=True):
+            for place, (name, moment) in enumerate(zip(self.moments, kept, strict=True)):
                 if moment is None:
-                    entries[name] = torch.zeros(param.shape, dtype=self.moment_dtype, device=param.device)
-                elif not _fits(moment, param, self.moment_dtype):
-                    entries[name] = _placed(moment, param, self.moment_dtype)
+                    entries.update(stored.zeros(name, param, self.moment_dtype))
+                elif not stored.fits(name, state, param, self.moment_dtype):
+                    values = stored.values_of(name, state, signed=place == 0).detach().to(param.device)
+                    entries.update(stored.entries(name, values, self.moment_dtype, signed=place == 0))
         step = state.get("step")
         if moments and kept[0] is None:
             step = 0.0  # moments that begin at zero need the corrections of a first step
@@ -115,7 +119,9 @@ class Layout:
         """
         if not self.on_line:
             values = _without_line(values, param, name)
-        dtypes = {**dict.fromkeys(self.moments, self.moment_dtype), "remainder": torch.int16, "replica_params": param.dtype}
+        coded = self.moment_dtype == CODES
+        moment_dtype = torch.float32 if coded else self.moment_dtype
+        dtypes = {**dict.fromkeys(self.moments, moment_dtype), "remainder": torch.int16, "replica_params": param.dtype}
         dtypes |= dict.fromkeys(("master_param", "base", "displacement"), torch.float32)
         dtypes["replica_masters"] = torch.int16 if values.get("remainder") is not None else torch.float32
         placed: dict[str, Any] = {}
@@ -128,10 +134,16 @@ class Layout:
                 placed[key] = torch.tensor(float(value), dtype=wide_dtype(param.device), device=param.device)
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
+            elif key in self.moments and getattr(value, "dtype", None) == CODES:
+                raise ValueError(f"the loaded {key} of {name} is {CODES}, codes as they are in a running optimizer: save its state_dict()")
             elif key in dtypes:
                 placed[key] = _checked(value, param, dtypes[key], f"{key} of {name}")
             else:
                 placed[key] = value
+        for place, key in enumerate(self.moments):
+            if coded and key in placed:
+                made = stored.entries(key, shards.local(placed[key]), self.moment_dtype, signed=place == 0)
+                placed.update(shards.state_like(made, param))
         absent = [key for key in self.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
             raise ValueError(f"the loaded state of {name} lacks {', '.join(absent)}: it is that of another optimizer")
@@ -147,6 +159,16 @@ class Layout:
                 'saving, or load it with storage="parameters"'
             )
         return placed
+
+    def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+        """The state as it is handed out: codes are float32 values, as long as what is returned lives. Loading them gives the same codes."""
+        coded = [(place, name) for place, name in enumerate(self.moments) if stored.scale_key(name) in state]
+        if not coded:
+            return state
+        own = shards.local_state(state, param)
+        values = {name: stored.values_of(name, own, signed=place == 0) for place, name in coded}
+        scales = {stored.scale_key(name) for _, name in coded}
+        return {**{key: value for key, value in state.items() if key not in scales}, **shards.state_like(values, param)}
 
 
 def state_sets(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
@@ -261,7 +283,7 @@ def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
     shards.sharding_dims(param, f"a parameter of shape {tuple(param.shape)}")  # refuses sums that have not been taken
     for key, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:
-            if isinstance(tensor, Tensor) and key != "step":
+            if isinstance(tensor, Tensor) and not shards.is_plain(key):
                 shards.check_alike(tensor, param, f"{key} of a parameter of shape {tuple(param.shape)}", _RELAY)
 
 

@@ -24,7 +24,7 @@ from ..replicas.layout import brief
 from ..replicas.refusals import check_wrapper
 from ..tensors.buffers import Averaged
 from ..tensors.dtensor import local_parts
-from .snapshot import keeps_weights
+from .snapshot import keeps_codes, keeps_weights
 
 __all__ = ["averaged_tensors", "check_arguments", "check_controller", "check_knobs", "check_several", "design_of"]
 
@@ -157,6 +157,11 @@ def check_knobs(
                 "not trained on and a loss_fn without regularisation; or controller=None. A controller of your own that learns from such "
                 "mini-batches alone says judges_held_out = True"
             )
+    if moments == "average" and keeps_codes(optimizer):
+        raise ValueError(
+            "moments is 'average', but the optimizer keeps them in 8 bits, which have no mean: pass moments='keep' or 'reset', or construct the "
+            "optimizer with another moment_dtype"
+        )
     if keeps_weights(optimizer):
         # A schedule-free optimizer evaluates at a mean of the parameters and weights of its state, so both have to be averaged.
         if replicas.count > 1 and (not shared or any(knob.spread > 0 for knob in knobs)) and moments != "average":

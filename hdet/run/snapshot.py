@@ -12,11 +12,12 @@ from torch.optim import Adagrad, Optimizer
 from ..core.plan import SnapshotOf
 from ..optim.displacement import meet
 from ..optim.fused import FusedOptimizer
+from ..optim.moment_storage import EIGHT_BIT
 from ..optim.state import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
 from ..tensors.buffers import Averaged, BufferCopies, Copy, keep, put
 from ..tensors.dtensor import local_parts
 
-__all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "Snapshots", "keeps_weights", "reset_moments", "state_tensors"]
+__all__ = ["CycleStarts", "GroupNumbers", "Snapshot", "Snapshots", "keeps_codes", "keeps_weights", "reset_moments", "state_tensors"]
 
 _SETTINGS = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum", "weight_decay", "eps"}
 """Numbers of a group that users, schedules and knobs write."""
@@ -44,6 +45,11 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 def keeps_weights(optimizer: Optimizer) -> bool:
     """Does its state hold weights beside the parameters? Schedule-free ones do, and note in their groups which of them are in place."""
     return any("train_mode" in group for group in optimizer.param_groups)
+
+
+def keeps_codes(optimizer: Optimizer) -> bool:
+    """Are moments kept in 8 bits?"""
+    return getattr(_inner(optimizer), "moment_dtype", None) == EIGHT_BIT
 
 
 @torch.no_grad()

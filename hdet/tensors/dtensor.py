@@ -103,11 +103,17 @@ def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     return {key: _mapped(value, local) for key, value in state.items()}
 
 
+def is_plain(key: str) -> bool:
+    """Is this entry of a DTensor's state a plain tensor? The step counter is, as torch's; and the scales of this rank's own blocks of codes
+    (hdet/kernels/spec/eight_bit.py), which no other sharding has."""
+    return key == "step" or key.endswith("_scale")
+
+
 def state_like(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """What `local_state` undoes. The step counter stays a plain tensor, as torch's."""
+    """What `local_state` undoes. What `is_plain` stays a plain tensor."""
     if not is_sharded(param):
         return dict(entries)
-    return {key: value if key == "step" else _mapped(value, lambda shard: like(shard, param)) for key, value in entries.items()}
+    return {key: value if is_plain(key) else _mapped(value, lambda shard: like(shard, param)) for key, value in entries.items()}
 
 
 def _mapped(value: Any, change: Any) -> Any:

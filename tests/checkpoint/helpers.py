@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ fused_split = partial(hdet.FusedAdamW, master_weights="split", moment_dtype=torc
 fused_fp32 = partial(hdet.FusedAdamW, master_weights="fp32")
 fused_base = partial(hdet.FusedAdamW, decay_at="base")
 fused_base_fp32 = partial(hdet.FusedAdamW, decay_at="base", master_weights="fp32")
+
+
+class FusedEightBit(hdet.FusedAdamW):
+    """Moments in 8 bits, also of tensors as small as those here."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, moment_dtype="8bit", **settings)
+
+    def _layout(self, param: torch.Tensor) -> Any:
+        return replace(super()._layout(param), moment_dtype=torch.uint8)
 
 
 def torch_sgd(params: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -45,6 +45,7 @@ CASES = [
     (helpers.groups, helpers.torch_adamw, 4, 12),
     (helpers.hsdp, helpers.torch_adamw, 4, 12),
     (helpers.hsdp, helpers.fused_adamw, 4, 10),
+    (helpers.hsdp, helpers.FusedEightBit, 4, 10),
     (helpers.hsdp_bf16, helpers.torch_adamw, 4, 10),
     (helpers.streaming, helpers.torch_adamw, 2, 10),
     (helpers.streaming, helpers.torch_adamw, 2, 12),

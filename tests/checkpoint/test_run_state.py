@@ -52,7 +52,7 @@ def asked_for_state(rank: int, world: int, make: Callable[..., Any]) -> Any:
     return counts, comm.get_total_counts() > 0, run.steps(3).facts() == silent.steps(3).facts()
 
 
-@pytest.mark.parametrize("make", [helpers.torch_adamw, helpers.torch_sgd, helpers.plain_sgd, helpers.fused_split])
+@pytest.mark.parametrize("make", [helpers.torch_adamw, helpers.torch_sgd, helpers.plain_sgd, helpers.fused_split, helpers.FusedEightBit])
 def test_asking_for_the_state_changes_nothing_and_communicates_nothing(make: Callable[..., Any]) -> None:
     assert run_ranks(asked_for_state, 2, make) == [([0, 0, 0, 0], True, True)] * 2
 

@@ -18,6 +18,7 @@ from hdet.run.moments import Moments
 from hdet.run.snapshot import Snapshot, keeps_weights
 from tests.harness import Run, Scripted, model
 
+from ..checkpoint.helpers import FusedEightBit
 from ..distributed import run_ranks
 from .helpers import STOCK, all_reduces, same, told, trained
 
@@ -133,6 +134,7 @@ OPTIMIZERS = {
     **{name: getattr(torch.optim, name) for name in STOCK},
     "Counting": Counting,
     "masters": partial(hdet.FusedAdamW, master_weights="fp32"),
+    "8 bits": FusedEightBit,
 }
 ELSEWHERE = {"AdamWScheduleFree": "schedulefree", "Prodigy": "prodigyopt", "DAdaptAdam": "dadaptation"}
 """What does not begin as zeros (weights beside the parameters), or is counted in a group."""

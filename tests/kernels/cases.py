@@ -23,6 +23,7 @@ SIZES: dict[str, list[int]] = {
     "block edges": [2047, 2048, 2049],
     "chunk edges": [CHUNK - 1, CHUNK, CHUNK + 1],
     "several chunks": [2 * CHUNK + 5, 3, 4 * CHUNK],
+    "code edges": [1, 255, 256, 257, 1024, 2 * CHUNK + 300, 0, 513],
     "empty first": [0, 5, CHUNK + 1],
     "empty last": [17, 0],
     "empty between": [4, 0, 0, 9],

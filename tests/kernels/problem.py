@@ -18,7 +18,7 @@ from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
 from . import reference
 from .cases import Guarded
 from .reference import Bounded, exactly
-from .table import F32, SPECIAL_VALUES, Case, Format
+from .table import F32, SPECIAL_VALUES, U8, Case, Format
 
 MakePlan = Callable[[StepTensors], StepPlan]
 State = dict[str, list[Tensor | None]]
@@ -82,6 +82,9 @@ class Problem:
         self.memory: dict[str, Guarded] = {}
         first = self._column("exp_avg", [f.exp_avg for f in self.formats], 1)
         second = self._column("exp_avg_sq", [f.exp_avg_sq for f in self.formats], 2)
+        first_scales, second_scales = (
+            self._scales(f"{name}_scale", column) for name, column in (("exp_avg", first), ("exp_avg_sq", second))
+        )
         sets: dict[str, list[Guarded]] = {"param": [], "master": []}
         for k in range(case.replicas):
             for j, (name, column) in enumerate(sets.items()):
@@ -101,8 +104,10 @@ class Problem:
             taken = 9 * group + 3 * (i // len(set(self.groups)) % 2)  # tensors of one group have not all missed as many steps
             self.steps[i].fill_(taken)
             for moment in (first.tensors[i], second.tensors[i]):
-                if moment is not None:
+                if moment is not None and moment.dtype != U8:
                     moment.copy_(moment.square() * taken)  # zero before the first step
+                elif moment is not None and taken == 0:
+                    moment.zero_()
         self.tensors = StepTensors(
             rule=case.rule,
             params=[column.tensors for column in sets["param"]],
@@ -114,11 +119,22 @@ class Problem:
             ids=None if case.stochastic is None else [3 * i + 1 for i in range(count)],
             stochastic=case.stochastic,
             first_replica=0 if case.stochastic is None else 5,
+            exp_avg_scales=first_scales.tensors if first_scales.given() else None,
+            exp_avg_sq_scales=second_scales.tensors if second_scales.given() else None,
         )
 
     def _column(self, name: str, dtypes: list[torch.dtype | None], place: int) -> Guarded:
         shift = self.case.shifts[place % len(self.case.shifts)]
         self.memory[name] = Guarded(self.case.sizes, shift, seed=place, device=self.device, dtypes=dtypes)
+        return self.memory[name]
+
+    def _scales(self, name: str, moments: Guarded) -> Guarded:
+        """Of those moments that are codes."""
+        coded = [moment is not None and moment.dtype == U8 for moment in moments.tensors]
+        sizes, dtypes = [-(-size // 256) for size in self.case.sizes], [F32 if one else None for one in coded]
+        self.memory[name] = Guarded(sizes, 0, seed=17, device=self.device, dtypes=dtypes)
+        for scales in self.memory[name].given():
+            scales.abs_()
         return self.memory[name]
 
     def arguments(self, turn: int) -> tuple[Guarded, list[StepSettings], StepOptions]:
@@ -164,6 +180,12 @@ class Problem:
         }
         for k in range(self.case.replicas):
             copies[f"value {k}"] = [value_of(*pair) for pair in zip(copies[f"param {k}"], copies[f"master {k}"], strict=True)]
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            pairs = zip(copies[name], copies[f"{name}_scale"], strict=True)
+            copies[f"value of {name}"] = [
+                codes if scales is None else reference.decoded(codes, scales, signed)  # type: ignore[arg-type]
+                for codes, scales in pairs
+            ]
         return copies
 
     @contextmanager
@@ -248,7 +270,7 @@ class _Comparison:
         gradient = self.gradients[i].double()  # type: ignore[union-attr]
         first, second = (
             torch.zeros_like(gradient) if moment is None else moment.double()
-            for moment in (self.before["exp_avg"][i], self.before["exp_avg_sq"][i])
+            for moment in (self.before["value of exp_avg"][i], self.before["value of exp_avg_sq"][i])
         )
         return reference.step(self.case.rule, hyper, t, gradient, self.factor, old, first, second)  # type: ignore[arg-type]
 
@@ -270,7 +292,10 @@ class _Comparison:
     def _moments(self, i: int, stepped: reference.Stepped) -> None:
         for name, exact in (("exp_avg", stepped.first), ("exp_avg_sq", stepped.second)):
             if self.after[name][i] is not None and exact is not None:
-                moment = self._after(name, i)
+                moment, scales = self._after(name, i), self.after[f"{name}_scale"][i]
+                if scales is not None:
+                    reference.assert_coded(moment, scales, exact, f"{name} {i}", signed=name == "exp_avg")
+                    continue
                 stochastic = name == "exp_avg_sq" and self._stochastic(moment)
                 reference.assert_stored(moment, exact, f"{name} {i}", stochastic)
 

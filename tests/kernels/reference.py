@@ -198,3 +198,50 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
     """The float32 whose bits are bfloat16 `upper` followed by int16 `lower`, where the lower half counts as a signed number."""
     bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int()
     return bits.view(torch.float32)
+
+
+# Moments in 8 bits. The table as the paper has it (Dettmers et al. 2021, Section 1.3 and Appendix F), by codes.
+
+
+def tree(signed: bool) -> Tensor:
+    """What the bits of a code after the sign stand for, ascending: after the first one they number the parts of a decade."""
+    bits = 7 if signed else 8
+    values = [0.0, 1.0]
+    for code in range(2, 2**bits):
+        rest = code.bit_length() - 1
+        edges = torch.linspace(0.1, 1, 2**rest + 1, dtype=torch.float64)
+        part = code - 2**rest
+        values.append(float(edges[part] + edges[part + 1]) / 2 * 10.0 ** -(bits - 1 - rest))
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+_TREES = {signed: tree(signed) for signed in (True, False)}
+
+
+def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """In float64: where codes are signed their highest bit is the sign."""
+    code, table = codes.cpu().long(), _TREES[signed]
+    values = table[code % 128] * torch.where(code >= 128, -1.0, 1.0).double() if signed else table[code]
+    return values * scales.cpu().double().repeat_interleave(256)[: len(code)]
+
+
+def assert_coded(codes: Tensor, scales: Tensor, exact: Bounded, name: str, signed: bool) -> None:
+    """Each block of 256 has its largest magnitude for a scale, and each number the code that is nearest, up to errors. A block with a number
+    that is not finite is NaN; a second moment that is not 0 does not become 0."""
+    found = decoded(codes, scales, signed)
+    for start in range(0, len(found), 256):
+        block = slice(start, start + 256)
+        value, error, got, scale = exact.value[block], exact.error[block], found[block], float(scales[start // 256])
+        if not value.isfinite().all():
+            assert math.isnan(scale) and not codes[block].any(), f"{name}: a block that is not finite has the scale {scale}"
+            continue
+        largest = max(float(value.abs().max()), 2.0**-104)
+        assert abs(scale - largest) <= float(error.max()) + 2.0**-24 * largest, f"{name}: the scale is {scale} instead of {largest}"
+        table = _TREES[signed]
+        share = value.abs() / scale
+        above = torch.searchsorted(table, share).clamp(1, len(table) - 1)
+        gap = table[above] - table[above - 1]
+        never_zero = torch.tensor(not signed) & (above == 1) & (value > error)
+        wrong = (got - value).abs() > torch.where(never_zero, gap, gap / 2) * scale + error + 2.0**-22 * value.abs()
+        wrong |= never_zero & (got == 0)
+        assert not wrong.any(), f"{name}: element {start + int(wrong.nonzero()[0])} has another code than the nearest"

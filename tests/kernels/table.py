@@ -21,6 +21,8 @@ from hdet.kernels.spec import interface
 from .cases import CHUNK, SIZES
 
 F32, BF16, F16, I16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
+U8 = torch.uint8
+"""of moments: codes of 8 bits"""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,19 @@ GRADIENTS: dict[str, tuple[torch.dtype, ...]] = {
     "changing": (F32, BF16),
     "coming": (F32, BF16),
 }
+MOMENTS: dict[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
+    "f32": ((F32,), (F32,)),
+    "bf16": ((BF16,), (BF16,)),
+    "bf16 second": ((F32,), (BF16,)),
+    "mixed": ((BF16, F32), (F32, F32, BF16)),
+    "8 bits": ((U8,), (U8,)),
+    "some 8 bits": ((U8, F32), (U8, BF16)),
+}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "rule": tuple(RULES),
     "storage": tuple(STORAGE),
     "gradient": tuple(GRADIENTS),
-    "moments": ("f32", "bf16", "bf16 second", "mixed"),
+    "moments": tuple(MOMENTS),
     "replicas": (1, 2, 3, 4, 8, 16),
     "norm": (0.0, 1.0, math.inf, "with NaN"),
     "scale": (None, 1024.0),
@@ -162,8 +172,7 @@ def _named(indices: dict[str, int]) -> dict[str, Any]:
 
 
 def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:
-    first = {"f32": (F32,), "bf16": (BF16,), "bf16 second": (F32,), "mixed": (BF16, F32)}[choice["moments"]]
-    second = {"f32": (F32,), "bf16": (BF16,), "bf16 second": (BF16,), "mixed": (F32, F32, BF16)}[choice["moments"]]
+    first, second = MOMENTS[choice["moments"]]
     columns = [STORAGE[choice["storage"]], GRADIENTS[choice["gradient"]], first, second]
     formats = []
     for (param, master), gradient, m, v in itertools.islice(zip(*map(itertools.cycle, columns), strict=False), 12):
@@ -201,6 +210,7 @@ def _sized(name: str) -> tuple[int, ...]:
 
 
 _LOW = Format(BF16, None, BF16, BF16, BF16)
+_CODED = Format(exp_avg=U8, exp_avg_sq=U8)
 _UNUSUAL: dict[str, dict[str, Any]] = {
     "lr 0": {"lr": 0.0},
     "beta1 0": {"beta1": 0.0},
@@ -245,6 +255,17 @@ SPECIAL = [
         for name, choice in RULES.items()
         for k in (1, 2)
         if k == 1 or choice["rule"] in interface.DECOUPLED
+    ),
+    *(
+        Case(f"8 bits {name}, {k} replicas", sizes=_sized("code edges"), formats=(_CODED,), replicas=k, shifts=(0, 4), steps=3, **choice)
+        for name, choice in RULES.items()
+        for k in (1, 3)
+        if name != "sgd" and (k == 1 or choice["rule"] in interface.DECOUPLED)
+    ),
+    *(
+        Case(f"special {name}, 8 bits", sizes=(COMBINATIONS, 600), formats=(_CODED,), special=("param", "gradient"), steps=3, **choice)
+        for name, choice in RULES.items()
+        if name != "sgd"
     ),
     Case("clipped by little", sizes=(50, 60), max_norm=10.6),
     Case("not clipped", sizes=(50, 60), max_norm=1e4),

@@ -44,7 +44,7 @@ class Twin:
     def __init__(self, tensors: StepTensors) -> None:
         self.tensors = tensors
         self.plan = kernels.step_plan(tensors, "triton")
-        columns = {name: getattr(tensors, name) for name in ("steps", "exp_avgs", "exp_avg_sqs")}
+        columns = {name: getattr(tensors, name) for name in ("steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")}
         sets = {name: getattr(tensors, name) for name in ("params", "masters")}
         copied = {name: clones(column) or None for name, column in columns.items()}
         copied |= {name: [clones(column) for column in columns or []] or None for name, columns in sets.items()}
@@ -57,7 +57,7 @@ class Twin:
         self.native.step(native_gradients, settings, options)
         self.plan.step(gradients, settings, options)
         ours, theirs = (
-            [t.steps, t.exp_avgs, t.exp_avg_sqs, *t.params, *(t.masters or []), g]
+            [t.steps, t.exp_avgs, t.exp_avg_sqs, t.exp_avg_scales, t.exp_avg_sq_scales, *t.params, *(t.masters or []), g]
             for t, g in ((self.tensors, gradients), (self.copies, native_gradients))
         )
         for one, other in zip(map(clones, ours), map(clones, theirs), strict=True):

@@ -26,7 +26,7 @@ from hdet.kernels.triton import symmetric_products as symmetric
 
 from .compiler import Binary, Compiling, Driver
 
-F32, BF16, F16, I16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
+F32, BF16, F16, I16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -94,6 +94,8 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
             sets(s.master, sizes, s.replicas),
             stochastic=s.stochastic,
             first_replica=s.first_replica,
+            exp_avg_scales=tensors(F32 if s.first == U8 else None, [-(-n // 256) for n in sizes]),
+            exp_avg_sq_scales=tensors(F32 if s.second == U8 else None, [-(-n // 256) for n in sizes]),
         )
     )
 
@@ -153,6 +155,17 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
         derived.append(launches[0][1])
         check_code(launches[0][1], tmp_path, float64=True, shared=True)
     check_accesses(check_code(launches[1][1], tmp_path), *stored.streams())
+
+
+@pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5)])
+def test_moments_in_8_bits(rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
+    """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4. The largest of a block passes between threads."""
+    stored = Stored(rule, first=U8, second=U8 if "exp_avg_sqs" in RULES[rule].moments else None, replicas=replicas)
+    plan, sizes = plan_of(stored, [40000, 3, 0]), [40000, 3, 0]
+    plan.step(tensors(F32, sizes), settings(replicas))
+    assert [name for name, _ in launches] == ["derive", "update"]
+    binary = check_code(launches[1][1], tmp_path, shared=True)
+    assert binary.accesses("ld", "v4.b32") >= 2 + 2 * replicas and binary.accesses("st", "v4.b32") >= 2 * replicas
 
 
 def test_an_unknown_rule_does_not_compile() -> None:

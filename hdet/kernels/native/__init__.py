@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch  # before _C: both then share torch's OpenMP runtime (csrc/cpu/dispatch.cpp)
 from torch import Tensor
 
+from ..spec.eight_bit import CODES
 from ..spec.interface import Column
 from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
-INTERFACE = 7
+INTERFACE = 8
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -27,18 +28,18 @@ else:
     stale = getattr(_C, "INTERFACE", 0) != INTERFACE or (_C.CALL_SETTINGS, _C.GROUP_SETTINGS) != (CALL_SETTINGS, GROUP_SETTINGS)
     missing = "hdet's native module was built from other sources: reinstall hdet (pip install -e .)" if stale else None
 
-DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, CODES: 4}
 MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
 """in the order of csrc/core/numbers.h: DType, Master"""
 
 
 def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
     """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master, first and second moment are stored."""
-    packed = [int(stochastic) << 10] * count
+    packed = [int(stochastic) << 20] * count
     for place, column in enumerate(columns):
         codes = MASTERS if place == 2 else DTYPES
         for i, tensor in enumerate(column or ()):
-            packed[i] |= codes[None if tensor is None else tensor.dtype] << 2 * place
+            packed[i] |= codes[None if tensor is None else tensor.dtype] << 4 * place
     return packed
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...profiling import ranged
 from .. import native
 from ..spec.arguments import check_gradients
+from ..spec.eight_bit import codebook
 from ..spec.inputs import Inputs
 from ..spec.interface import PLAIN, RULES, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options
@@ -50,6 +51,9 @@ class NativeStepPlan:
         plan.num_tensors, plan.num_replicas, plan.num_groups = self.count, t.num_replicas, t.num_groups
         plan.rule = list(RULES).index(t.rule)
         plan.seed, plan.first_replica = (t.stochastic or 0) % 2**64, t.first_replica
+        if t.coded():
+            self.codebooks = self.memory.place(codebook())
+            plan.codebooks = self.codebooks.data_ptr()
         self._note_all_float()
 
     def _note_all_float(self) -> None:
@@ -64,6 +68,8 @@ class NativeStepPlan:
             ("masters", t.masters),
             ("exp_avgs", None if t.exp_avgs is None else [t.exp_avgs]),
             ("exp_avg_sqs", None if t.exp_avg_sqs is None else [t.exp_avg_sqs]),
+            ("exp_avg_scales", None if t.exp_avg_scales is None else [t.exp_avg_scales]),
+            ("exp_avg_sq_scales", None if t.exp_avg_sq_scales is None else [t.exp_avg_sq_scales]),
             ("counters", [t.steps]),
         ]
         present = [(name, columns) for name, columns in sets if columns is not None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..spec import rounding
+from ..spec import eight_bit, rounding
 from ..spec.arguments import check_gradients
 from ..spec.interface import DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, check_options, count_settings
@@ -26,6 +26,17 @@ def _pick(column: Column | None, members: Sequence[int]) -> list[Tensor | None]:
 def _each(numbers: Tensor) -> Many:
     """Of each tensor its number."""
     return Many(numbers.float().unbind())
+
+
+Kept = tuple[Tensor | None, Tensor | None]
+"""a moment as it is stored, and the scales of one that is codes"""
+
+
+def _value(kept: Tensor | None, scales: Tensor | None, signed: bool, like: Tensor) -> Tensor:
+    """A moment in float32; zeros where none is kept."""
+    if kept is None:
+        return torch.zeros_like(like)
+    return kept.float() if scales is None else eight_bit.decode(kept, scales, signed)
 
 
 class TorchStepPlan:
@@ -133,15 +144,21 @@ class TorchStepPlan:
     def _share(self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None) -> Many:
         """The direction u that all replicas share, from the new moments, which it stores. `params`: replica 0's, for coupled decay."""
         t = self.tensors
-        columns = [_pick(column, members) for column in (t.exp_avgs, t.exp_avg_sqs)]
+        kept = [
+            list(zip(_pick(moments, members), _pick(scales, members), strict=True))
+            for moments, scales in ((t.exp_avgs, t.exp_avg_scales), (t.exp_avg_sqs, t.exp_avg_sq_scales))
+        ]
         g = Many([g.float() for i in members if (g := gradients[i]) is not None]) * row.gradient_scale
-        moments = [Many([torch.zeros_like(x) if y is None else y.float() for x, y in zip(g.tensors, c, strict=True)]) for c in columns]
+        moments = [
+            Many([_value(*one, signed, like) for one, like in zip(column, g.tensors, strict=True)])
+            for column, signed in zip(kept, (True, False), strict=True)
+        ]
         if t.num_replicas > 1:
             params = Many([torch.zeros_like(x) for x in g.tensors])  # no decay in the gradient: see check_group
         u, *new = direction(t.rule, row, g, params, *moments)
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
-        self._store_moments(row, members, columns, new)
+        self._store_moments(row, members, kept, new, skip)
         return u
 
     def _stochastic(self, x: Tensor) -> bool:
@@ -152,14 +169,19 @@ class TorchStepPlan:
         assert t.stochastic is not None
         return rounding.random_words(t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like)
 
-    def _store_moments(self, row: Row, members: list[int], moments: Sequence[list[Tensor | None]], new: Sequence[Many]) -> None:
-        for column, values, second in zip(moments, new, (False, True), strict=True):
-            for j, (moment, value) in enumerate(zip(column, values.tensors, strict=True)):
-                if moment is not None:
-                    if second and self._stochastic(moment):  # with beta2 = 0.999, rounding to nearest would leave it where it is
-                        random = self._random(row.step[j], -self.tensors.first_replica, members[j], value)
-                        value = rounding.stochastic_bfloat16(value, random >> 16)
-                    moment.copy_(value)
+    def _store_moments(self, row: Row, members: list[int], kept: Sequence[list[Kept]], new: Sequence[Many], skip: Tensor | None) -> None:
+        for column, values, second in zip(kept, new, (False, True), strict=True):
+            for j, ((moment, scales), value) in enumerate(zip(column, values.tensors, strict=True)):
+                if moment is None:
+                    continue
+                if scales is not None:
+                    for stored, after in zip((moment, scales), eight_bit.encode(value, signed=not second), strict=True):
+                        stored.copy_(after if skip is None else torch.where(skip, stored, after))
+                    continue
+                if second and self._stochastic(moment):  # with beta2 = 0.999, rounding to nearest would leave it where it is
+                    random = self._random(row.step[j], -self.tensors.first_replica, members[j], value)
+                    value = rounding.stochastic_bfloat16(value, random >> 16)
+                moment.copy_(value)
 
 
 class TorchRankOnePlan(OnLine, TorchStepPlan):

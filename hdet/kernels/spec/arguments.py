@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .eight_bit import CODES, count_scales
 from .interface import RULES, Column, StepTensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOMENTS = (torch.float32, torch.bfloat16)
+MOMENTS = (torch.float32, torch.bfloat16, CODES)
 MASTER_TYPES = (torch.float32, torch.int16)
 MASTERS = {
     torch.float32: (),
@@ -93,10 +94,15 @@ def check_step_tensors(tensors: StepTensors) -> None:
     device = device_of(t.params[0][0], "parameter 0")
     for i, name, tensor, dtypes in named:
         check_tensor(tensor, name, device, dtypes)
-        if not name.startswith("step of"):
+        if name.startswith("step of"):
+            if tensor.dim() != 0:
+                raise TypeError(f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}")
+        elif name.startswith("scales of"):
+            if tensor.shape != (count := count_scales(t.params[0][i].numel()),):
+                raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, it must be {(count,)}: one for each block of codes")
+        else:
             check_same_shape(tensor, t.params[0][i], name, f"parameter {i}")
-        elif tensor.dim() != 0:
-            raise TypeError(f"{name} must be a 0-d float32 tensor, got the shape {tuple(tensor.shape)}")
+    _check_codes(t)
     for prefix, columns in (("", t.params), ("master of ", t.masters or [])):
         for k, column in enumerate(columns):
             _check_alike(column, columns[0], prefix, k)
@@ -106,7 +112,9 @@ def check_step_tensors(tensors: StepTensors) -> None:
 
 
 def _check_lengths(t: StepTensors, count: int) -> None:
-    columns = [(name, getattr(t, name)) for name in ("groups", "steps", "exp_avgs", "exp_avg_sqs", "ids")]
+    columns = [
+        (name, getattr(t, name)) for name in ("groups", "steps", "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "ids")
+    ]
     for name in ("params", "masters"):
         sets = getattr(t, name)
         if sets is not None and len(sets) != t.num_replicas:
@@ -135,12 +143,27 @@ def _step_parts(t: StepTensors) -> Iterable[tuple[int, str, Tensor, Sequence[tor
         *((f"master of {whose}", k, column, MASTER_TYPES) for k, column in enumerate(t.masters or [])),
         ("exp_avg of parameter {}", 0, t.exp_avgs or [], MOMENTS),
         ("exp_avg_sq of parameter {}", 0, t.exp_avg_sqs or [], MOMENTS),
+        ("scales of exp_avg of parameter {}", 0, t.exp_avg_scales or [], (torch.float32,)),
+        ("scales of exp_avg_sq of parameter {}", 0, t.exp_avg_sq_scales or [], (torch.float32,)),
         ("step of parameter {}", 0, t.steps, (torch.float32,)),
     ]
     for name, k, column, dtypes in columns:
         for i, tensor in enumerate(column):
             if tensor is not None or column is t.params[k] or column is t.steps:  # which none may lack
                 yield i, name.format(i, k), tensor, dtypes  # type: ignore[misc]
+
+
+def _check_codes(t: StepTensors) -> None:
+    """Codes have scales, nothing else has, and a tensor's moments are both codes or none is."""
+    coded = set(t.coded())
+    for name, moments, scales in (("exp_avg", t.exp_avgs, t.exp_avg_scales), ("exp_avg_sq", t.exp_avg_sqs, t.exp_avg_sq_scales)):
+        for i, moment in enumerate(moments or ()):
+            if moment is None:
+                continue
+            if (moment.dtype == CODES) != (i in coded):
+                raise TypeError(f"exp_avg and exp_avg_sq of parameter {i} must both be {CODES}, or neither")
+            if (i in coded) != (scales is not None and scales[i] is not None):
+                raise ValueError(f"{name} of parameter {i} ({moment.dtype}) must have scales if it is {CODES}, and none else")
 
 
 def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from .eight_bit import CODES
+
 
 class Rule(NamedTuple):
     """What is known of an update rule outside of its kernels: what its struct in csrc/core/rules.h says."""
@@ -40,8 +42,9 @@ class StepTensors:
     params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all lists.
     groups: which entry of the settings tensor i uses. Numbered from 0 without a gap.
     steps: torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step. Each speaks for its own tensor.
-    exp_avgs, exp_avg_sqs: float32 or bfloat16. Rules with one moment (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD
-        without momentum has None there.
+    exp_avgs, exp_avg_sqs: float32, bfloat16, or the uint8 codes of eight_bit.py, then for both moments of a tensor. Rules with one moment
+        (`RULES`) keep the first only, "sgd" its momentum_buffer; SGD without momentum has None there.
+    exp_avg_scales, exp_avg_sq_scales: of codes, float32, one for each block of 256 elements; None for other tensors.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy; int16: the lower half of a
         bfloat16 parameter's exact float32 value (the split form, csrc/core/numbers.h).
     ids: numbers of the tensors for stochastic rounding, default their positions.
@@ -60,6 +63,8 @@ class StepTensors:
     ids: Sequence[int] | None = None
     stochastic: int | None = None
     first_replica: int = 0
+    exp_avg_scales: Column | None = None
+    exp_avg_sq_scales: Column | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -69,6 +74,10 @@ class StepTensors:
     def num_groups(self) -> int:
         return 1 + max(self.groups)
 
+    def coded(self) -> list[int]:
+        """The tensors whose moments are codes."""
+        return [i for i, moment in enumerate(self.exp_avgs or ()) if getattr(moment, "dtype", None) == CODES]
+
 
 @dataclass(frozen=True)
 class RankOneTensors:
@@ -77,7 +86,7 @@ class RankOneTensors:
     bases, displacements: n float32 tensors. Displacements of zero mean that all replicas are at A * base.
     outputs: K lists of n tensors, float32, bfloat16 or float16: the replicas' parameters, written by each step, not read.
     scales: A of each tensor, 0-d, float64 where the device has it: moved by steps, set to 1 by a converge. None: 1, kept by the plan.
-    The others are those of StepTensors.
+    The others are those of StepTensors; moments are no codes.
     """
 
     rule: str
@@ -95,7 +104,7 @@ class RankOneTensors:
 
     def as_step(self) -> StepTensors:
         """What a rank-one step shares with any other: gradients, moments and counters, with the outputs for parameters."""
-        shared = {field.name: getattr(self, field.name) for field in fields(StepTensors) if field.name not in ("params", "masters")}
+        shared = {field.name: getattr(self, field.name) for field in fields(StepTensors) if hasattr(self, field.name)}
         return StepTensors(params=self.outputs, **shared)
 
 

@@ -44,6 +44,10 @@ class Pairing:
 def check_rank_one_tensors(tensors: RankOneTensors) -> None:
     """Everything a plan relies on for as long as it is used."""
     step = tensors.as_step()
+    if coded := step.coded():
+        raise TypeError(
+            f"moments of output {coded[0]} are codes of 8 bits, which replicas on one line do not have: use float32 or bfloat16"
+        )
     checks.check_step_tensors(step)
     count = len(step.params[0])
     named = [

@@ -15,6 +15,7 @@ from ...triton_kernels import tables as t
 from ...triton_kernels.rules import HYPER_ROW
 from ...triton_kernels.step import StepVariant, update
 from ..spec.arguments import check_gradients
+from ..spec.eight_bit import BLOCK, CODES, codebook
 from ..spec.inputs import Inputs
 from ..spec.interface import PLAIN, Column, RankOneTensors, StepOptions, StepSettings, StepTensors
 from ..spec.settings import SettingsTable, check_options
@@ -45,7 +46,8 @@ class TritonStepPlan:
         """What stays as it is for as long as the plan is used."""
         tensors, count = self.tensors, len(self.shapes)
         nothing = [None] * tensors.num_replicas
-        addresses = t.address_table(tensors.exp_avgs, tensors.exp_avg_sqs, *tensors.params, *(tensors.masters or nothing), count=count)
+        moments = (tensors.exp_avgs, tensors.exp_avg_sqs, tensors.exp_avg_scales, tensors.exp_avg_sq_scales)
+        addresses = t.address_table(*moments, *tensors.params, *(tensors.masters or nothing), count=count)
         self.aligned = not bool((addresses % 16).any())
         place = self.memory.place
         self.addresses = place(addresses)
@@ -53,7 +55,9 @@ class TritonStepPlan:
         self.groups = place(torch.tensor(tensors.groups, dtype=torch.int32))
         self.ids = place(torch.tensor(range(count) if tensors.ids is None else tensors.ids, dtype=torch.int32))
         seed = (tensors.stochastic or 0) % 2**64
-        self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica], dtype=torch.int64))
+        self.codebook = place(codebook()) if tensors.coded() else None
+        tables = 0 if self.codebook is None else self.codebook.data_ptr()
+        self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica, tables], dtype=torch.int64))
         self.all_chunks = place(t.chunk_table(range(count), self.elements))
 
     def _make_room(self) -> None:
@@ -145,6 +149,7 @@ class TritonStepPlan:
         self.launches: list[tuple[StepVariant, tuple[int, ...], Tensor]] = []
         for formats, block, chunks in place_by_format(self.memory, columns, self.elements):
             stored: dict[str, Any] = dict(zip(_STREAMS, formats, strict=True))
+            block = max(block, BLOCK) if stored["exp_avg"] == t.FORMATS[CODES] else block  # whole blocks of codes
             self.launches.append((replace(plain, **stored, block=block), formats, chunks))
 
     @ranged("hdet.step")

@@ -22,7 +22,7 @@ from hdet.kernels.spec import mirrors
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import BF16, CASES, F32, Case, Format
+from ..table import BF16, CASES, F32, U8, Case, Format
 from .plugin import state
 
 counted = ctypes.CDLL(os.environ["HDET_SHIM"])
@@ -70,6 +70,11 @@ def test_launches() -> None:
         before = launched()
         plan.step(gradients.tensors, settings, StepOptions(max_norm=max_norm))
         assert launched() - before == launches
+    coded = Problem(Case("", sizes=(5, 0, CHUNK + 1), formats=(Format(exp_avg=U8, exp_avg_sq=U8), Format())), "cpu")
+    gradients, settings, _ = coded.arguments(0)
+    plan, before = kernels.step_plan(coded.tensors, "cuda"), launched()
+    plan.step(gradients.tensors, settings)
+    assert launched() - before == 2, "derive, and one for all tensors"
     before = launched()
     kernels.average_plan([[t] for t in torch.randn(3, 50)], backend="cuda").average([0.2, 0.3, 0.5])
     kernels.pair_plan([torch.randn(5)], [torch.randn(5)], backend="cuda").copy()
@@ -91,12 +96,14 @@ def streamed(bytes_each: int) -> int:
         (Format(), 3, 4097, {16: 5 * 1024, 4: 5 * 1}),  # a head of one
         (Format(BF16, None, BF16, BF16, BF16), 0, 4096, {16: 5 * 512}),
         (Format(BF16, F32, BF16), 0, 4096, {8: 1024, 16: 4 * 1024 + 2 * 1024}),  # the master is read and written as well
+        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4096, {16: 1024, 4: 4 * 1024}),  # of codes four at a time are read and written
+        (Format(exp_avg=U8, exp_avg_sq=U8), 0, 4097, {16: 1024, 4: 4 * 1024 + 2, 1: 6}),  # a last block of one is read twice
     ],
 )
 def test_vectors_are_used_where_they_can_be(form: Format, shift: int, size: int, accesses: dict[int, int]) -> None:
     problem = Problem(Case("", sizes=(size,), formats=(form,), shifts=(shift,)), "cpu")
     gradients, settings, options = problem.arguments(0)
-    before = {width: streamed(width) for width in (2, 4, 8, 16)}
+    before = {width: streamed(width) for width in (1, 2, 4, 8, 16)}
     kernels.step_plan(problem.tensors, "cuda").step(gradients.tensors, settings, options)
     assert {width: streamed(width) - count for width, count in before.items() if streamed(width) != count} == accesses
 

@@ -1,0 +1,231 @@
+// The update where moments are codes of 8 bits. A warp has a block of codes, eight elements a thread: the rule's new moments stay in
+// registers until shuffles have found the block's largest ones, and then become codes. AdamW on float32 parameters moves 16 bytes a
+// parameter, on split bfloat16 with bfloat16 gradients 14. Codes are looked up in tables in shared memory.
+//
+// At the ends of a tensor, and where streams are not aligned, elements are done one by one, and twice: once to find the largest.
+#include "kernels.h"
+#include "launch.cuh"
+#include "phases.cuh"
+#include "step.cuh"
+
+namespace hdet::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+static_assert(kCodeBlock == kWarp * kEight);
+
+// A moment from a chunk's first element on, and its table in shared memory.
+struct Codes {
+  uint8_t* codes;
+  float* scales;
+  const Codebook* book;
+
+  // As they lie in memory: four in a word.
+  __device__ __forceinline__ uint2 load(const Place& at, Width<kEight>) const {
+    return make_uint2(read<Use::once, uint32_t>(codes + at.first, 0), read<Use::once, uint32_t>(codes + at.second, 0));
+  }
+  __device__ __forceinline__ uint2 load(const Place& at, Width<1>) const { return make_uint2(read<Use::once, uint8_t>(codes, at.first), 0); }
+
+  template <int kWidth>
+  __device__ __forceinline__ void decode(float scale, const uint2& words, float (&out)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) out[i] = book->values[(i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255u] * scale;
+  }
+
+  template <bool kSigned, int kWidth>
+  __device__ __forceinline__ void store(const Place& at, float scale, const float (&x)[kWidth]) const {
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) words[i / 4] |= encode<kSigned>(*book, x[i] / scale) << 8 * (i % 4);
+    if constexpr (kWidth == 1) {
+      write<Use::once>(codes, at.first, static_cast<uint8_t>(words[0]));
+    } else {
+      write<Use::once>(codes + at.first, 0, words[0]);
+      write<Use::once>(codes + at.second, 0, words[1]);
+    }
+  }
+};
+
+template <class Rule, bool kMany>
+struct Coded : Update<Rule, kMany, false> {
+  using Base = Update<Rule, kMany, false>;
+  using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan, Base::row;
+
+  // Eight elements or one, between the rule and the codes.
+  template <int kWidth>
+  struct Turn {
+    Raw<kWidth> params[kBatch];
+    float m[kWidth], v[kWidth] = {}, u[kWidth];
+  };
+  template <class T>
+  using Each = PerThread<T, kStepThreads>;
+
+  Codes first, second;
+  bool vectors;
+
+  __device__ __forceinline__ Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
+
+  __device__ __forceinline__ bool is_coded() const { return formats.exp_avg == DType::codes; }
+
+  // Of a chunk that is coded. Fills shared memory.
+  __device__ __forceinline__ void prepare(Codebook* books) {
+    phase([&](int thread) {
+      for (int book = 0; book < (Rule::kSecond ? 2 : 1); ++book) {
+        for (int i = thread; i < 256; i += kStepThreads) {
+          books[book].values[i] = plan.codebooks[book].values[i];
+          books[book].thresholds[i] = plan.codebooks[book].thresholds[i];
+        }
+        for (int i = thread; i < kStarts; i += kStepThreads) books[book].starts[i] = plan.codebooks[book].starts[i];
+      }
+    });
+    first = codes_of(plan.exp_avgs, plan.exp_avg_scales, books);
+    if (Rule::kSecond) second = codes_of(plan.exp_avg_sqs, plan.exp_avg_sq_scales, books + 1);
+    vectors = Base::prepare_replicas(0, false) && in_step(gradient, formats.gradient, 0, false) && aligned(first) &&
+              (!Rule::kSecond || aligned(second));
+  }
+
+  __device__ __forceinline__ Codes codes_of(void* const* numbers, float* const* scales, const Codebook* book) const {
+    return {static_cast<uint8_t*>(numbers[chunk.tensor]) + chunk.offset, scales[chunk.tensor] + chunk.offset / kCodeBlock, book};
+  }
+  __device__ __forceinline__ static bool aligned(const Codes& moment) { return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0; }
+
+  // New moments and the direction; nothing is written. `block`: number of the block of codes in the chunk.
+  template <int kWidth>
+  __device__ __forceinline__ void compute(const Place& at, int block, Turn<kWidth>& turn) const {
+    Raw<kWidth> raw;
+    load<Use::once>(formats.gradient, gradient, at, raw);
+    const uint2 words = first.load(at, Width<kWidth>{}), second_words = Rule::kSecond ? second.load(at, Width<kWidth>{}) : uint2{};
+    Base::load_batch(0, at, turn.params);
+    float g[kWidth], p[kWidth] = {};
+    unpack(formats.gradient, raw, g);
+    first.decode(*global(first.scales + block), words, turn.m);
+    if (Rule::kSecond) second.decode(*global(second.scales + block), second_words, turn.v);
+    if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) turn.u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], turn.m[i], turn.v[i]);
+  }
+
+  // All that is written of these elements.
+  template <int kWidth>
+  __device__ __forceinline__ void keep(const Place& at, float first_scale, float second_scale, Turn<kWidth>& turn) const {
+    uint32_t bits[kWidth];
+    first.template store<true>(at, first_scale, turn.m);
+    if (Rule::kSecond) second.template store<false>(at, second_scale, turn.v);
+    if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
+    Base::follow_all(at, turn.params, turn.u, bits);
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ static uint32_t largest(const float (&x)[kWidth], uint32_t bits) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) bits = magnitude_bits(x[i]) < bits ? bits : magnitude_bits(x[i]);
+    return bits;
+  }
+
+  __device__ __forceinline__ bool is_whole(int block) const { return vectors && (block + 1) * kCodeBlock <= chunk.length; }
+  __device__ __forceinline__ static Place place_in(int block, int lane) {
+    return {block * kCodeBlock + 4 * lane, block * kCodeBlock + 4 * (lane + kWarp), false};
+  }
+
+  // one(place) for the elements of a thread, of a block that is not whole.
+  template <class One>
+  __device__ __forceinline__ void one_by_one(int block, int lane, const One& one) const {
+    const int end = (block + 1) * kCodeBlock < chunk.length ? (block + 1) * kCodeBlock : chunk.length;
+#pragma unroll 1
+    for (int i = block * kCodeBlock + lane; i < end; i += kWarp) one(Place{i, 0, false});
+  }
+
+  // A block of codes for each warp.
+  __device__ __forceinline__ void blocks(int start) const {
+    Each<Turn<kEight>> turns;
+    Each<uint32_t> first_largest, second_largest;
+    threads([&](int thread) {
+      const int block = start + thread / kWarp, lane = thread % kWarp;
+      uint32_t of_first = 0, of_second = 0;
+      if (is_whole(block)) {
+        Turn<kEight>& turn = turns[thread];
+        compute(place_in(block, lane), block, turn);
+        of_first = largest(turn.m, 0);
+        if (Rule::kSecond) of_second = largest(turn.v, 0);
+      } else {
+        one_by_one(block, lane, [&](const Place& at) {
+          Turn<1> turn;
+          compute(at, block, turn);
+          of_first = largest(turn.m, of_first);
+          if (Rule::kSecond) of_second = largest(turn.v, of_second);
+        });
+      }
+      first_largest[thread] = of_first;
+      second_largest[thread] = of_second;
+    });
+    largest_of_warps(first_largest);
+    if (Rule::kSecond) largest_of_warps(second_largest);
+    threads([&](int thread) {
+      const int block = start + thread / kWarp, lane = thread % kWarp;
+      const float first_scale = scale_of(first_largest[thread]), second_scale = scale_of(second_largest[thread]);
+      if (is_whole(block)) {
+        keep(place_in(block, lane), first_scale, second_scale, turns[thread]);
+      } else {
+        one_by_one(block, lane, [&](const Place& at) {
+          Turn<1> turn;
+          compute(at, block, turn);
+          keep(at, first_scale, second_scale, turn);
+        });
+      }
+    });
+    warps_meet();  // until here the old scales are read
+    threads([&](int thread) {
+      const int block = start + thread / kWarp;
+      if (thread % kWarp != 0 || block * kCodeBlock >= chunk.length) return;
+      *global(first.scales + block) = scale_of(first_largest[thread]);
+      if (Rule::kSecond) *global(second.scales + block) = scale_of(second_largest[thread]);
+    });
+  }
+
+  __device__ __forceinline__ void update_codes() const {
+    if (Base::skipped()) {
+      threads([&](int thread) {
+        for (int i = thread; i < chunk.length; i += kStepThreads) Base::template clear_gradient<1>(Place{i, 0, false});
+      });
+      return;
+    }
+    for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp) blocks(start);
+  }
+};
+
+template <class Rule, bool kMany>
+__global__ void __launch_bounds__(kStepThreads, 4) coded_kernel(const __grid_constant__ StepPlan plan) {
+  __shared__ Codebook books[2];
+  if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
+  Coded<Rule, kMany> update(plan, plan.chunks[blockIdx.x]);
+  const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
+  if (nothing_to_do) return;
+  if (!update.is_coded()) return update_chunk<Rule, kMany, false>(update);
+  update.prepare(books);
+  update.update_codes();
+}
+
+using Kernel = void (*)(StepPlan);
+
+template <class Rule>
+Kernel kernel_for(bool many) {
+  return many ? coded_kernel<Rule, true> : coded_kernel<Rule, false>;
+}
+
+Kernel kernel_for(Rule rule, bool many) {
+  switch (rule) {
+    case Rule::adam: return kernel_for<AdamRule>(many);
+    case Rule::sgd: return kernel_for<SgdRule>(many);
+    case Rule::lion: return kernel_for<LionRule>(many);
+    case Rule::adamw: break;
+  }
+  return kernel_for<AdamWRule>(many);
+}
+
+}  // namespace
+
+void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream) {
+  launch("cudaLaunchKernelEx(step)", kernel_for(plan.rule, plan.num_replicas > 1), grid, stream, plan);
+}
+
+}  // namespace hdet::cuda

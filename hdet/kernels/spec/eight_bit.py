@@ -1,0 +1,107 @@
+"""Moments in 8 bits: blocks of 256 numbers, each with a float32 scale, and codes from a table that is dense near 0.
+
+The table is dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861), computed here alone; kernels get it uploaded (`codebook`).
+
+A block's scale is its largest magnitude, which therefore is stored exactly, at least LEAST_SCALE, or NaN where a number of the block is
+not finite. A number's code stands for the table's nearest to number / scale. So `encode` gives back scales and codes that
+`decode` was given, bit for bit: the largest is the scale itself, products with a normal result are off by 2^-24 of their size, quotients by
+as much, and neighbours in the table differ by 0.35 % at least.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Elements of a tensor that share a scale, counted from its first one as it lies on this rank. A chunk holds whole blocks."""
+CODES = torch.uint8
+STARTS = 2704
+"""parts of the way from 2^-21 to 1 that have one threshold at most, 128 for each exponent: where a kernel's search for a code begins"""
+LEAST_SCALE = 2.0**-104
+"""from here on scale * table is a normal float32, for every entry but 0"""
+
+
+def count_scales(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+@functools.cache
+def magnitudes(signed: bool) -> tuple[float, ...]:
+    """What codes stand for, ascending, in float32: 128 magnitudes, as one bit is the sign; or, unsigned, 256.
+
+    The bits of a code of the tree are k zeros, a one, and a number j of those that are left: the middle of the j-th of n equal parts of
+    [0.1, 1] * 10^-k. Where none is left it is 1, and all zeros are 0. Codes here are numbered by what they stand for.
+    """
+    bits = 7 if signed else 8
+    parts = [(k, 2 ** (bits - 1 - k)) for k in range(bits - 1)]
+    tree = [(2 * n + 18 * j + 9) / (20 * n * 10**k) for k, n in parts for j in range(n)]
+    return tuple(torch.tensor([0.0, *sorted(tree), 1.0], dtype=torch.float64).float().tolist())
+
+
+@functools.cache
+def thresholds(signed: bool) -> tuple[float, ...]:
+    """Where one magnitude gives way to the next: a magnitude's place in the table is the number of thresholds below it.
+
+    Half-way, float32. Only an unsigned number that is not 0 never becomes 0: a second moment is what steps are divided by.
+    """
+    table = magnitudes(signed)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
+    return tuple(torch.tensor(middles if signed else [0.0, *middles[1:]], dtype=torch.float64).float().tolist())
+
+
+@functools.cache
+def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values by code, thresholds."""
+    table = list(magnitudes(signed))
+    values = table + [-x for x in table] if signed else table
+    return torch.tensor(values, device=device), torch.tensor(thresholds(signed), device=device)
+
+
+@functools.cache
+def codebook() -> Tensor:
+    """[signed, unsigned][bytes] on the CPU: what kernels read, as csrc/core/eight_bit.h has it."""
+    parts = (torch.arange(STARTS) << 16) + (127 - 21 << 23)  # the bits of the numbers at which they begin
+    rows = []
+    for signed in (True, False):
+        values, limits = _tables(signed, torch.device("cpu"))
+        starts = torch.bucketize(parts.int().view(torch.float32), limits).byte()
+        starts[0] = 0
+        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf)))
+        rows.append(torch.cat([t.view(torch.uint8) for t in (values, limits, starts)]))
+    return torch.stack(rows)
+
+
+def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes in the shape of the float32 values, and a scale for each block."""
+    flat = values.detach().contiguous().view(-1)
+    scales = _scales(flat)
+    _, limits = _tables(signed, flat.device)
+    share = flat / _spread(scales, flat.numel())
+    codes = torch.bucketize(share.abs() if signed else share, limits)
+    codes = torch.where(share.isnan(), 0, codes)
+    if signed:
+        codes = codes + 128 * (share < -limits[0])  # no code for minus zero
+    return codes.to(CODES).view(values.shape), scales
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """The float32 values."""
+    flat = codes.reshape(-1)
+    values, _ = _tables(signed, codes.device)
+    return (values[flat.long()] * _spread(scales, flat.numel())).view(codes.shape)
+
+
+def _scales(flat: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(flat.abs(), (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    largest = padded.amax(dim=1) if len(padded) else padded.new_zeros(0)  # NaN, if there is one
+    return torch.where(largest.isfinite(), largest.clamp(min=LEAST_SCALE), math.nan)
+
+
+def _spread(scales: Tensor, elements: int) -> Tensor:
+    """The scale of each element."""
+    return scales.repeat_interleave(BLOCK)[:elements]

@@ -1,0 +1,297 @@
+"""Optimizers whose moments are kept in 8 bits: what they save and load, in one process and over shards, and how near they stay to float32."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import Parameter
+
+import hdet
+from hdet.kernels.spec import eight_bit
+from hdet.optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD
+from hdet.optim.moment_storage import SMALLEST
+from tests.distributed import run_ranks
+
+from .test_replicas import copies
+
+SHAPES = [(70, 100), (SMALLEST,), (SMALLEST - 1,), (0,), ()]
+CODED = 2
+"""the rest is small"""
+Make = Callable[..., Any]
+MAKERS: dict[str, Make] = {
+    "adamw": FusedAdamW,
+    "adam": FusedAdam,
+    "sgd": partial(FusedSGD, momentum=0.9),
+    "lion": FusedLion,
+    "muon": lambda params, **options: FusedMuon(
+        [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}], adamw_lr=options["lr"], **options
+    ),
+}
+EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def run(optimizer: Any, params: Sequence[Tensor], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for i, param in enumerate(params):
+            gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = None if (step, i) == (1, 1) else gradient
+        optimizer.step()
+
+
+def made(make: Make, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[list[Parameter], Any]:
+    params = parameters(dtype)
+    return params, make(params, **{"lr": 1e-3, "moment_dtype": "8bit", **options})
+
+
+def assert_same_run(one: tuple[list[Parameter], Any], other: tuple[list[Parameter], Any]) -> None:
+    for p, q in zip(one[0], other[0], strict=True):
+        assert torch.equal(p, q)
+        ours, theirs = one[1].state[p], other[1].state[q]
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours if isinstance(ours[key], Tensor))
+
+
+@EACH
+def test_it_stays_near_float32(make: Make) -> None:
+    """Over twenty steps of noise, where steps do not add up: by a tenth of what the parameters move."""
+    (ours, optimizer), (theirs, wide) = made(make), made(make, moment_dtype=None)
+    for params, stepped in ((ours, optimizer), (theirs, wide)):
+        run(stepped, params, range(20))
+    for p, q, start in zip(ours[:CODED], theirs, parameters(), strict=False):
+        assert 0 < (p - q).norm() < 0.1 * (q - start).norm()
+        assert all(t.dtype == torch.uint8 for key, t in optimizer.state[p].items() if key in ("exp_avg", "exp_avg_sq", "momentum_buffer"))
+    for p, q in zip(ours[CODED:], theirs[CODED:], strict=True):
+        assert torch.equal(p, q), "small tensors have float32 moments"
+
+
+@EACH
+def test_bytes_of_the_state(make: Make) -> None:
+    params, optimizer = made(make)
+    run(optimizer, params, range(1))
+    state = optimizer.state[params[0]]
+    moments = [name for name in state if f"{name}_scale" in state]
+    held = sum(t.nbytes for key, t in state.items() if key != "step")
+    assert held == len(moments) * (7000 + 4 * 28) > 0
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resume_is_exact(make: Make, dtype: torch.dtype) -> None:
+    options = {} if dtype == torch.float32 else {"master_weights": "split"}
+    one = made(make, dtype, **options)
+    run(one[1], one[0], range(3))
+    saved = copy.deepcopy(one[1].state_dict())
+    assert all(t.dtype in (torch.float32, torch.int16) for state in saved["state"].values() for t in state.values())
+    other = made(make, dtype, **options)
+    for p, q in zip(other[0], one[0], strict=True):
+        p.data.copy_(q)
+    other[1].load_state_dict(saved)
+    assert_same_run(one, other)
+    third = copy.deepcopy(one)
+    fourth = pickle.loads(pickle.dumps(one))
+    for params, optimizer in (one, other, third, fourth):
+        run(optimizer, params, range(3, 6))
+    for again in (other, third, fourth):
+        assert_same_run(one, again)
+
+
+@EACH
+def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
+    wide, small = made(make, moment_dtype=None), made(make)
+    run(wide[1], wide[0], range(3))
+    small[1].load_state_dict(wide[1].state_dict())
+    for p, q in zip(small[0][:CODED], wide[0], strict=False):
+        for place, name in enumerate(key for key in wide[1].state[q] if key != "step"):
+            codes, scales = eight_bit.encode(wide[1].state[q][name], signed=place == 0)
+            assert torch.equal(small[1].state[p][name], codes) and torch.equal(small[1].state[p][f"{name}_scale"], scales)
+    run(small[1], small[0], range(3, 5))
+    back = made(make, moment_dtype=None)
+    back[1].load_state_dict(small[1].state_dict())
+    for q, p in zip(back[0][:CODED], small[0], strict=False):
+        state = back[1].state[q]
+        assert {t.dtype for t in state.values()} == {torch.float32} and not [key for key in state if key.endswith("_scale")]
+        name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+        held = small[1].state[p]
+        assert torch.equal(state[name], eight_bit.decode(held[name], held[f"{name}_scale"], signed=True))
+    run(back[1], back[0], range(5, 6))
+
+
+def test_torchs_adamw_takes_the_state() -> None:
+    params, optimizer = made(FusedAdamW)
+    run(optimizer, params, range(2))
+    theirs = torch.optim.AdamW(parameters(), lr=1e-3)
+    theirs.load_state_dict(optimizer.state_dict())
+    run(theirs, theirs.param_groups[0]["params"], range(2, 3))
+
+
+@EACH
+def test_replicas_share_the_codes(make: Make) -> None:
+    params, optimizer = made(make)
+    optimizer.set_replicas(3, copies(3))
+    optimizer.multipliers = [[0.5] * len(optimizer.param_groups), [1.0] * len(optimizer.param_groups), [1.5] * len(optimizer.param_groups)]
+    alone, middle = made(make)
+    run(optimizer, params, range(3))
+    run(middle, alone, range(3))
+    for ours, theirs in zip(optimizer.replica_parameters(1), alone, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(optimizer.state[params[0]][next(iter(middle.state[alone[0]]))], next(iter(middle.state[alone[0]].values())))
+    optimizer.average_replicas([1.0, 1.0, 1.0])
+    saved = optimizer.state_dict()["state"][0]
+    assert saved["replica_params"] and not [key for key in saved if key.endswith("_scale")]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="moment_dtype='4bit' is not supported; choose .*'8bit'"):
+        FusedAdamW(parameters(), moment_dtype="4bit")
+    params, optimizer = made(FusedAdamW, decay_at="base")
+    with pytest.raises(ValueError, match='storage="displacement" keeps no moments in 8 bits: use'):
+        optimizer.set_replicas(2, copies(2), storage="displacement")
+    run(optimizer, params, range(1))
+    raw = {**optimizer.state_dict(), "state": {i: dict(optimizer.state[p]) for i, p in enumerate(params)}}
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is torch.uint8, codes .* save its state_dict\(\)"):
+        optimizer.load_state_dict(raw)
+    with pytest.raises(ValueError, match="moments is 'average', but the optimizer keeps them in 8 bits"):
+        hdet.Ensemble(optimizer, sync=hdet.Sync(1, gradients="local", moments="average"))
+
+
+@EACH
+def test_a_skipped_step_changes_nothing(make: Make) -> None:
+    params, optimizer = made(make, max_grad_norm=1.0)
+    run(optimizer, params, range(2))
+    before = copy.deepcopy((params, optimizer))
+    for param in params:
+        param.grad = torch.full_like(param, float("nan"))
+    optimizer.step()
+    assert optimizer.step_skipped == 1
+    assert_same_run((params, optimizer), before)
+
+
+def test_moments_begin_anew_in_place() -> None:
+    """As after a cycle with moments="reset", or one that is taken back to before the first step."""
+    from hdet.run.snapshot import reset_moments
+
+    params, optimizer = made(FusedAdamW)
+    run(optimizer, params, range(2))
+    reset_moments(optimizer)
+    assert not any(moment.any() for name in ("exp_avg", "exp_avg_sq") for moment in [optimizer.state_dict()["state"][0][name]])
+    fresh, other = made(FusedAdamW)
+    for p, q in zip(fresh, params, strict=True):
+        p.data.copy_(q)
+    run(optimizer, params, range(2, 4))
+    run(other, fresh, range(2, 4))
+    for p, q in zip(fresh, params, strict=True):
+        assert torch.equal(p, q)
+
+
+# -- over shards ---------------------------------------------------------------------------------------------------------------------
+
+ROWS = 77
+"""on two ranks 39 and 38 rows of 130: blocks begin in other places than those of the whole"""
+
+
+def model_of(world_size: int) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(130, ROWS), nn.Linear(ROWS, 3))
+    return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))) if world_size > 1 else model
+
+
+def trained(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 130, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def values(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Parameters, then moments as they are saved."""
+    saved = optimizer.state_dict()["state"]
+    return [full(t) for t in [*model.parameters(), *(state[key] for state in saved.values() for key in state if key != "step")]]
+
+
+def optimizer_of(model: nn.Module, kind: str, moment_dtype: str | None = "8bit") -> Any:
+    if kind == "adamw":
+        return FusedAdamW(model.parameters(), lr=1e-2, moment_dtype=moment_dtype, max_grad_norm=1.0)
+    return FusedMuon(model.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.ndim == 2, moment_dtype=moment_dtype)
+
+
+def saved_by(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
+    model = model_of(world_size)
+    optimizer = optimizer_of(model, kind)
+    trained(model, optimizer, range(3))
+    assert torch.uint8 in {t.dtype for t in optimizer.state[next(model.parameters())].values()}
+    now = values(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    trained(model, optimizer, range(3, 5))
+    return now, values(model, optimizer)
+
+
+def loaded_by(rank: int, world_size: int, folder: str, kind: str, moment_dtype: str | None = "8bit") -> tuple[list[Tensor], list[Tensor]]:
+    model = model_of(world_size)
+    optimizer = optimizer_of(model, kind, moment_dtype)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    now = values(model, optimizer)
+    trained(model, optimizer, range(3, 5))
+    return now, values(model, optimizer)
+
+
+def through_a_full_state(rank: int, world_size: int) -> None:
+    """Gathered on all ranks, and cut again: the same codes."""
+    form = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model, other = model_of(world_size), model_of(world_size)
+    one, two = (FusedAdamW(m.parameters(), lr=1e-2, moment_dtype="8bit") for m in (model, other))
+    trained(model, one, range(3))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, two, get_optimizer_state_dict(model, one, options=form), options=form)
+    for m, optimizer in ((model, one), (other, two)):
+        trained(m, optimizer, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(values(model, one), values(other, two), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_shards_have_their_own_blocks_and_are_resharded(kind: str) -> None:
+    """Saved by two ranks. By two: the same run to the last bit. By one with float32 moments: the same values. In 8 bits: anew, in other
+    blocks, off by what 8 bits are off."""
+    with tempfile.TemporaryDirectory() as folder:
+        (saved, went_on), *_ = run_ranks(saved_by, 2, folder, kind)
+        for resumed in run_ranks(loaded_by, 2, folder, kind):
+            for expected, found in zip((saved, went_on), resumed, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        wide, _ = loaded_by(0, 1, folder, kind, None)
+        small, after = loaded_by(0, 1, folder, kind)
+    assert all(torch.equal(a, b) for a, b in zip(saved, wide, strict=True))
+    for a, b in zip(saved[4:], small[4:], strict=True):
+        assert (a - b).norm() < 0.02 * a.norm()
+    for a, b, start in zip(went_on[:4], after, saved, strict=False):
+        # Muon lifts small singular values, of which gradients of four samples have many, and the rounding in them
+        assert (a - b).norm() <= {"adamw": 0.1, "muon": 0.5}[kind] * (a - start).norm()
+
+
+def test_shards_pass_through_a_full_state() -> None:
+    run_ranks(through_a_full_state, 2)

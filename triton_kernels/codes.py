@@ -1,0 +1,50 @@
+"""Moments in 8 bits: csrc/core/eight_bit.h in Triton. A table is a Codebook of that file: values by code, thresholds, starts."""
+
+import triton
+import triton.language as tl
+
+from .numbers import CODE_BLOCK, bits_of, float_of
+
+LEAST_SHARE, LEAST_SHARE_BITS = tl.constexpr(2.0**-21), tl.constexpr(106 << 23)
+TABLE_FLOATS = tl.constexpr(512 + 2704 // 4)
+"""a table's size"""
+
+
+@triton.jit
+def load_codes(p, scales, table, offsets, mask):
+    """float32 values; 0 where there is none."""
+    codes = tl.load(p + offsets, mask=mask, other=0, eviction_policy="evict_first")
+    scale = tl.load(scales + offsets // CODE_BLOCK, mask=mask, other=0)
+    return tl.load(table + codes.to(tl.int32)) * scale
+
+
+@triton.jit
+def encode(table, share, SIGNED: tl.constexpr):
+    """The code of number / scale: how many thresholds are below it."""
+    magnitude = share
+    if SIGNED:
+        magnitude = tl.abs(share)
+    thresholds = table + 256
+    starts = (table + 512).to(tl.pointer_type(tl.uint8))
+    part = tl.where(magnitude > LEAST_SHARE, (bits_of(magnitude) - LEAST_SHARE_BITS) >> 16, 0)
+    code = tl.load(starts + part).to(tl.int32)
+    code += (tl.load(thresholds + code) < magnitude).to(tl.int32)
+    if SIGNED:
+        code += tl.where(share < -tl.load(thresholds), 128, 0)
+    return code
+
+
+@triton.jit
+def store_codes(p, scales, table, offsets, live, x, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of whole blocks of codes, in which what is not there is 0."""
+    BLOCKS: tl.constexpr = BLOCK // CODE_BLOCK
+    values = tl.reshape(x, (BLOCKS, CODE_BLOCK))
+    largest = tl.max((bits_of(values) & 0x7FFFFFFF).to(tl.int32), axis=1)
+    least = (127 - 104) << 23
+    scale_bits = tl.where(largest >= 0x7F800000, 0x7FC00000, tl.where(largest < least, least, largest))
+    scale = float_of(scale_bits.to(tl.uint32))
+    codes = encode(table, tl.div_rn(values, tl.broadcast_to(scale[:, None], (BLOCKS, CODE_BLOCK))), SIGNED)
+    any_live = tl.max(tl.reshape(live.to(tl.int32), (BLOCKS, CODE_BLOCK)), axis=1) != 0
+    first = tl.min(tl.reshape(offsets, (BLOCKS, CODE_BLOCK)), axis=1)
+    tl.store(scales + first // CODE_BLOCK, scale, mask=any_live)
+    tl.store(p + offsets, tl.reshape(codes, (BLOCK,)).to(tl.uint8), mask=live, eviction_policy="evict_first")
