@@ -21,8 +21,10 @@ Task = dict[str, Any]
 
 
 def identity(*names: str) -> Callable[[Record | Task], tuple[Hashable, ...]]:
-    """What makes two runs the same run: these values of its line, rates to six digits."""
-    return lambda record: tuple(f"{value:.6g}" if isinstance(value := record[name], float) else value for name in names)
+    """What makes two runs the same run: these values of its line, rates to six digits, lists as they are printed."""
+    return lambda record: tuple(
+        f"{value:.6g}" if isinstance(value := record[name], float) else str(value) if isinstance(value, list) else value for name in names
+    )
 
 
 def finite(loss: float) -> float | None:
