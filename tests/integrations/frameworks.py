@@ -90,6 +90,11 @@ def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     if world == 1:
         with accelerate_reset():
             return [function(*args)]
+    return launched(function, world, *args)
+
+
+def launched(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """The same, also of one rank with a process group."""
     return run_ranks(_launched, world, function, *args)
 
 
