@@ -5,13 +5,9 @@ A tiny Llama, from a hundredth of a good rate. Several processes are HSDP of two
 
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from torchtitan_tiny import NoTokenizer, Twice, llama
-
+from torchtitan_tiny import NoTokenizer, Twice, llama  # before torchtitan
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw

@@ -19,11 +19,11 @@ from ..distributed import RankError
 from .frameworks import Halved, equal, example, launched, needs, weights
 
 needs("torchtitan", "triton")
-EXAMPLE = example("torchtitan_llama")  # before torchtitan: it says that there is no GPU
-for file in ("torchtitan_tiny", "torchtitan_cpu"):
+for file in ("torchtitan_cpu", "torchtitan_tiny"):  # before torchtitan: the first says that there is no GPU
     example(file)
+EXAMPLE = example("torchtitan_llama")
 
-import torchtitan_tiny  # type: ignore[import-not-found]  # examples/, which EXAMPLE has put on the path
+import torchtitan_tiny  # type: ignore[import-not-found]  # of examples/
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
