@@ -4,6 +4,7 @@ from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 
@@ -14,7 +15,7 @@ class CpuForCuda(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        found = function(*args, **kwargs)
+        found = args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
         return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and isinstance(found, str) else found
 
 
@@ -29,6 +30,7 @@ def cpu_for_cuda():
         mock.patch("torch.cuda.current_device", lambda: "cpu"),
         mock.patch("torch.cuda.synchronize", lambda *device: None),  # a pipeline's stages wait for what they send
         mock.patch.object(CudaRNGStatesTracker, "fork", lambda self, name=None: nullcontext()),  # no dropout here, so no random states
+        torch._dynamo.config.patch(disable=True),  # it compiles small functions, which takes longer than they run here
         CpuForCuda(),
     ):
         yield
