@@ -5,7 +5,6 @@ import torch
 WITHOUT_GPU = not torch.accelerator.is_available()
 found = torch._utils._get_available_device_type
 torch._utils._get_available_device_type = lambda: found() or "cpu"  # else torchtitan says CUDA
-import torchtitan.tools.utils
 
 torch._utils._get_available_device_type = found
 from torch.distributed.fsdp import FSDPModule

@@ -8,6 +8,8 @@ import tempfile
 
 import torch
 from torchtitan_tiny import NoTokenizer, Twice, llama  # before torchtitan
+
+# isort: split
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw

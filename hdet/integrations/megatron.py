@@ -131,7 +131,9 @@ class Wrapped:
         """The closure: the step's losses, of the weights that are there now; with gradients where they are on, as Megatron's step takes them."""
         (member,) = self.members
         if self._gradients is None:
-            self._gradients = [(p.main_grad, p.main_grad.clone()) for chunk in self.chunks for p in chunk.parameters() if hasattr(p, "main_grad")]
+            self._gradients = [
+                (p.main_grad, p.main_grad.clone()) for chunk in self.chunks for p in chunk.parameters() if hasattr(p, "main_grad")
+            ]
         _to_model(member)
         states = _random.get_cuda_rng_tracker().get_states()
         try:
@@ -217,7 +219,9 @@ def _members(optimizer: Any) -> list[Any]:
         if not isinstance(member, (_optimizers.FP32Optimizer, _optimizers.Float16OptimizerWithFloat16Params)):
             raise ValueError(f"the optimizer is a {kind}, which hdet does not know: use 'adam' or 'sgd' in the OptimizerConfig")
         if type(member.optimizer).__module__.startswith("megatron."):
-            raise ValueError(f"{type(member.optimizer).__name__} steps parts of the parameters in several optimizers: leave optimizer_cpu_offload out")
+            raise ValueError(
+                f"{type(member.optimizer).__name__} steps parts of the parameters in several optimizers: leave optimizer_cpu_offload out"
+            )
     if not members or any(member.is_stub_optimizer for member in members):
         raise ValueError("this rank has no parameters to train: lay the frozen parts out so that each rank has some")
     return members

@@ -54,10 +54,14 @@ def wrap(config: Any, **settings: Any) -> Any:
     """
     check_settings(settings)
     if not isinstance(config, _trainer.Trainer.Config):
-        raise TypeError(f"config must be a torchtitan Trainer.Config, as a function of the config_registry returns, got {type(config).__name__}")
+        raise TypeError(
+            f"config must be a torchtitan Trainer.Config, as a function of the config_registry returns, got {type(config).__name__}"
+        )
     base, owner = type(config), type(config)._owner
     # The class that build() makes is told by the configuration's class, so that is a new one, too; it has no fields of its own.
-    made_config: Any = dataclass(kw_only=True, slots=True)(type("Config", (base,), {"__module__": __name__, "__qualname__": "HdetTrainer.Config"}))
+    made_config: Any = dataclass(kw_only=True, slots=True)(
+        type("Config", (base,), {"__module__": __name__, "__qualname__": "HdetTrainer.Config"})
+    )
     type(f"Hdet{owner.__name__}", (HdetTrainer, owner), {"Config": made_config, "hdet_settings": settings})
     return made_config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
 
@@ -70,6 +74,7 @@ class HdetTrainer(_Any):
     """In front of a Trainer class; made by `wrap`."""
 
     hdet_settings: Mapping[str, Any] = {}
+    lr_schedulers: Any  # the Trainer's
 
     def __init__(self, config: Any) -> None:
         if config.parallelism.pipeline_parallel_degree > 1:
@@ -101,6 +106,11 @@ class HdetTrainer(_Any):
                 input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens, **others
             )
             observe(loss)
+        return loss
+
+    def hdet_pass(self, **inputs: Any) -> torch.Tensor:
+        """The Trainer's own `forward_backward_step`: nothing is observed."""
+        loss: torch.Tensor = super().forward_backward_step(**inputs)
         return loss
 
     def train(self) -> None:
@@ -233,9 +243,7 @@ class _Driver:
                 self._loss_of,
                 backward=lambda loss: None,  # has happened
                 no_sync=nullcontext,  # torchtitan reduces the gradients of each micro-batch
-                clip=lambda: _utils.clip_grad_norm_(
-                    parameters, trainer.config.training.max_norm, foreach=True, ep_enabled=dims.ep_enabled
-                ),
+                clip=lambda: _utils.clip_grad_norm_(parameters, trainer.config.training.max_norm, foreach=True, ep_enabled=dims.ep_enabled),
             )
         return total * (dims.dp_replicate * dims.dp_shard * dims.cp)  # ranks' means are averaged, and these are parts of a sum
 
@@ -243,7 +251,7 @@ class _Driver:
         """Of a micro-batch, anew; with its gradients, where they are on."""
         trainer, (inputs, labels, tokens) = self.trainer, part
         if torch.is_grad_enabled():
-            loss = super(HdetTrainer, trainer).forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+            loss = trainer.hdet_pass(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
             return local(loss.detach())
         inputs, labels, others = trainer.post_dataloading_process(inputs, labels)
         with trainer.train_context():  # what _forward_backward_body does, which calls backward() in any case

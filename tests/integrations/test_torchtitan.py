@@ -171,7 +171,9 @@ def _losses(folder: str, world: int, parallel: dict[str, int] | None) -> Any:
 def test_a_cycles_loss_is_the_mean_of_torchtitans(tmp_path: Path, world: int, parallel: Any) -> None:
     records, losses = launched(_losses, world, str(tmp_path), world, parallel)[0]
     found = [sum(of) / len(of) for of in records]  # replicas have equally many tokens
-    assert len(records[0]) == (1 if world == 1 or (parallel or {}).get("data_parallel_replicate_degree", world if parallel is None else 1) == 1 else 2)
+    assert len(records[0]) == (
+        1 if world == 1 or (parallel or {}).get("data_parallel_replicate_degree", world if parallel is None else 1) == 1 else 2
+    )
     assert found == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:10]) / 5, sum(losses[10:]) / 2], rel=1e-5)
 
 
@@ -182,7 +184,12 @@ def saved_weights(folder: str, step: int, model: Any) -> torch.Tensor:
     """Of a checkpoint, in which torchtitan splits what is fused in the model."""
     state = {name: torch.empty(value.shape) for name, value in model.state_dict().items()}
     dcp.load(state, checkpoint_id=f"{folder}/checkpoint/step-{step}", no_dist=True)
-    model.load_state_dict({name: distribute_tensor(value, own.device_mesh, own.placements) for (name, value), own in zip(state.items(), model.state_dict().values(), strict=True)})
+    model.load_state_dict(
+        {
+            name: distribute_tensor(value, own.device_mesh, own.placements)
+            for (name, value), own in zip(state.items(), model.state_dict().values(), strict=True)
+        }
+    )
     return weights(model)
 
 
@@ -202,7 +209,9 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path
     assert equal(list(validated)) and equal(list(last)) and torch.equal(validated[0], steps[0][7]) and torch.equal(saved[0], steps[0][8])
     schedule = [rate for (rate,) in launched(_plain_rates, 1, str(tmp_path / "plain"))[0]]
     for of, table in zip(steps, tables, strict=True):
-        assert [rate for rate, _, _ in table] == pytest.approx([r * (0.5 if step >= EVERY else 1) for step, r in enumerate(schedule)], rel=1e-9)
+        assert [rate for rate, _, _ in table] == pytest.approx(
+            [r * (0.5 if step >= EVERY else 1) for step, r in enumerate(schedule)], rel=1e-9
+        )
         assert [c for _, c, _ in table] == [1.0] * EVERY + [0.5] * (STEPS - EVERY)
         # Steps after which nobody has averaged: the weights have moved by the rate and the multiplier that are logged for them.
         for step in (2, 3, 4, 9, 11):
@@ -385,7 +394,12 @@ def _several(folder: str, controller: Any) -> Any:
     groups = [group("norm", 2e-2, "Adam"), group(".*", 1e-2)]
     trainer = trained(folder, 2, {**SPREAD, "controller": controller}, groups=groups)
     line = trainer.kept.lines[-1]
-    return weights(trainer.model_parts[0]), len(trainer.hdet.ensembles), line["lr/Adam"] / line["lr/AdamW"], sorted(k for k in line if "corrections" in k)
+    return (
+        weights(trainer.model_parts[0]),
+        len(trainer.hdet.ensembles),
+        line["lr/Adam"] / line["lr/AdamW"],
+        sorted(k for k in line if "corrections" in k),
+    )
 
 
 def test_several_optimizers_have_an_ensemble_each_and_auto_lr_refuses_them(tmp_path: Path) -> None:
@@ -434,8 +448,12 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         wrap(config("unused", 1), controler=None)
     with pytest.raises(ValueError, match="pipeline_parallel_degree is above 1, .*: set it to 1, and shard over more ranks"):
         wrap(config("unused", 1, parallel={"pipeline_parallel_degree": 2})).build()
-    with pytest.raises(RankError, match="'auto' trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable"):
+    with pytest.raises(
+        RankError, match="'auto' trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable"
+    ):
         launched(_graphs, 1, str(tmp_path / "graphs"))
-    with pytest.raises(RankError, match="OwnWay.forward_backward_step is not the Trainer's, which hdet knows: use a controller that compares"):
+    with pytest.raises(
+        RankError, match="OwnWay.forward_backward_step is not the Trainer's, which hdet knows: use a controller that compares"
+    ):
         launched(_own_way, 1, str(tmp_path / "own way"), auto)
     assert launched(_own_way, 1, str(tmp_path / "own way too"), lambda_halved) == [0.5]
