@@ -1,12 +1,14 @@
 """What torchtitan lacks on a machine without a GPU, whose device, memory and kernels it takes for granted. Imported before it."""
 
+import importlib
+from unittest import mock
+
 import torch
 
 WITHOUT_GPU = not torch.accelerator.is_available()
 found = torch._utils._get_available_device_type
-torch._utils._get_available_device_type = lambda: found() or "cpu"  # else torchtitan says CUDA
-
-torch._utils._get_available_device_type = found
+with mock.patch("torch._utils._get_available_device_type", lambda: found() or "cpu"):  # else torchtitan says CUDA
+    importlib.import_module("torchtitan.tools.utils")
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
 from torchtitan.distributed import utils

@@ -82,7 +82,7 @@ def _megatron(folder: str) -> dict[str, Any]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model = [tiny.gpt()]
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0), model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, clip_grad=1.0), model)
     rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20_000, "lr_decay_style": "cosine"}
     decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
     sizes = {"num_microbatches": 2, "seq_length": tiny.LENGTH, "micro_batch_size": tiny.BATCH}
