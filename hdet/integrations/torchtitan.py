@@ -91,9 +91,14 @@ class HdetTrainer(_Any):
             self.validator.validate = self._hdet_converged(self.validator.validate)
 
     @property
+    def ensembles(self) -> list[Ensemble]:
+        """One for each optimizer, from the first step on."""
+        return self.hdet.ensembles
+
+    @property
     def ensemble(self) -> Ensemble | None:
         """The first optimizer's; None before the first step."""
-        return self.hdet.ensembles[0] if self.hdet.ensembles else None
+        return self.ensembles[0] if self.ensembles else None
 
     def train_step(self, data_iterator: Iterator[Any]) -> Any:
         self.hdet.begin()

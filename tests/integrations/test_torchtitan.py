@@ -401,7 +401,7 @@ def _several(folder: str, controller: Any) -> Any:
     line = trainer.kept.lines[-1]
     return (
         weights(trainer.model_parts[0]),
-        len(trainer.hdet.ensembles),
+        len(trainer.ensembles),
         line["lr/Adam"] / line["lr/AdamW"],
         sorted(k for k in line if "corrections" in k),
     )
