@@ -111,8 +111,8 @@ class Loop:
         self.weights[step + 1] = self.flat()
         self.lines.append((step, [float(part["lm loss"]) for part in found], norm, rate))
 
-    def train(self, start: int = 0, save_at: int = 0) -> Loop:
-        for step in range(start, self.steps):
+    def train(self, start: int = 0, save_at: int = 0, until: int = 1000) -> Loop:
+        for step in range(start, min(self.steps, until)):
             self.step(step)
             if self.wrapped is not None and step + 1 in (7, save_at, self.steps):
                 self.wrapped.converge()
@@ -314,7 +314,9 @@ def _auto(settings: dict[str, Any], controller: Any) -> Any:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        loop = fresh(None if controller is None else {**STILL, "controller": controller}, steps=200, **settings).train()
+        loop = fresh(None if controller is None else {**STILL, "controller": controller}, steps=200, **settings).train(
+            until=60
+        )  # the first trial is over by then
     finally:
         log.removeHandler(handler)
     return loop.flat(), 1.0 if controller is None else loop.wrapped.ensemble.corrections["lr"], lines, loop.lines

@@ -67,6 +67,11 @@ class Watched(Trainer):
         self.metrics_processor.logger = self.kept = Kept()
         self.weights: dict[int, torch.Tensor] = {}
 
+    until = STEPS * 1000
+
+    def should_continue_training(self) -> bool:
+        return super().should_continue_training() and self.step < self.until
+
     def train(self) -> None:
         with mock.patch("torchtitan.trainer.time.sleep", lambda seconds: None):  # of 2 seconds, at the end
             super().train()
@@ -131,10 +136,11 @@ def config(
     )  # fmt: skip
 
 
-def trained(folder: str, world: int, ensemble: dict[str, Any] | None, **settings: Any) -> Any:
-    """A trainer that has trained; None: torchtitan's own."""
+def trained(folder: str, world: int, ensemble: dict[str, Any] | None, until: int = STEPS * 1000, **settings: Any) -> Any:
+    """A trainer that has trained; None: torchtitan's own. ``until``: stopped before its end."""
     made = config(folder, world, **settings)
     trainer = (made if ensemble is None else wrap(made, **ensemble)).build()
+    trainer.until = until
     trainer.train()
     trainer.close()
     return trainer
@@ -326,6 +332,10 @@ def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(tmp
     assert sum(float(loss) for _, loss, *_ in found) / world == pytest.approx(found[0][0], rel=1e-6)
 
 
+FIRST = 60
+"""The first trial is over by then."""
+
+
 def _auto(folder: str, world: int, lr: float, controller: Callable[[Any], Any] | None, parallel: Any) -> Any:
     lines: list[str] = []
     handler = logging.Handler()
@@ -336,7 +346,7 @@ def _auto(folder: str, world: int, lr: float, controller: Callable[[Any], Any] |
     log.setLevel(logging.INFO)
     try:
         ensemble = None if controller is None else {**STILL, "controller": controller}
-        trainer = trained(folder, world, ensemble, groups=[group(".*", lr)], steps=200, parallel=parallel)
+        trainer = trained(folder, world, ensemble, groups=[group(".*", lr)], steps=200, until=FIRST, parallel=parallel)
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
