@@ -1,5 +1,5 @@
 # make demo: from a clean clone to a trained model.   make test: the whole suite.   make docs: the site.   All create .venv first.
-# make test-frameworks: transformers, accelerate, lightning, peft and trl with hdet in them, in an environment of their own.
+# make test-frameworks: transformers, accelerate, lightning, peft, trl, torchtitan and megatron-core with hdet in them, in an environment of their own.
 # make test-matrix: the suite on the oldest and newest Python, torch and Triton that are supported, each in an environment of its own.
 # make gpu: builds for the GPU here, tests and times everything on it; with the torch of $(PYTHON), and nothing from a network.
 PYTHON ?= python3

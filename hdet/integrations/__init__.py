@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "lightning", "megatron", "torchtitan", "transformers"]
 
 if TYPE_CHECKING:
     from . import accelerate as accelerate
     from . import lightning as lightning
+    from . import megatron as megatron
+    from . import torchtitan as torchtitan
     from . import transformers as transformers
 
 

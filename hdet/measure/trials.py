@@ -171,14 +171,19 @@ class Trials(Measurement):
                 else:
                     self._losses[position - steps - 1, number] = self._tried(number, partial(self._score, closure))
         finally:
-            snapshots.restore(RUN)
-            torch.clear_autocast_cache()
+            self._back_to_the_run()
             for parameter, gradient, values in gradients:
                 parameter.grad = gradient
                 if gradient is not None and values is not None:
                     gradient.copy_(values)
         if looks and training:
             self._look(lost)
+
+    def _back_to_the_run(self) -> None:
+        """The run's next forward pass finds nothing of an arm's weights: neither gathered shards, which scoring leaves, nor cast copies."""
+        self._watched.snapshots.restore(RUN)
+        reshard(self._bare)
+        torch.clear_autocast_cache()
 
     def _rate_of(self, k: int, knob: Any) -> tuple[Any, list[float], float]:
         """(a knob, what its cells hold now, the reference by the base value that is in force). A group whose rate is 0 now does not move."""
@@ -301,8 +306,7 @@ class Trials(Measurement):
                             loss = self._asked(partial(loss_fn, self._bare, batch))
                             self._losses[score, number] = None if loss is None else loss.detach().double().mean()
         finally:
-            snapshots.restore(RUN)
-            torch.clear_autocast_cache()
+            self._back_to_the_run()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any (ValueError: none)."""

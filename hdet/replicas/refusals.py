@@ -85,7 +85,7 @@ def check_wrapper(optimizer: Any) -> None:
             inner = "optimizer.chained_optimizers[0].optimizer if there is one of them; several are not supported"
         raise ValueError(
             f"optimizer {kind} is Megatron's wrapper: pass the torch optimizer inside, {inner}, "
-            "with replicas=Replicas.from_megatron(groups, distributed_optimizer=...)"
+            "with replicas=Replicas.from_megatron(groups, distributed_optimizer=...); or hdet.integrations.megatron"
         )
 
 

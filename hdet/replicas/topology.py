@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .agreement import compare, reachable
-from .megatron import megatron_table
+from .megatron_groups import megatron_table
 from .mesh import mesh_of_the_world, mesh_table
 from .process_groups import build, layout_table, listed_table
 

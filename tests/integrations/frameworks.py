@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,8 @@ def example(name: str) -> Any:
     """The module of an example, of at most 60 lines."""
     path = Path(__file__).parents[2] / "examples" / f"{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    if str(path.parent) not in sys.path:  # as for a script: some have a model in a file beside them
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -90,6 +93,11 @@ def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     if world == 1:
         with accelerate_reset():
             return [function(*args)]
+    return launched(function, world, *args)
+
+
+def launched(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """The same, also of one rank with a process group."""
     return run_ranks(_launched, world, function, *args)
 
 

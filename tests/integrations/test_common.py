@@ -19,7 +19,9 @@ from .frameworks import Halved
 
 
 def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "integrations" in hdet.__all__ and {"accelerate", "lightning", "transformers"} == set(hdet.integrations.__all__)
+    assert "integrations" in hdet.__all__ and {"accelerate", "lightning", "megatron", "torchtitan", "transformers"} == set(
+        hdet.integrations.__all__
+    )
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ImportError, match="this adapter of hdet needs accelerate, which cannot be imported here.*: pip install accelerate"):
         require("accelerate")

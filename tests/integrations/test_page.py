@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from ..docs_toys import run
 from ..test_docs import PAGES, Block, blocks
 from .frameworks import Text, accelerate_reset, example, llama, needs
 
-needs("transformers", "accelerate", "lightning", "trl", "tensorboard")
+needs("transformers", "accelerate", "lightning", "trl", "tensorboard", "torchtitan", "megatron.core")
 
 PAGE = next(page for page in PAGES if page.name == "frameworks.md")
 BLOCKS = blocks(PAGE)
@@ -64,17 +66,63 @@ def _lightning(folder: str) -> dict[str, Any]:
     return {"module": Net(), "short": Short, "loader": loader}
 
 
-TOYS: list[Callable[[str], dict[str, Any]]] = [_trainer, _trl, _accelerate, _lightning, lambda folder: {}]
+def _torchtitan(folder: str) -> dict[str, Any]:
+    example("torchtitan_cpu")  # before torchtitan, which takes a GPU for granted
+    return {}
+
+
+def _megatron(folder: str) -> dict[str, Any]:
+    """Of one rank, in the middle of a script."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tiny = example("megatron_tiny")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model = [tiny.gpt()]
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, clip_grad=1.0), model)
+    rates = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20_000, "lr_decay_style": "cosine"}
+    decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
+    sizes = {"num_microbatches": 2, "seq_length": tiny.LENGTH, "micro_batch_size": tiny.BATCH}
+    return {
+        "optimizer": optimizer,
+        "model": model,
+        "scheduler": OptimizerParamScheduler(optimizer, **rates, **decay),
+        "loader": [[tiny.batch(2 * step), tiny.batch(2 * step + 1)] for step in range(3)],
+        "increment": 1,
+        "forward_backward": partial(get_forward_backward_func(), forward_step_func=tiny.forward_step, **sizes),
+    }
+
+
+TOYS: list[Callable[[str], dict[str, Any]]] = [
+    _trainer, _trl, _accelerate, _lightning, _torchtitan, _megatron, lambda folder: {},
+]  # fmt: skip
 
 
 def test_the_page_shows_the_examples() -> None:
     shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert shown == ["hf_trainer", "trl_lora", "accelerate_loop", "lightning_module"]
+    assert shown == ["hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "torchtitan_llama", "megatron_gpt"]
 
 
 @pytest.mark.parametrize(("block", "toys"), list(zip(BLOCKS, TOYS, strict=True)), ids=[str(block) for block in BLOCKS])
 def test_the_block_runs_as_written(block: Block, toys: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = toys(str(tmp_path))
+    with ExitStack() as stack:
+        if toys is _megatron:
+            stack.enter_context(example("megatron_cpu").cpu_for_cuda())
+            stack.callback(_no_group)
+        _run(block, toys(str(tmp_path)), monkeypatch)
+
+
+def _no_group() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _run(block: Block, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if "short" in names:  # what the block asks for would take long
         monkeypatch.setattr("lightning.pytorch.Trainer", names.pop("short"))
     with accelerate_reset():

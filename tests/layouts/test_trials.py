@@ -50,3 +50,28 @@ def test_arms_of_sharded_replicas_are_those_of_one_process(shape: tuple[int, ...
     for found, own in run_ranks(on_a_mesh, 4, shape):
         assert found == pytest.approx(losses, rel=1e-9)
         torch.testing.assert_close(own, weights, **CLOSE)
+
+
+def beside(rank: int, world: int, controlled: bool) -> list[torch.Tensor]:
+    """This rank's shards after each step of a run, with trials beside it."""
+    net = model()
+    fully_shard(net, mesh=init_device_mesh("cpu", (world,)))  # its own parameters stay gathered after a forward pass without a backward
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    parameters = [p.detach().to_local() for p in optimizer.param_groups[0]["params"]]
+    controller = Tries(Trials(net)) if controlled else None
+    ensemble = hdet.Ensemble(optimizer, None, knobs=[hdet.LearningRate(0)], total_steps=100, controller=controller)
+    found = []
+    for step in range(STEPS + SCORES + 2):
+        loss = loss_of(net, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss.detach(), closure=lambda step=step: loss_of(net, batch(step, rank)))
+        found.append(torch.cat([p.flatten() for p in parameters]))
+    return found
+
+
+def test_trials_beside_a_sharded_run_leave_no_trace() -> None:
+    """Scoring an arm leaves its parameters gathered; the run's next forward pass took them for its own."""
+    for plain, ours in zip(run_ranks(beside, 2, False), run_ranks(beside, 2, True), strict=True):
+        assert [step for step, (a, b) in enumerate(zip(plain, ours, strict=True)) if not torch.equal(a, b)] == []
