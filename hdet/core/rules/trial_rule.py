@@ -113,7 +113,7 @@ class TrialRule(Controller):
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
-        "trial": COUNT, "used": COUNT, "began": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
+        "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())),
     }  # fmt: skip
 
@@ -142,6 +142,8 @@ class TrialRule(Controller):
         """How many have begun."""
         self.used, self.began = 0, 0
         """Steps of the trial that goes on (0: there is none), and the step of the run at which it began."""
+        self.ready = 0
+        """The step from which on the rate is the one that was decided: it rises in a straight line, and a check in between would be of the old one."""
         self.found: list[list[float]] = []
         """By check: between which rates the best peak is said to lie."""
         self.peaks: list[list[float]] = []
@@ -206,17 +208,23 @@ class TrialRule(Controller):
             return Plan(steps=None if self._fixed else 1, spread=False)
         while not self.idle:
             this = self.rounds[self.round]
-            due = math.ceil(this.at * self._total)
+            due, rises = math.ceil(this.at * self._total), self.ready - now.step
             waits = not this.scan and not self.risen
-            if now.schedule_step < due or (waits and now.schedule_step < LATEST * self._total):
-                length = min(self._interval, due - now.schedule_step) if now.schedule_step < due else self._interval
-                return Plan(steps=None if self._fixed else length, spread=False)
+            if now.schedule_step < due:
+                return self._wait(due - now.schedule_step)
+            if waits and now.schedule_step < LATEST * self._total:
+                return self._wait(self._interval)
+            if not this.scan and rises > 0:
+                return self._wait(rises)
             steps = self._affordable(now)
             if steps >= FEWEST and not waits:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 return self._trial(now)
             self._next()
         return Plan(spread=False)
+
+    def _wait(self, steps: int) -> Plan:
+        return Plan(steps=None if self._fixed else min(self._interval, steps), spread=False)
 
     def _affordable(self, now: Moment) -> int:
         """Steps of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough."""
@@ -272,6 +280,7 @@ class TrialRule(Controller):
         else:
             moved, note, adopted = self._checked(by_octave, steps, in_force)
         self.peaks.append([peak, in_force * 2.0**moved])
+        self.ready = evidence.step + steps if moved > 0 else 0
         decision = Decision(factor=2.0**moved, note=note, ramp=steps if moved > 0 else 0)
         decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
         return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
