@@ -143,6 +143,8 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     cell = identity("workload", "steps", "seed")
     same = {fixed_rates.key(record): record for record in fixed}
     records = [{**record, "validation": same[fixed_rates.key(record)]["validation"]} if record["kept"] else record for record in records]
+    order = list(WORKLOADS)
+    records = sorted(records, key=lambda record: (order.index(record["workload"]), record["steps"], record["seed"], record["exponent"]))
     every: dict[Any, list[float]] = {}
     for record in (*records, *fixed):
         if record["validation"] is not None:
@@ -158,7 +160,7 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
         near = [one["rate"] for one in fixed if cell(one) == cell(record) and missing(one["validation"], untrained, best) <= HARM]
         held.append(any(abs(math.log2(rate / record["rate"] / record["correction"])) <= WITHIN for rate in near))
         lines.append(
-            f"| {record['workload']} | {record['steps']} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
+            f"| {record['workload']} | {f'{record["steps"]:,}'.replace(',', ' ')} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
             f"{auto - alone:+.1f} | {record['correction']:.3g} | {record['spent_percent']:.1f} % |"
         )
     harmed = sum(harm > HARM for harm in harms)
