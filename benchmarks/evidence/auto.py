@@ -159,8 +159,9 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
         left.append(auto)
         near = [one["rate"] for one in fixed if cell(one) == cell(record) and missing(one["validation"], untrained, best) <= HARM]
         held.append(any(abs(math.log2(rate / record["rate"] / record["correction"])) <= WITHIN for rate in near))
+        length = f"{record['steps']:,}".replace(",", " ")
         lines.append(
-            f"| {record['workload']} | {f'{record["steps"]:,}'.replace(',', ' ')} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
+            f"| {record['workload']} | {length} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
             f"{auto - alone:+.1f} | {record['correction']:.3g} | {record['spent_percent']:.1f} % |"
         )
     harmed = sum(harm > HARM for harm in harms)
