@@ -318,12 +318,12 @@ class TrialRule(Controller):
         """Of the ``peak`` in force."""
         octave = min(arms, key=lambda octave: mean(arms[octave]))
         best, same, other = arms[octave], arms[0.0], arms[-octave]
-        worth = (RAISES if octave > 0 else LOWERS) * abs(self._learned(same))
+        gain, worth = mean(same) - mean(best), (RAISES if octave > 0 else LOWERS) * abs(self._learned(same))
         moved = 0.0
         if (
             _better(best, same)
-            and mean(same) - mean(best) >= worth
-            and not _better(other, same)  # where both are the run has hardly begun to learn, or is about to break
+            and gain >= worth
+            and mean(same) - mean(other) < gain / 2  # where both sides are better the run is about to break
             and not (self.judged and octave > 0 and not self._far_behind(same, best))
         ):
             moved = PART * octave
