@@ -134,6 +134,19 @@ def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
     run(back[1], back[0], range(5, 6))
 
 
+@EACH
+def test_values_that_are_written_into_a_state_become_codes(make: Make) -> None:
+    """torch's ZeroRedundancyOptimizer so loads the states of its shards."""
+    one, other = made(make), made(make)
+    run(one[1], one[0], range(3))
+    for i, state in copy.deepcopy(one[1].state_dict())["state"].items():
+        other[0][i].data.copy_(one[0][i])
+        other[1].state[other[0][i]].update(state)
+    for params, optimizer in (one, other):
+        run(optimizer, params, range(3, 5))
+    assert_same_run(one, other)
+
+
 def test_torchs_adamw_takes_the_state() -> None:
     params, optimizer = made(FusedAdamW)
     run(optimizer, params, range(2))
