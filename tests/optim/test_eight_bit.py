@@ -147,6 +147,24 @@ def test_values_that_are_written_into_a_state_become_codes(make: Make) -> None:
     assert_same_run(one, other)
 
 
+def test_hooks_of_state_dict_see_values() -> None:
+    """Also one that numbers parameters by name, as in torch's documentation, after which nobody finds the codes."""
+    params, optimizer = made(FusedAdamW)
+    run(optimizer, params, range(2))
+    plain, seen = optimizer.state_dict(), []
+
+    def named(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.append({t.dtype for state in saved["state"].values() for t in state.values()})
+        return {**saved, "state": {f"p{i}": state for i, state in saved["state"].items()}}
+
+    optimizer.register_state_dict_post_hook(named)
+    hooked = optimizer.state_dict()
+    assert seen == [{torch.float32}]
+    for i, state in plain["state"].items():
+        assert state.keys() == hooked["state"][f"p{i}"].keys()
+        assert all(torch.equal(value, hooked["state"][f"p{i}"][key]) for key, value in state.items())
+
+
 def test_torchs_adamw_takes_the_state() -> None:
     params, optimizer = made(FusedAdamW)
     run(optimizer, params, range(2))
