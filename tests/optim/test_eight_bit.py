@@ -93,6 +93,25 @@ def test_bytes_of_the_state(make: Make) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_step_under_another_default_device(make: Make, backend: str) -> None:
+    """torch.set_default_device("cuda"), for which "meta" stands: the tables of codes are the host's."""
+    one, other = made(make, backend=backend), made(make, backend=backend)
+    run(one[1], one[0], range(2))
+    for cached in (eight_bit.codebook, eight_bit._tables, eight_bit.magnitudes, eight_bit.thresholds):
+        cached.cache_clear()
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 + step)
+        for i, param in enumerate(other[0]):
+            gradient = torch.randn(param.shape, generator=generator)
+            param.grad = None if (step, i) == (1, 1) else gradient
+        with torch.device("meta"):
+            other[1].step()
+            other[1].state_dict()
+    assert_same_run(one, other)
+
+
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resume_is_exact(make: Make, dtype: torch.dtype) -> None:
     options = {} if dtype == torch.float32 else {"master_weights": "split"}

@@ -57,6 +57,30 @@ def test_parameters_on_two_devices(rule: Rule) -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("storage", [None, "parameters", "displacement"])
+def test_tables_of_plans_are_the_hosts_whatever_the_default_device(storage: str | None, backend: str) -> None:
+    """torch.set_default_device("cuda"), for which "meta" stands: native code would write to addresses of that device."""
+    found = []
+    for device in ("cpu", "meta"):
+        param = Parameter(torch.linspace(-1, 1, 5000))
+        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, backend=backend)
+        if storage is not None:
+            optimizer.set_replicas(2, lambda p: [p, p.detach().clone()], storage)
+            optimizer.multipliers = [[0.5], [1.5]]
+        param.grad = torch.linspace(1, -2, 5000)
+        with torch.device(device):
+            for _ in range(2):
+                optimizer.step()
+            if storage is not None:
+                optimizer.average_replicas([1.0, 1.0])
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        found.append(param.detach())
+    assert torch.equal(*found)
+
+
 @pytest.mark.usefixtures("two_devices")
 def test_on_two_devices_all_gradients_are_checked_before_one_is_stepped() -> None:
     pair = Pair()

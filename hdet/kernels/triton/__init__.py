@@ -39,7 +39,7 @@ class TritonAveragePlan:
     @ranged("hdet.average")
     def average(self, weights: Sequence[float]) -> None:
         check_shares(weights, len(self.weights))
-        self.memory.refresh(torch.tensor(weights, dtype=torch.float64).float(), self.weights)
+        self.memory.refresh(torch.tensor(weights, dtype=torch.float64, device="cpu").float(), self.weights)
         for variant, chunks in self.launches:
             tables = (chunks, self.addresses, self.weights)
             self.memory.launch(average.average, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
