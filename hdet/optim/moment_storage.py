@@ -39,7 +39,7 @@ def zeros(name: str, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The entries of a moment before the first step."""
     made = {name: torch.zeros(param.shape, dtype=dtype, device=param.device)}
     if dtype == CODES:
-        made[scale_key(name)] = torch.zeros(count_scales(param.numel()), device=param.device)
+        made[scale_key(name)] = torch.zeros(count_scales(param.numel()), dtype=torch.float32, device=param.device)
     return made
 
 

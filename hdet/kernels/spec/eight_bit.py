@@ -63,7 +63,8 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values by code, thresholds."""
     table = list(magnitudes(signed))
     values = table + [-x for x in table] if signed else table
-    return torch.tensor(values, device=device), torch.tensor(thresholds(signed), device=device)
+    made = [torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (values, thresholds(signed))]
+    return made[0], made[1]
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def codebook() -> Tensor:
         values, limits = _tables(signed, torch.device("cpu"))
         starts = torch.bucketize(parts.int().view(torch.float32), limits).byte()
         starts[0] = 0
-        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf, device="cpu")))
+        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf, dtype=torch.float32, device="cpu")))
         rows.append(torch.cat([t.view(torch.uint8) for t in (values, limits, starts)]))
     return torch.stack(rows)
 

@@ -88,7 +88,7 @@ class TritonNormPlan:
 
     @ranged("hdet.norm")
     def norm(self) -> Tensor:
-        result = torch.empty((), device=self.memory.device)
+        result = torch.empty((), dtype=torch.float32, device=self.memory.device)
         programs = len(self.chunks)
         self.memory.launch(norm.squares, programs, self.chunks, self.table, self.partials, ALIGNED=self.aligned, BLOCK=self.block)
         self.memory.launch(norm.finish_norm, 1, self.partials, result, programs, BLOCK=TABLE_BLOCK)

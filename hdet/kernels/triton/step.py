@@ -68,7 +68,7 @@ class TritonStepPlan:
         self.rows = room(count * HYPER_ROW.value, torch.float32)
         self.replica_rows = room(count * replicas * 2, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
-        self.one, self.zero = self.memory.place(torch.ones(1, device="cpu")), self.memory.place(torch.zeros(1, device="cpu"))
+        self.one, self.zero = (self.memory.place(torch.full((1,), x, dtype=torch.float32, device="cpu")) for x in (1.0, 0.0))
 
     def _make_inputs(self) -> None:
         """What steps write."""
