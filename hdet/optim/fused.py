@@ -225,13 +225,13 @@ class FusedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state is that
         of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads what is there to be filled."""
-        handle = self.register_state_dict_post_hook(FusedOptimizer._hand_out, prepend=True)  # before others make something else of it
+        handle = self.register_state_dict_post_hook(lambda _, saved: self._complete(saved), prepend=True)  # others see what it has made
         try:
             return super().state_dict()
         finally:
             handle.remove()
 
-    def _hand_out(self, saved: dict[str, Any]) -> None:
+    def _complete(self, saved: dict[str, Any]) -> None:
         """Completes the state that torch has packed, by the parameters' numbers."""
         grouped = [(param, group) for group in self.param_groups for param in group["params"]]
         for i, (param, group) in enumerate(grouped):
