@@ -32,16 +32,16 @@ def formats_of(column: Column | None, count: int, codes: dict[torch.dtype | None
 
 def address_table(*columns: Column | None, count: int) -> Tensor:
     """[tensor][column] addresses, 0 where there is no tensor."""
-    table = torch.zeros(count, len(columns), dtype=torch.int64)
+    table = torch.zeros(count, len(columns), dtype=torch.int64, device="cpu")
     for c, column in enumerate(columns):
         if column is not None:
-            table[:, c] = torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in column], dtype=torch.int64)
+            table[:, c] = torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in column], dtype=torch.int64, device="cpu")
     return table
 
 
 def typed_addresses(addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
     """[tensor][2] address, type: what the norm reads, whose kernel takes tensors of any format."""
-    return torch.tensor((addresses, [FORMATS[dtype] for dtype in dtypes]), dtype=torch.int64).T.contiguous()
+    return torch.tensor((addresses, [FORMATS[dtype] for dtype in dtypes]), dtype=torch.int64, device="cpu").T.contiguous()
 
 
 def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
@@ -54,12 +54,12 @@ def groups(formats: Sequence[Format]) -> dict[Format, list[int]]:
 
 def chunk_table(members: Sequence[int], elements: Sequence[int]) -> Tensor:
     """The chunks of some tensors. `elements` has an entry for every tensor of the plan."""
-    tensor = torch.tensor(members, dtype=torch.int64)
-    length = torch.tensor([elements[i] for i in members], dtype=torch.int64)
+    tensor = torch.tensor(members, dtype=torch.int64, device="cpu")
+    length = torch.tensor([elements[i] for i in members], dtype=torch.int64, device="cpu")
     count = (length + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
-    owner = torch.repeat_interleave(torch.arange(len(members)), count)
+    owner = torch.repeat_interleave(torch.arange(len(members), device="cpu"), count)
     before = torch.cumsum(count, 0) - count
-    offset = (torch.arange(len(owner)) - before[owner]) * CHUNK_ELEMENTS
+    offset = (torch.arange(len(owner), device="cpu") - before[owner]) * CHUNK_ELEMENTS
     return torch.stack((offset, torch.clamp(length[owner] - offset, max=CHUNK_ELEMENTS), tensor[owner]), dim=1)
 
 

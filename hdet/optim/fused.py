@@ -225,7 +225,14 @@ class FusedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict. Where there are replicas of a parameter that has not been stepped yet, its state is that
         of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads what is there to be filled."""
-        saved = super().state_dict()
+        handle = self.register_state_dict_post_hook(lambda _, saved: self._complete(saved), prepend=True)  # others see what it has made
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _complete(self, saved: dict[str, Any]) -> None:
+        """Completes the state that torch has packed, by the parameters' numbers."""
         grouped = [(param, group) for group in self.param_groups for param in group["params"]]
         for i, (param, group) in enumerate(grouped):
             state = saved["state"].get(i, {})
@@ -234,7 +241,6 @@ class FusedOptimizer(Optimizer):
                 saved["state"][i] = state
             if are_coded(state):
                 saved["state"][i] = self._layout(param).saved(state, param)
-        return saved
 
     def saved_state(self, param: Tensor) -> Mapping[str, Any]:
         """The state of a parameter as `state_dict` has it."""

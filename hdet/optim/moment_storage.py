@@ -39,7 +39,7 @@ def zeros(name: str, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The entries of a moment before the first step."""
     made = {name: torch.zeros(param.shape, dtype=dtype, device=param.device)}
     if dtype == CODES:
-        made[scale_key(name)] = torch.zeros(count_scales(param.numel()), device=param.device)
+        made[scale_key(name)] = torch.zeros(count_scales(param.numel()), dtype=torch.float32, device=param.device)
     return made
 
 
@@ -58,5 +58,7 @@ def entries(name: str, values: Tensor, dtype: torch.dtype, signed: bool) -> dict
 
 def fits(name: str, state: Mapping[str, Any], param: Tensor, dtype: torch.dtype) -> bool:
     """Is a moment stored so, where the parameter is?"""
+    if state[name].dtype != dtype:
+        return False  # and a float32 one, which is to be codes, has no scales
     columns = [state[name]] + ([state[scale_key(name)]] if dtype == CODES else [])
-    return state[name].dtype == dtype and all(t.device == param.device and t.is_contiguous() for t in columns)
+    return all(t.device == param.device and t.is_contiguous() for t in columns)

@@ -243,7 +243,7 @@ class FusedMuon(FusedOptimizer):
             seed = self.seed if self.stochastic_rounding else None
             step = MatrixStep(rows[device], options(device), backend=self.backend, stochastic=seed, first_replica=self.first_replica)
             step(matrices)
-            self._skipped = torch.zeros((), device=device) if step.skip is None else step.skip.float()
+            self._skipped = torch.zeros((), dtype=torch.float32, device=device) if step.skip is None else step.skip.float()
             for matrix in matrices:
                 state = self.state[matrix.param]
                 state.update({key: value for key, value in matrix.entries.items() if value is not None})

@@ -231,5 +231,5 @@ def scalar(value: Tensor | float | None, device: torch.device) -> Tensor | None:
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        return torch.tensor(float(value), device=device)
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
     return value.to(device=device, dtype=torch.float32, non_blocking=True)

@@ -93,6 +93,25 @@ def test_bytes_of_the_state(make: Make) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_step_under_another_default_device(make: Make, backend: str) -> None:
+    """torch.set_default_device("cuda"), for which "meta" stands: the tables of codes are the host's."""
+    one, other = made(make, backend=backend), made(make, backend=backend)
+    run(one[1], one[0], range(2))
+    for cached in (eight_bit.codebook, eight_bit._tables, eight_bit.magnitudes, eight_bit.thresholds):
+        cached.cache_clear()
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 + step)
+        for i, param in enumerate(other[0]):
+            gradient = torch.randn(param.shape, generator=generator)
+            param.grad = None if (step, i) == (1, 1) else gradient
+        with torch.device("meta"):
+            other[1].step()
+            other[1].state_dict()
+    assert_same_run(one, other)
+
+
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resume_is_exact(make: Make, dtype: torch.dtype) -> None:
     options = {} if dtype == torch.float32 else {"master_weights": "split"}
@@ -132,6 +151,37 @@ def test_states_in_float32_load_and_the_other_way_round(make: Make) -> None:
         held = small[1].state[p]
         assert torch.equal(state[name], eight_bit.decode(held[name], held[f"{name}_scale"], signed=True))
     run(back[1], back[0], range(5, 6))
+
+
+@EACH
+def test_values_that_are_written_into_a_state_become_codes(make: Make) -> None:
+    """torch's ZeroRedundancyOptimizer so loads the states of its shards."""
+    one, other = made(make), made(make)
+    run(one[1], one[0], range(3))
+    for i, state in copy.deepcopy(one[1].state_dict())["state"].items():
+        other[0][i].data.copy_(one[0][i])
+        other[1].state[other[0][i]].update(state)
+    for params, optimizer in (one, other):
+        run(optimizer, params, range(3, 5))
+    assert_same_run(one, other)
+
+
+def test_hooks_of_state_dict_see_values() -> None:
+    """Also one that numbers parameters by name, as in torch's documentation, after which nobody finds the codes."""
+    params, optimizer = made(FusedAdamW)
+    run(optimizer, params, range(2))
+    plain, seen = optimizer.state_dict(), []
+
+    def named(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.append({t.dtype for state in saved["state"].values() for t in state.values()})
+        return {**saved, "state": {f"p{i}": state for i, state in saved["state"].items()}}
+
+    optimizer.register_state_dict_post_hook(named)
+    hooked = optimizer.state_dict()
+    assert seen == [{torch.float32}]
+    for i, state in plain["state"].items():
+        assert state.keys() == hooked["state"][f"p{i}"].keys()
+        assert all(torch.equal(value, hooked["state"][f"p{i}"][key]) for key, value in state.items())
 
 
 def test_torchs_adamw_takes_the_state() -> None:

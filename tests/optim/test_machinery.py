@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import hdet
 from hdet.kernels import native
-from hdet.kernels.spec import interface
+from hdet.kernels.spec import eight_bit, interface
 from hdet.optim import step_plans as plans
 
 from .common import RULES, Pair, Rule, names, plans_made, set_gradients
@@ -55,6 +55,60 @@ def test_parameters_on_two_devices(rule: Rule) -> None:
     assert made.call_count == 2
     pair.go(range(5, 10), skip=lambda step, i: (step + i) % 3 == 0)
     pair.check()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("storage", [None, "parameters", "displacement"])
+def test_tables_of_plans_are_the_hosts_whatever_the_default_device(storage: str | None, backend: str) -> None:
+    """torch.set_default_device("cuda"), for which "meta" stands: native code would write to addresses of that device."""
+    found = []
+    for device in ("cpu", "meta"):
+        param = Parameter(torch.linspace(-1, 1, 5000))
+        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, backend=backend)
+        if storage is not None:
+            optimizer.set_replicas(2, lambda p: [p, p.detach().clone()], storage)
+            optimizer.multipliers = [[0.5], [1.5]]
+        param.grad = torch.linspace(1, -2, 5000)
+        with torch.device(device):
+            for _ in range(2):
+                optimizer.step()
+            if storage is not None:
+                optimizer.average_replicas([1.0, 1.0])
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        found.append(param.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("moment_dtype", [None, "8bit"])
+def test_tables_of_plans_are_float32_whatever_the_default_dtype(moment_dtype: str | None, backend: str, dtype: torch.dtype) -> None:
+    """torch.set_default_dtype: native code reads and writes float32."""
+    found = []
+    for default in (torch.float32, dtype):
+        for cached in (eight_bit.codebook, eight_bit._tables):
+            cached.cache_clear()
+        param = Parameter(torch.linspace(-1, 1, 5000))
+        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0, max_grad_norm=1.0, moment_dtype=moment_dtype, backend=backend)
+        optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
+        optimizer.multipliers = [[0.5], [1.5]]
+        param.grad = torch.linspace(1, -2, 5000)
+        torch.set_default_dtype(default)
+        try:
+            for _ in range(2):
+                optimizer.step()
+            optimizer.average_replicas([1.0, 3.0])
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+            assert optimizer.grad_norm is not None and optimizer.grad_norm.dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
+            for cached in (eight_bit.codebook, eight_bit._tables):
+                cached.cache_clear()
+        found.append((param.detach(), optimizer.grad_norm))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.usefixtures("two_devices")

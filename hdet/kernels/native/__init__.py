@@ -55,7 +55,7 @@ def nothing_in(columns: Sequence[Column] | None) -> bool:
 def chunk_table(tensors: Sequence[Tensor], packed_formats: Sequence[int]) -> Tensor:
     """The tensors cut into chunks (csrc/core/plan.h), as bytes; torch aligns them to 64."""
     elements = [tensor.numel() for tensor in tensors]
-    table = torch.empty(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
+    table = torch.empty(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     _C.write_chunks(table.data_ptr(), elements, list(packed_formats))
     return table
 
@@ -67,7 +67,7 @@ def num_chunks(table: Tensor) -> int:
 def address_table(*columns: Column) -> Tensor:
     """Addresses of tensors as int64, one column after the other; 0 where there is none."""
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in itertools.chain(*columns)]
-    table = torch.empty(len(addresses), dtype=torch.int64)
+    table = torch.empty(len(addresses), dtype=torch.int64, device="cpu")
     _C.write_addresses(table.data_ptr(), addresses)
     return table
 
@@ -91,7 +91,7 @@ class Memory:
 
     def room(self, count: int) -> Tensor:
         """Bytes that kernels fill for each other."""
-        return torch.zeros(count, dtype=torch.uint8)
+        return torch.zeros(count, dtype=torch.uint8, device="cpu")
 
     def call(self, operation: str, *arguments: object, norm: bool = False) -> None:
         """One of hdet._C's operations on this device. `norm`: is a norm taken with it?"""

@@ -28,7 +28,7 @@ class NativeAveragePlan:
         chunks = native.chunk_table(params[0], packed)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(*params, *(masters or [])))
-        self.weights = torch.zeros(len(params))
+        self.weights = torch.zeros(len(params), dtype=torch.float32, device="cpu")
         self.placed_weights = memory.place(self.weights)
         plan.chunks, plan.num_chunks = self.chunks.data_ptr(), native.num_chunks(chunks)
         plan.num_tensors, plan.num_replicas = count, len(params)
@@ -40,7 +40,7 @@ class NativeAveragePlan:
     @ranged("hdet.average")
     def average(self, weights: Sequence[float]) -> None:
         check_shares(weights, self.plan.num_replicas)
-        self.weights.copy_(torch.tensor(weights, dtype=torch.float64))
+        self.weights.copy_(torch.tensor(weights, dtype=torch.float64, device="cpu"))
         self.memory.refresh(self.weights, self.placed_weights)
         self.memory.call("average", self.plan)
 
@@ -90,7 +90,7 @@ class NativeNormPlan:
 
     @ranged("hdet.norm")
     def norm(self) -> Tensor:
-        result = torch.empty((), device=self.memory.device)
+        result = torch.empty((), dtype=torch.float32, device=self.memory.device)
         addresses = (table.data_ptr() for table in (self.addresses, self.partials, result))
         self.memory.call("norm", self.chunks.data_ptr(), self.num_chunks, *addresses)
         return result

@@ -79,7 +79,7 @@ class NativeStepPlan:
             setattr(self.plan, name, address)
             address += 8 * count * len(columns)
         ids = range(count) if t.ids is None else t.ids
-        self.numbers = self.memory.place(torch.tensor([*ids, *t.groups], dtype=torch.int32))
+        self.numbers = self.memory.place(torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu"))
         self.plan.ids, self.plan.groups = self.numbers.data_ptr(), self.numbers.data_ptr() + 4 * count
 
     def _make_room(self) -> None:
@@ -177,11 +177,11 @@ class NativeRankOnePlan(OnLine, NativeStepPlan):
         addresses = self.line_addresses.data_ptr()
         plan.bases, plan.displacements, plan.scales = (addresses + 8 * self.count * column for column in range(3))
         self.lines = memory.room(self.count * native._C.REPLICA_ROW_BYTES)
-        self.mean_rho = torch.zeros(step.num_groups, dtype=torch.float64)
+        self.mean_rho = torch.zeros(step.num_groups, dtype=torch.float64, device="cpu")
         self.placed_mean_rho = memory.place(self.mean_rho)
         plan.lines, plan.mean_rho = self.lines.data_ptr(), self.placed_mean_rho.data_ptr()
 
     def _meet(self, rhos: list[float]) -> None:
-        self.mean_rho.copy_(torch.tensor(rhos, dtype=torch.float64))
+        self.mean_rho.copy_(torch.tensor(rhos, dtype=torch.float64, device="cpu"))
         self.memory.refresh(self.mean_rho, self.placed_mean_rho)
         self.memory.call("converge", self.plan)

@@ -26,7 +26,7 @@ class TorchAveragePlan:
     def average(self, weights: Sequence[float]) -> None:
         check_shares(weights, len(self.params))
         values = [values_of(*pair) for pair in zip(self.params, self.masters, strict=True)]
-        mean = weighted_sum(values, torch.tensor(weights, dtype=torch.float32))
+        mean = weighted_sum(values, torch.tensor(weights, dtype=torch.float32, device="cpu"))
         for params, masters in zip(self.params, self.masters, strict=True):
             for value, param, master in zip(mean.tensors, params, masters, strict=True):
                 store(value, param, master)
@@ -55,7 +55,7 @@ def _copy(source: Tensor, destination: Tensor, lower: Tensor | None, master: Ten
 
 def _lerp(source: Tensor, destination: Tensor, lower: Tensor | None, master: Tensor | None, weight: float) -> None:
     towards, old = value_of(source, lower), value_of(destination, master)
-    w = torch.tensor(weight, dtype=torch.float32)
+    w = torch.tensor(weight, dtype=torch.float32, device="cpu")
     store(running_average(Many([old]), Many([towards]), w).tensors[0], destination, master)
 
 

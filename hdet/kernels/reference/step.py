@@ -53,9 +53,9 @@ class TorchStepPlan:
         self.table = torch.zeros(count_settings(groups, replicas), dtype=self.wide, device=self.device)
         self.of_call, of_groups, rho = self.table.split([CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas])
         self.of_groups, self.rho = of_groups.view(groups, GROUP_SETTINGS), rho.view(groups, replicas)
-        self._settings = SettingsTable(tensors, lambda numbers, _: self.table.copy_(torch.tensor(numbers, dtype=self.wide)))
-        self.norm = torch.zeros((), device=self.device)
-        self.skipped = torch.zeros((), device=self.device)
+        self._settings = SettingsTable(tensors, lambda numbers, _: self.table.copy_(torch.tensor(numbers, dtype=self.wide, device="cpu")))
+        self.norm = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.skipped = torch.zeros((), dtype=torch.float32, device=self.device)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         check_options(options, self.tensors)

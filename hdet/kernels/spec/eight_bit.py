@@ -40,7 +40,7 @@ def magnitudes(signed: bool) -> tuple[float, ...]:
     bits = 7 if signed else 8
     parts = [(k, 2 ** (bits - 1 - k)) for k in range(bits - 1)]
     tree = [(2 * n + 18 * j + 9) / (20 * n * 10**k) for k, n in parts for j in range(n)]
-    return tuple(torch.tensor([0.0, *sorted(tree), 1.0], dtype=torch.float64).float().tolist())
+    return _rounded([0.0, *sorted(tree), 1.0])
 
 
 @functools.cache
@@ -51,7 +51,11 @@ def thresholds(signed: bool) -> tuple[float, ...]:
     """
     table = magnitudes(signed)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
-    return tuple(torch.tensor(middles if signed else [0.0, *middles[1:]], dtype=torch.float64).float().tolist())
+    return _rounded(middles if signed else [0.0, *middles[1:]])
+
+
+def _rounded(numbers: list[float]) -> tuple[float, ...]:
+    return tuple(torch.tensor(numbers, dtype=torch.float64, device="cpu").float().tolist())
 
 
 @functools.cache
@@ -59,19 +63,20 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values by code, thresholds."""
     table = list(magnitudes(signed))
     values = table + [-x for x in table] if signed else table
-    return torch.tensor(values, device=device), torch.tensor(thresholds(signed), device=device)
+    made = [torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (values, thresholds(signed))]
+    return made[0], made[1]
 
 
 @functools.cache
 def codebook() -> Tensor:
     """[signed, unsigned][bytes] on the CPU: what kernels read, as csrc/core/eight_bit.h has it."""
-    parts = (torch.arange(STARTS) << 16) + (127 - 21 << 23)  # the bits of the numbers at which they begin
+    parts = (torch.arange(STARTS, device="cpu") << 16) + (127 - 21 << 23)  # the bits of the numbers at which they begin
     rows = []
     for signed in (True, False):
         values, limits = _tables(signed, torch.device("cpu"))
         starts = torch.bucketize(parts.int().view(torch.float32), limits).byte()
         starts[0] = 0
-        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf)))
+        limits = torch.cat((limits, torch.full((256 - len(limits),), math.inf, dtype=torch.float32, device="cpu")))
         rows.append(torch.cat([t.view(torch.uint8) for t in (values, limits, starts)]))
     return torch.stack(rows)
 

@@ -35,7 +35,7 @@ class Inputs:
         """`words`: numbers for all gradients together."""
         self.memory, self.words = memory, words
         self._sizes = (words, count_settings(tensors.num_groups, tensors.num_replicas), tensors.num_groups)
-        self.table = torch.zeros(sum(self._sizes), dtype=torch.int64)
+        self.table = torch.zeros(sum(self._sizes), dtype=torch.int64, device="cpu")
         self.placed = memory.place(self.table)
         self._replayed: list[tuple[Tensor, Tensor]] = []
         self._moved = self._changed = True
@@ -58,8 +58,8 @@ class Inputs:
     def write_settings(self, numbers: Sequence[float], rates: Sequence[int]) -> None:
         self._changed = True
         _, settings, places = self.table.split(self._sizes)
-        settings.copy_(torch.tensor(numbers, dtype=torch.float64).view(torch.int64))
-        places.copy_(torch.tensor(rates, dtype=torch.int64))
+        settings.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64))
+        places.copy_(torch.tensor(rates, dtype=torch.int64, device="cpu"))
 
     def refresh(self) -> bool:
         """What has been written goes to the device. Returns whether that is another place than before."""

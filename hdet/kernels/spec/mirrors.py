@@ -70,7 +70,7 @@ class DeviceMemory:
 
     def room(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Numbers that kernels fill for each other."""
-        return self.place(torch.zeros(count, dtype=dtype))
+        return self.place(torch.zeros(count, dtype=dtype, device="cpu"))
 
     @ranged("hdet.upload")
     def refresh(self, table: Tensor, placed: Tensor) -> None:

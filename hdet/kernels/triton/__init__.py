@@ -39,7 +39,7 @@ class TritonAveragePlan:
     @ranged("hdet.average")
     def average(self, weights: Sequence[float]) -> None:
         check_shares(weights, len(self.weights))
-        self.memory.refresh(torch.tensor(weights, dtype=torch.float64).float(), self.weights)
+        self.memory.refresh(torch.tensor(weights, dtype=torch.float64, device="cpu").float(), self.weights)
         for variant, chunks in self.launches:
             tables = (chunks, self.addresses, self.weights)
             self.memory.launch(average.average, len(chunks), *tables, V=variant, **registers_for(variant.replicas))
@@ -88,7 +88,7 @@ class TritonNormPlan:
 
     @ranged("hdet.norm")
     def norm(self) -> Tensor:
-        result = torch.empty((), device=self.memory.device)
+        result = torch.empty((), dtype=torch.float32, device=self.memory.device)
         programs = len(self.chunks)
         self.memory.launch(norm.squares, programs, self.chunks, self.table, self.partials, ALIGNED=self.aligned, BLOCK=self.block)
         self.memory.launch(norm.finish_norm, 1, self.partials, result, programs, BLOCK=TABLE_BLOCK)

@@ -52,12 +52,12 @@ class TritonStepPlan:
         place = self.memory.place
         self.addresses = place(addresses)
         self.counters = place(t.address_table(tensors.steps, count=count))
-        self.groups = place(torch.tensor(tensors.groups, dtype=torch.int32))
-        self.ids = place(torch.tensor(range(count) if tensors.ids is None else tensors.ids, dtype=torch.int32))
+        self.groups = place(torch.tensor(tensors.groups, dtype=torch.int32, device="cpu"))
+        self.ids = place(torch.tensor(range(count) if tensors.ids is None else tensors.ids, dtype=torch.int32, device="cpu"))
         seed = (tensors.stochastic or 0) % 2**64
         self.codebook = place(codebook()) if tensors.coded() else None
         tables = 0 if self.codebook is None else self.codebook.data_ptr()
-        self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica, tables], dtype=torch.int64))
+        self.random = place(torch.tensor([seed - (seed >> 63 << 64), tensors.first_replica, tables], dtype=torch.int64, device="cpu"))
         self.all_chunks = place(t.chunk_table(range(count), self.elements))
 
     def _make_room(self) -> None:
@@ -68,7 +68,7 @@ class TritonStepPlan:
         self.rows = room(count * HYPER_ROW.value, torch.float32)
         self.replica_rows = room(count * replicas * 2, torch.float32)
         self.partials = room(len(self.all_chunks), torch.float64)
-        self.one, self.zero = self.memory.place(torch.ones(1)), self.memory.place(torch.zeros(1))
+        self.one, self.zero = (self.memory.place(torch.full((1,), x, dtype=torch.float32, device="cpu")) for x in (1.0, 0.0))
 
     def _make_inputs(self) -> None:
         """What steps write."""
@@ -212,7 +212,7 @@ class TritonRankOnePlan(OnLine, TritonStepPlan):
         ]
 
     def _meet(self, rhos: list[float]) -> None:
-        self.memory.refresh(torch.tensor(rhos, dtype=torch.float64), self.mean_rho)
+        self.memory.refresh(torch.tensor(rhos, dtype=torch.float64, device="cpu"), self.mean_rho)
         count = len(self.shapes)
         block = block_for(count) if interpreted else DERIVED
         tables = (self.groups, self.mean_rho, self.placed_scales, self.lines)
