@@ -37,8 +37,8 @@ def tiny(data: Path, replicas: int = 2, steps: int = 24) -> list[str]:
 
 
 def auto(data: Path, replicas: int = 2) -> list[str]:
-    """For controller auto, with a budget for one trial: steps 20 to 50, at the end of which the rate is raised."""
-    return [*tiny(data, replicas, steps=200), "--controller", "auto", "--budget", "0.5"]
+    """For controller auto, with a budget for one trial: steps 20 to 50, right after the warm-up, at the end of which the rate is raised."""
+    return [*tiny(data, replicas, steps=200), "--pct-start", "0.1", "--controller", "auto", "--budget", "0.5"]
 
 
 KINDS: dict[str, Callable[[Path], list[str]]] = {

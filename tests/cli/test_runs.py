@@ -162,7 +162,7 @@ def test_trials_raise_a_rate_that_is_far_too_low(straight: Straight) -> None:
 def test_the_correction_is_the_one_in_force(straight: Straight) -> None:
     """A rise comes by and by; the report divides by it to draw the schedule as it was."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule, rates = OneCycleLR(optimizer, TrainConfig().max_lr, total_steps=200, pct_start=0.3, cycle_momentum=False), [0.0]
+    schedule, rates = OneCycleLR(optimizer, TrainConfig().max_lr, total_steps=200, pct_start=0.1, cycle_momentum=False), [0.0]
     for step in range(200):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()

@@ -138,7 +138,9 @@ def test_adapters_are_trained_under_trials_and_scored_under_a_probe() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 1))
     weights = [net[0].weight.clone(), net[2].weight.clone()]
-    run = Run(net=net, controller=hdet.AutoLR(net, budget=0.5), closure=True, lr=3e-3, total=200, data=taught, spread=0.0).steps(60)
+    run = Run(
+        net=net, controller=hdet.AutoLR(net, budget=0.5), closure=True, scheduler=None, lr=3e-3, total=200, data=taught, spread=0.0
+    ).steps(60)
     for layer, weight in zip((net[0], net[2]), weights, strict=True):
         assert isinstance(layer, Adapted)
         assert layer.training and not layer.merged and layer.a.grad is not None and layer.a.grad.any()

@@ -188,7 +188,7 @@ LOW = [X.bfloat16(), Y.bfloat16()]
         ({"params": [[X, Y], [X, torch.zeros(6)]]}, "overlap in memory: give each its own"),
         (
             {"exp_avgs": [torch.zeros(10).half(), torch.zeros(6)]},
-            "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32 or torch",
+            "exp_avg of parameter 0 has the dtype torch.float16; it must be torch.float32, torch.bfloat16 or torch.uint8",
         ),
         ({"exp_avgs": None}, "exp_avgs of parameter 0 is missing; adamw needs it"),
         ({"exp_avg_sqs": [torch.zeros(10), None]}, "exp_avg_sqs of parameter 1 is missing; adamw needs it"),
