@@ -24,7 +24,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
     (interrupted / "pids").mkdir(parents=True)
     whole.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=5"]
     done = subprocess.run(
         [*torchrun, "-m", elastic_worker.__name__, str(interrupted)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -33,7 +33,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     assert done.returncode == 0, done.stderr[-3000:]
     assert (interrupted / "killed").exists()
     started = len(list((interrupted / "pids").iterdir()))
-    assert started in (4, 6), "two workers, started twice; once more if they failed to connect, as gloo does on a crowded machine"
+    assert started in range(4, 13, 2), "two workers, started twice; again where gloo aborts as they connect, as it does on a crowded machine"
     wait_until_gone(interrupted / "pids", started)
 
     reference = run_ranks(uninterrupted, 2, str(whole))
