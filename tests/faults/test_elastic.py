@@ -33,7 +33,9 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Pat
     assert done.returncode == 0, done.stderr[-3000:]
     assert (interrupted / "killed").exists()
     started = len(list((interrupted / "pids").iterdir()))
-    assert started in range(4, 13, 2), "two workers, started twice; again where gloo aborts as they connect, as it does on a crowded machine"
+    assert started in range(4, 13, 2), (
+        "two workers, started twice; again where gloo aborts as they connect, as it does on a crowded machine"
+    )
     wait_until_gone(interrupted / "pids", started)
 
     reference = run_ranks(uninterrupted, 2, str(whole))
