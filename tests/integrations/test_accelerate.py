@@ -170,7 +170,7 @@ def _auto(lr: float, shadow: bool) -> Any:
 @pytest.mark.parametrize("world", [1, 2])
 def test_auto_lr_with_accumulation_raises_a_rate_that_is_far_too_low_and_leaves_a_good_one(world: int) -> None:
     low, good, fixed = (on_ranks(_auto, world, lr, shadow) for lr, shadow in ((1e-3, False), (0.1, False), (0.1, True)))
-    assert equal([w for w, _ in low]) and all(correction > 2 for _, correction in low)
+    assert equal([w for w, _ in low]) and all(correction >= 2 for _, correction in low)
     assert all(correction == 1 and torch.equal(w, of) for (w, correction), (of, _) in zip(good, fixed, strict=True))
 
 

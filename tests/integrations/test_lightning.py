@@ -295,7 +295,7 @@ def shadow(module: Any) -> Any:
 @pytest.mark.parametrize(("world", "losses"), [(1, False), (2, False), (1, True)])
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log(tmp_path: Path, world: int, losses: bool) -> None:
     found = on_ranks(_auto, world, str(tmp_path), 1e-3, auto, losses)
-    assert equal([w for w, *_ in found]) and all(correction > 2 for _, correction, *_ in found)
+    assert equal([w for w, *_ in found]) and all(correction >= 2 for _, correction, *_ in found)
     lines = found[0][2]
     assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.001, now" in line for line in lines)
 

@@ -365,7 +365,7 @@ def shadow(model: Any) -> hdet.Controller:
 @pytest.mark.parametrize(("world", "parallel"), [(2, {"data_parallel_shard_degree": 2})])
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_torchtitans_log(tmp_path: Path, world: int, parallel: Any) -> None:
     found = launched(_auto, world, str(tmp_path), world, 1e-4, auto, parallel)
-    assert all(correction > 2 for _, correction, _ in found) and len({correction for _, correction, _ in found}) == 1
+    assert all(correction >= 2 for _, correction, _ in found) and len({correction for _, correction, _ in found}) == 1
     lines = found[0][2]
     assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.0001, now" in line for line in lines)
 

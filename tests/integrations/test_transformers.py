@@ -258,7 +258,7 @@ def _auto(folder: str, lr: float, shadow: bool) -> Any:
 def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_the_trainers_log(tmp_path: Path, world: int) -> None:
     found = on_ranks(_auto, world, str(tmp_path), 1e-4, False)
     assert equal([w for w, _, _ in found])
-    assert all(correction > 2 for _, correction, _ in found)
+    assert all(correction >= 2 for _, correction, _ in found)
     lines = found[0][2]  # transformers tells the others to be quiet
     assert any(line.startswith("hdet, auto: trials from step") for line in lines) and any("yours 0.0001, now" in line for line in lines)
 
