@@ -142,7 +142,9 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
     """A line for each run, and the worst of them."""
     cell = identity("workload", "steps", "seed")
     same = {fixed_rates.key(record): record for record in fixed}
-    records = [{**record, "validation": same[fixed_rates.key(record)]["validation"]} if record.get("kept") else record for record in records]
+    records = [
+        {**record, "validation": same[fixed_rates.key(record)]["validation"]} if record.get("kept") else record for record in records
+    ]
     order = list(WORKLOADS)
     records = sorted(records, key=lambda record: (order.index(record["workload"]), record["steps"], record["seed"], record["exponent"]))
     every: dict[Any, list[float]] = {}
