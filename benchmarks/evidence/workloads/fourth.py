@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, labelled, problem
+from .generated import Key, labelled, pretrained, problem
 
 # -- marked: the sum of the two numbers that are marked, of twenty ---------------------------------------------------------------------
 
@@ -130,29 +130,8 @@ def _letters(key: Key, count: int, alphabet: str = "first") -> Batch:
     return (drawn_at + 0.7 * torch.randn(count, DOTS, DOTS, generator=generator))[:, None], y
 
 
-@cache
-def _trained() -> dict[str, Tensor]:
-    """Weights after 1 500 steps on the first alphabet."""
-    torch.manual_seed(0)
-    model = _reader()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=1500)
-    for step in range(1500):
-        labelled(model, _letters(("pretraining", step), 64)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model.state_dict()
-
-
-def _from_other_letters(seed: int) -> nn.Module:
-    model = _reader()
-    model.load_state_dict(_trained())
-    return model
-
-
 MARKED = problem("marked", drawn(Adder), _marked, _squares)
 GRAPHS = problem("graphs", drawn(Messages), _graphs, labelled)
 HEAT = problem("heat", drawn(Heat), _heat, _squares, size=64)
 LETTERS_ANEW = problem("letters", drawn(_reader), _letters, labelled)
-RETRAINED = problem("retrained", _from_other_letters, lambda key, count: _letters(key, count, "second"), labelled)
+RETRAINED = problem("retrained", pretrained(_reader, _letters), lambda key, count: _letters(key, count, "second"), labelled)

@@ -44,6 +44,30 @@ def labelled(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+def pretrained(build: Callable[[], nn.Module], draw: Callable[[Key, int], Batch]) -> Callable[[int], nn.Module]:
+    """Builds models, of any seed, with the weights after 1 500 steps on what is drawn; they are trained once, when they are asked for."""
+
+    @cache
+    def weights() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=1500)
+        for step in range(1500):
+            labelled(model, draw(("pretraining", step), 64)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        return model.state_dict()
+
+    def built(seed: int) -> nn.Module:
+        model = build()
+        model.load_state_dict(weights())
+        return model
+
+    return built
+
+
 # -- series: two coupled oscillators with noise, and the next value of each ----------------------------------------------------------
 
 TIMES = 24
@@ -170,27 +194,6 @@ def _clusters(key: Key, count: int, world: str = "first") -> Batch:
     return x, torch.where(wrong, torch.randint(CLASSES, (count,), generator=generator), y)
 
 
-@cache
-def _trained() -> dict[str, Tensor]:
-    """Weights after 1 500 steps on the clusters of the first world."""
-    torch.manual_seed(0)
-    model = _network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=1500)
-    for step in range(1500):
-        labelled(model, _clusters(("pretraining", step), 64)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model.state_dict()
-
-
-def _from_other_clusters(seed: int) -> nn.Module:
-    model = _network()
-    model.load_state_dict(_trained())
-    return model
-
-
 def _near(key: Key, count: int) -> Batch:
     """The first world's clusters, each moved a little."""
     x, y = _clusters(key, count)
@@ -243,5 +246,5 @@ SERIES = problem("series", drawn(Forecaster), _series, _surprise)
 SETS = problem("sets", drawn(Sets), _sets, labelled)
 PAIRS = problem("pairs", drawn(Towers), _pairs, _contrast, size=64)
 CLUSTERS = problem("clusters", drawn(_network), _clusters, labelled, decay=1e-4)
-TRANSFER = problem("transfer", _from_other_clusters, _near, labelled)
+TRANSFER = problem("transfer", pretrained(_network, _clusters), _near, labelled)
 BRACKETS = problem("brackets", drawn(Reader), _brackets, _next_token, size=16)
