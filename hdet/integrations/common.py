@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..core.controller import Controller
 from ..ensemble import Ensemble
 
-__all__ = ["Sentences", "attributes_kept", "check_settings", "losses_anew", "made", "needs_closure", "numbers", "require"]
+__all__ = ["Sentences", "attributes_kept", "check_settings", "converge", "losses_anew", "made", "needs_closure", "numbers", "require"]
 
 
 def require(name: str) -> Any:
@@ -36,8 +36,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise TypeError(f"an hdet.Ensemble has no setting {unknown[0]!r} here, only {', '.join(sorted(known))}")
 
 
-def made(settings: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Settings in which the controller and the replicas are there: those that were given as functions of the model are asked now."""
+def made(settings: Mapping[str, Any], model: nn.Module, optimizers: int = 1) -> dict[str, Any]:
+    """Settings of one Ensemble, in which the controller and the replicas are there: those that were given as functions of the model are asked now.
+    Raises ValueError for one controller of several optimizers."""
+    if optimizers > 1 and isinstance(settings.get("controller"), Controller):
+        raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
     asked = {name: settings[name](model) for name in ("controller", "replicas") if callable(settings.get(name))}
     return {**settings, **asked}
 
@@ -98,11 +101,27 @@ def _is_plain(value: Any) -> bool:
 # -- what is logged --------------------------------------------------------------------------------------------------------
 
 
-def numbers(ensemble: Ensemble) -> dict[str, float]:
-    """For a framework's log, by the names of `hdet.logging`: what a base value is corrected by, and this replica's multiplier of it."""
-    by_kind = {"corrections": ensemble.corrections, "multipliers": ensemble.multipliers}
-    found = {f"hdet/{kind}/{knob}": float(value) for kind, values in by_kind.items() for knob, value in values.items()}
-    return {**found, "hdet/cycle": float(ensemble.cycle)}
+def numbers(*ensembles: Ensemble, values: bool = False) -> dict[str, float]:
+    """For a framework's log, by the names of `hdet.logging`, of one optimizer or of several: what a base value is corrected by, and this replica's
+    multiplier of it; with ``values`` the base value in force, too, where the framework does not log it."""
+    found: dict[str, float] = {}
+    for number, ensemble in enumerate(ensembles):
+        several = f"optimizer {number}/" if len(ensembles) > 1 else ""
+        by_kind = {
+            "corrections": ensemble.corrections,
+            "multipliers": ensemble.multipliers,
+            **({"values": ensemble.values()} if values else {}),
+        }
+        found |= {f"{several}hdet/{kind}/{knob}": float(value) for kind, of in by_kind.items() for knob, value in of.items()}
+        found[f"{several}hdet/cycle"] = float(ensemble.cycle)
+    return found
+
+
+def converge(ensembles: Iterable[Ensemble]) -> None:
+    """Replicas are averaged, unless they are known to be equal."""
+    for ensemble in ensembles:
+        if not ensemble.in_sync:
+            ensemble.converge()
 
 
 class Sentences:

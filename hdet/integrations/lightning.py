@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ..core.controller import Controller
 from ..ensemble import Ensemble
-from .common import Sentences, attributes_kept, check_settings, losses_anew, made, needs_closure, numbers, require
+from .common import Sentences, attributes_kept, check_settings, converge, losses_anew, made, needs_closure, numbers, require
 
 __all__ = ["HdetCallback"]
 
@@ -82,13 +81,10 @@ class HdetCallback(_Callback):
 
     def _settings_of(self, trainer: Any, module: Any) -> dict[str, Any]:
         """Of the Ensemble of one optimizer."""
-        settings, several = self.settings, len(trainer.optimizers) > 1
-        if several and isinstance(settings.get("controller"), Controller):
-            raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
-        settings = made(settings, module)
+        settings = made(self.settings, module, len(trainer.optimizers))
         if needs_closure(settings.get("controller")):
             name = settings["controller"].name
-            if several:
+            if len(trainer.optimizers) > 1:
                 raise ValueError(
                     f"the controller {name!r} trains copies of a run with one optimizer, and there are {len(trainer.optimizers)}"
                 )
@@ -101,7 +97,7 @@ class HdetCallback(_Callback):
         return settings
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._converge()
+        converge(self.ensembles)
         self._release()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -130,11 +126,9 @@ class HdetCallback(_Callback):
             return
         self._steps = trainer.global_step
         batches, self._batches = self._batches, []
-        for number, ensemble in enumerate(self.ensembles):
+        for ensemble in self.ensembles:
             ensemble.step(closure=lambda: self._anew(trainer, pl_module, batches))
-            found = {**numbers(ensemble), **{f"hdet/values/{knob}": value for knob, value in ensemble.values().items()}}
-            several = f"optimizer {number}/" if len(self.ensembles) > 1 else ""
-            pl_module.log_dict({several + name: value for name, value in found.items()}, on_step=True, on_epoch=False)
+        pl_module.log_dict(numbers(*self.ensembles, values=True), on_step=True, on_epoch=False)
 
     def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor:
         with attributes_kept(module), _silent(module):
@@ -160,7 +154,7 @@ class HdetCallback(_Callback):
     # -- where others look -------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._converge()
+        converge(self.ensembles)
 
     def state_dict(self) -> dict[str, Any]:
         return {"ensembles": [ensemble.state_dict() for ensemble in self.ensembles]} if self.ensembles else {}
@@ -168,17 +162,12 @@ class HdetCallback(_Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._states = list(state_dict["ensembles"])
 
-    def _converge(self) -> None:
-        for ensemble in self.ensembles:
-            if not ensemble.in_sync:
-                ensemble.converge()
-
     def _converge_before_saves(self, trainer: Any) -> None:
         """No hook comes before the weights are read, and none at all where weights alone are saved."""
         save = trainer.save_checkpoint
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            self._converge()
+            converge(self.ensembles)
             save(*args, **kwargs)
 
         trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.controller import Controller
 from ..ensemble import Ensemble
 from ..policies import Sync
 from ..replicas import Replicas
-from .common import Sentences, check_settings, made, needs_closure, numbers, require
+from .common import Sentences, check_settings, converge, made, needs_closure, numbers, require
 
 __all__ = ["Wrapped", "wrap"]
 
@@ -166,17 +165,11 @@ class Wrapped:
 
     def converge(self) -> None:
         """Before an evaluation, before a checkpoint and at the end, on every rank: replicas are averaged, unless they are known to be equal."""
-        for ensemble in self.ensembles:
-            if not ensemble.in_sync:
-                ensemble.converge()
+        converge(self.ensembles)
 
     def metrics(self) -> dict[str, float]:
         """For the log, beside the groups' ``lr``, which is the base rate in force: corrections and this replica's multipliers."""
-        found: dict[str, float] = {}
-        for number, ensemble in enumerate(self.ensembles):
-            several = f"optimizer {number}/" if len(self.ensembles) > 1 else ""
-            found.update({several + name: value for name, value in numbers(ensemble).items()})
-        return found
+        return numbers(*self.ensembles)
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own, and the Ensembles' beside it. After `converge`."""
@@ -229,9 +222,7 @@ def _members(optimizer: Any) -> list[Any]:
 
 def _settings_of(member: Any, members: int, chunks: list[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of the Ensemble of one optimizer."""
-    if members > 1 and isinstance(settings.get("controller"), Controller):
-        raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
-    found = made(settings, chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
+    found = made(settings, chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks), members)
     if "replicas" not in found:
         found["replicas"] = Replicas.from_megatron(_groups.use_mpu_process_groups())
     if needs_closure(found.get("controller")):

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.controller import Controller
 from ..ensemble import Ensemble
 from ..replicas import Replicas
-from .common import Sentences, attributes_kept, check_settings, losses_anew, made, needs_closure, numbers, require
+from .common import Sentences, attributes_kept, check_settings, converge, losses_anew, made, needs_closure, numbers, require
 
 __all__ = ["wrap"]
 
@@ -190,9 +189,7 @@ class _Driver:
     def _settings_of(self, model: nn.Module, optimizers: int, replicas: Replicas | None) -> dict[str, Any]:
         """Of the Ensemble of one optimizer."""
         trainer = self.trainer
-        if optimizers > 1 and isinstance(trainer.hdet_settings.get("controller"), Controller):
-            raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
-        settings = made(trainer.hdet_settings if replicas is None else {"replicas": replicas, **trainer.hdet_settings}, model)
+        settings = made(trainer.hdet_settings if replicas is None else {"replicas": replicas, **trainer.hdet_settings}, model, optimizers)
         if needs_closure(settings.get("controller")):
             name = settings["controller"].name
             if optimizers > 1:
@@ -267,9 +264,7 @@ class _Driver:
     # -- where others look ---------------------------------------------------------------------------------------------------
 
     def converge(self) -> None:
-        for ensemble in self.ensembles:
-            if not ensemble.in_sync:
-                ensemble.converge()
+        converge(self.ensembles)
 
     def close(self) -> None:
         for ensemble in self.ensembles:
@@ -285,10 +280,7 @@ class _Driver:
         finally:
             for scheduler, last in zip(self.inner.schedulers, own, strict=True):
                 scheduler._last_lr = last
-        for number, ensemble in enumerate(self.ensembles):
-            several = f"optimizer {number}/" if len(self.ensembles) > 1 else ""
-            found.update({several + name: value for name, value in numbers(ensemble).items()})
-        return found
+        return {**found, **numbers(*self.ensembles)}
 
     def state_dict(self) -> dict[str, Any]:
         """For torchtitan's checkpoints. One value, because it has other parts in another run, and a checkpoint is read by the names of the parts."""
