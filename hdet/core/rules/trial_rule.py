@@ -7,9 +7,9 @@ and on where in the run it begins (docs/evidence.md, "What a trial can tell"). H
 
 - One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
   (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
-- One *check* early in the run, but after the warm-up, at a quarter of the rate and at four times, for as many steps as the budget has. Where one of them is clearly
-  better, the base value moves half the way to it, and the check is repeated while the budget lasts. Else it stays, and the run is bit for bit the
-  one that it would have been.
+- One *check* early in the run, but after the warm-up, at a quarter of the rate and at four times, for as many steps as the budget has. Where one
+  of them is clearly better, the base value moves half the way to it, and the check is repeated while the budget lasts. Else it stays, and the
+  run is bit for bit the one that it would have been.
 
 Later on in the run there is no check: there the rate that anneals soonest looks best, a right one's half as well as a wrong one's.
 """
