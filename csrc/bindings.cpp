@@ -51,12 +51,12 @@ void define_step_plan(py::module_& m) {
   using Plan = hdet::StepPlan;
   PlanClass<Plan>(m, "StepPlan")
       HDET_FIELD(chunks) HDET_FIELD(num_chunks) HDET_FIELD(num_tensors) HDET_FIELD(num_replicas) HDET_FIELD(num_groups)
-      HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(all_float) HDET_FIELD(seed) HDET_FIELD(first_replica)
+      HDET_FIELD(rule) HDET_FIELD(zero_gradients) HDET_FIELD(known) HDET_FIELD(seed) HDET_FIELD(first_replica)
       HDET_FIELD(gradients) HDET_FIELD(params) HDET_FIELD(masters) HDET_FIELD(exp_avgs) HDET_FIELD(exp_avg_sqs)
       HDET_FIELD(exp_avg_scales) HDET_FIELD(exp_avg_sq_scales) HDET_FIELD(codebooks)
       HDET_FIELD(counters) HDET_FIELD(ids) HDET_FIELD(groups) HDET_FIELD(rates)
       HDET_FIELD(settings) HDET_FIELD(rows) HDET_FIELD(replica_rows) HDET_FIELD(control) HDET_FIELD(partials)
-      HDET_FIELD(grad_scale) HDET_FIELD(found_inf);
+      HDET_FIELD(grad_scale) HDET_FIELD(found_inf) HDET_FIELD(carried) HDET_FIELD(num_carried);
 }
 
 void define_rank_one_plan(py::module_& m) {
@@ -106,8 +106,8 @@ void define_lists(py::module_& m) {
       .def("same", &Addresses::same, py::arg("tensors"));
 }
 
-void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats) {
-  hdet::write_chunks(at<hdet::Chunk>(out), elements, formats);
+void write_chunks(Address out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats, int64_t longest) {
+  hdet::write_chunks(at<hdet::Chunk>(out), elements, formats, longest);
 }
 
 void write_addresses(Address out, const std::vector<Address>& addresses) {
@@ -174,8 +174,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.attr("__version__") = info["version"];
   for (const char* name : {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"}) m.attr(name) = info[name];
-  m.attr("INTERFACE") = 8;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 9;  // see hdet/kernels/native/__init__.py
   m.attr("CHUNK_ELEMENTS") = hdet::kChunkElements;
+  m.attr("CARRIED") = hdet::kCarried;
   m.attr("CHUNK_BYTES") = sizeof(hdet::Chunk);
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;
   m.attr("CODEBOOK_BYTES") = sizeof(hdet::Codebook);
@@ -191,8 +192,10 @@ PYBIND11_MODULE(_C, m) {
   define_pair_plan(m);
   define_gradients(m);
 
-  m.def("count_chunks", &hdet::count_chunks, py::arg("elements"));
-  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("formats"));
+  m.def("chunk_length", &hdet::chunk_length, py::arg("elements"), py::arg("least"));
+  m.def("count_chunks", &hdet::count_chunks, py::arg("elements"), py::arg("length"));
+  m.def("known_of", [](const std::vector<int32_t>& formats) { return static_cast<int>(hdet::known_of(formats)); }, py::arg("formats"));
+  m.def("write_chunks", &write_chunks, py::arg("out"), py::arg("elements"), py::arg("formats"), py::arg("longest"));
   m.def("write_addresses", &write_addresses, py::arg("out"), py::arg("addresses"));
   define_lists(m);
 

@@ -1,6 +1,8 @@
 // Numbers in memory: float32, bfloat16, float16, and the split form. All arithmetic is float32; these functions are the way in and out.
 #pragma once
 
+#include <initializer_list>
+
 #include "portable.h"
 
 namespace hdet {
@@ -14,12 +16,22 @@ HDET_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; 
 
 HDET_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
-// To nearest, ties to even. NaN stays NaN.
+// To nearest, ties to even. NaN stays NaN: of the many there are, 0x7fc0 or the hardware's. A pair has the first number in its lower half.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+HDET_HD uint32_t to_bf16_pair(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+HDET_HD uint16_t to_bf16(float x) { return static_cast<uint16_t>(to_bf16_pair(x, 0.0f)); }
+#else
 HDET_HD uint16_t to_bf16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return static_cast<uint16_t>(is_nan(bits) ? 0x7fc0u : rounded);
 }
+HDET_HD uint32_t to_bf16_pair(float low, float high) { return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16; }
+#endif
 
 // Stochastic: up with the probability of what would be cut off. `random` is uniform in 0 .. 65535. Infinities and NaN are exact.
 HDET_HD uint16_t to_bf16(float x, uint32_t random) {
@@ -90,9 +102,30 @@ struct Formats {
   bool stochastic;  // bfloat16 parameters without a master and a bfloat16 second moment are rounded stochastically
 };
 
+// How all tensors of a step are stored, where kernels have been compiled for just that: float32; or bfloat16 parameters and gradients, with
+// float32 masters or in the split form. Moments are float32, or are not there.
+enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3 };
+
+HDET_HD constexpr Formats formats_of(Known known) {
+  const DType halves = known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
+  const Master master = known == Known::masters ? Master::f32 : known == Known::split ? Master::split : Master::none;
+  return {halves, halves, master, DType::f32, DType::f32, false};
+}
+
 HDET_HD Formats unpack_formats(int32_t packed) {
   return {static_cast<DType>(packed & 15),       static_cast<DType>(packed >> 4 & 15),  static_cast<Master>(packed >> 8 & 15),
           static_cast<DType>(packed >> 12 & 15), static_cast<DType>(packed >> 16 & 15), (packed >> 20 & 1) != 0};
+}
+
+// Whether a tensor asks for stochastic rounding does not matter: these formats are never rounded so.
+HDET_HD Known known_of(const Formats& f) {
+  const auto is_float = [](DType moment) { return moment == DType::f32 || moment == DType::none; };
+  for (const Known one : {Known::floats, Known::masters, Known::split}) {
+    const Formats like = formats_of(one);
+    const bool alike = f.gradient == like.gradient && f.param == like.param && f.master == like.master;
+    if (alike && is_float(f.exp_avg) && is_float(f.exp_avg_sq)) return one;
+  }
+  return Known::none;
 }
 
 }  // namespace hdet

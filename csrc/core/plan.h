@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -15,9 +16,18 @@
 
 namespace hdet {
 
-// 16384 floats are 64 KiB a stream: a step's four streams fit an L2 cache, and a 1M-element tensor still gives 64 blocks.
-constexpr int64_t kChunkElements = 16384;
-static_assert(kChunkElements % kCodeBlock == 0, "no block of codes lies in two chunks");
+// 16384 floats are 64 KiB a stream: a step's four streams fit an L2 cache.
+constexpr int64_t kChunkElements = 16384, kLeastChunkElements = 2048;
+static_assert(kLeastChunkElements % kCodeBlock == 0, "no block of codes lies in two chunks");
+
+// How long chunks are, a power of 2: so that there are `least` of them, as far as the shortest allow. A GPU has several blocks on each
+// multiprocessor; a model of a million parameters in 64 long chunks would leave half of an H200 idle.
+inline int64_t chunk_length(const std::vector<int64_t>& elements, int64_t least) {
+  const int64_t sum = std::accumulate(elements.begin(), elements.end(), int64_t{0});
+  int64_t length = kChunkElements;
+  while (length > kLeastChunkElements && sum < least * length) length /= 2;
+  return length;
+}
 
 struct alignas(16) Chunk {
   int64_t offset;   // elements from the start of its tensor
@@ -28,25 +38,30 @@ struct alignas(16) Chunk {
 };
 static_assert(sizeof(Chunk) == 32, "the Python side allocates chunks of 32 bytes");
 
-inline int64_t chunks_of(int64_t elements) { return (elements + kChunkElements - 1) / kChunkElements; }
-
-inline int64_t count_chunks(const std::vector<int64_t>& elements) {
+inline int64_t count_chunks(const std::vector<int64_t>& elements, int64_t length) {
   int64_t count = 0;
-  for (const int64_t n : elements) count += chunks_of(n);
+  for (const int64_t n : elements) count += (n + length - 1) / length;
   return count;
 }
 
-// Cuts tensor i of elements[i] numbers into chunks. `out` has room for count_chunks().
-inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats) {
+// Cuts tensor i of elements[i] numbers into chunks of `longest`, and what is left. `out` has room for count_chunks().
+inline void write_chunks(Chunk* out, const std::vector<int64_t>& elements, const std::vector<int32_t>& formats, int64_t longest) {
   if (elements.size() != formats.size()) throw std::invalid_argument("tables differ in length");
   int64_t begin = 0;
   for (size_t tensor = 0; tensor < elements.size(); ++tensor) {
-    for (int64_t offset = 0; offset < elements[tensor]; offset += kChunkElements) {
-      const auto length = static_cast<int32_t>(std::min(kChunkElements, elements[tensor] - offset));
+    for (int64_t offset = 0; offset < elements[tensor]; offset += longest) {
+      const auto length = static_cast<int32_t>(std::min(longest, elements[tensor] - offset));
       *out++ = Chunk{offset, begin, static_cast<int32_t>(tensor), length, formats[tensor]};
       begin += length;
     }
   }
+}
+
+inline Known known_of(const std::vector<int32_t>& formats) {
+  if (formats.empty()) return Known::none;
+  const Known first = known_of(unpack_formats(formats.front()));
+  const auto same = [first](int32_t packed) { return known_of(unpack_formats(packed)) == first; };
+  return std::all_of(formats.begin(), formats.end(), same) ? first : Known::none;
 }
 
 // An optimizer step. All pointers are addresses on the device that runs it; tables are indexed by Chunk::tensor, those of the
@@ -59,7 +74,7 @@ struct StepPlan {
   int32_t num_groups;
   Rule rule;
   int32_t zero_gradients;  // 1: the gradients are zeros afterwards, also where the step was skipped
-  int32_t all_float;       // 1: every stream there is is float32 and no tensor has a master: the loops need not ask
+  Known known;             // of all tensors: the loops need not ask
   uint64_t seed;           // of stochastic rounding
   int32_t first_replica;   // number of the plan's first replica, for random numbers
 
@@ -78,14 +93,20 @@ struct StepPlan {
   const float* const* rates;   // [group] a learning rate in device memory, or null: GroupSettings::lr
 
   // from the host, and derived from it
-  const double* settings;      // hyper.h
+  double* settings;            // hyper.h; the rates' addresses may follow
   HyperRow* rows;              // [tensor]
   ReplicaRow* replica_rows;    // [tensor][replica]
   Control* control;
   double* partials;            // [chunk] sums of squares; null: no norm
   const float* grad_scale;     // torch's GradScaler, or null
   const float* found_inf;      // or null
+
+  // Settings that a GPU's derive phase brings along as an argument and writes to `settings`, where no copy has: num_carried words of 8
+  // bytes in host memory.
+  const uint64_t* carried;
+  int32_t num_carried;
 };
+constexpr int kCarried = 128;  // at most: 1 KiB of a kernel's arguments
 
 // The weighted mean of K co-resident replicas, in place (Eq. 3).
 struct AveragePlan {

@@ -13,7 +13,7 @@ void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* 
 
 // Each replica steps along u and keeps what it gets.
 void store(const Work& w, int64_t element, int length, const float* u) {
-  if (w.plan.all_float != 0) return follow_all(w, element, length, u);
+  if (w.plan.known == hdet::Known::floats) return follow_all(w, element, length, u);
   Staging buffer;
   uint16_t random[kBlock];
   for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
@@ -35,7 +35,7 @@ void update_block(const Work& w, int64_t element, int length) {
 
 template <class Rule>
 void update_chunk(const Work& w) {
-  if (w.plan.all_float != 0 && fused_chunk<Rule>(w)) return;
+  if (w.plan.known == hdet::Known::floats && fused_chunk<Rule>(w)) return;
   over_blocks(w.chunk, [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
 }
 

@@ -24,6 +24,21 @@ __device__ __forceinline__ void phase(const Work& work) {
   __syncthreads();
 }
 
+// Waits until the kernel before this one is done and what it wrote can be seen. All blocks of a kernel that is launched early begin with it;
+// in any other it does nothing.
+__device__ __forceinline__ void after_the_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the blocks of a kernel that is launched early may come up, as far as there is room for them.
+__device__ __forceinline__ void let_the_next_kernel_come() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // What each thread keeps from one phase to the next, in its registers.
 template <class T, int kThreads>
 struct PerThread {
@@ -79,6 +94,8 @@ void largest_of_warps(PerThread<uint32_t, kThreads>& numbers) {
 }
 
 inline void warps_meet() {}
+inline void after_the_kernel_before() { shim::waited = true; }
+inline void let_the_next_kernel_come() {}
 
 template <class T>
 T* dynamic_shared() {

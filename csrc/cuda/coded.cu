@@ -47,8 +47,8 @@ struct Codes {
 };
 
 template <class Rule, bool kMany>
-struct Coded : Update<Rule, kMany, false> {
-  using Base = Update<Rule, kMany, false>;
+struct Coded : Update<Rule, kMany, Known::none> {
+  using Base = Update<Rule, kMany, Known::none>;
   using Base::chunk, Base::count, Base::formats, Base::gradient, Base::kBatch, Base::plan, Base::row;
 
   // Eight elements or one, between the rule and the codes.
@@ -196,11 +196,12 @@ struct Coded : Update<Rule, kMany, false> {
 template <class Rule, bool kMany>
 __global__ void __launch_bounds__(kStepThreads, 4) coded_kernel(const __grid_constant__ StepPlan plan) {
   __shared__ Codebook books[2];
+  after_the_kernel_before();
   if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
   Coded<Rule, kMany> update(plan, plan.chunks[blockIdx.x]);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
-  if (!update.is_coded()) return update_chunk<Rule, kMany, false>(update);
+  if (!update.is_coded()) return update_chunk<Rule, kMany, Known::none>(update);
   update.prepare(books);
   update.update_codes();
 }

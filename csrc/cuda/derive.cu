@@ -1,5 +1,7 @@
 // The derive phase on a GPU: what the update reads, from the host's settings, the norm, the scaler and the step counters, which
 // advance here.
+#include <algorithm>
+
 #include "../core/prepare.h"
 #include "../core/rank_one.h"
 #include "block.cuh"
@@ -29,10 +31,23 @@ __device__ __forceinline__ double sum_of_squares(const StepPlan& plan, double* s
   return sums[0];
 }
 
-// A thread for each tensor. Every block adds up all partials, in the same order, so that none waits for another.
+// StepPlan::carried, on its way. The host reads its memory when it launches.
+struct Carried {
+  uint64_t words[kCarried];
+};
+
+// A thread for each tensor. Every block adds up all partials, in the same order, so that none waits for another; and writes all that has
+// been carried, of which another may not have written anything yet.
 template <class Plan>
-__global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_constant__ Plan plan, const __grid_constant__ Carried carried) {
   __shared__ double sums[kDeriveThreads];
+  let_the_next_kernel_come();
+  after_the_kernel_before();
+  if (plan.num_carried > 0) {
+    phase([&](int thread) {
+      if (thread < plan.num_carried) reinterpret_cast<uint64_t*>(plan.settings)[thread] = carried.words[thread];
+    });
+  }
   const double sum = sum_of_squares(plan, sums);
   threads([&](int thread) {
     const Control control = prepare_control(plan, sum);
@@ -43,26 +58,34 @@ __global__ void __launch_bounds__(kDeriveThreads) derive_kernel(const __grid_con
 }
 
 __global__ void __launch_bounds__(kDeriveThreads) derive_converge_kernel(const __grid_constant__ RankOnePlan plan) {
+  let_the_next_kernel_come();
   threads([&](int thread) {
     const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kDeriveThreads + thread;
     if (tensor < plan.num_tensors) prepare_converge(plan, tensor);
   });
 }
 
-Grid grid_of(const StepPlan& plan) { return {(plan.num_tensors + kDeriveThreads - 1) / kDeriveThreads, kDeriveThreads}; }
+Grid grid_of(const StepPlan& plan, bool early) {
+  return {(plan.num_tensors + kDeriveThreads - 1) / kDeriveThreads, kDeriveThreads, 0, early};
+}
+
+template <class Plan>
+void launch_any(const Plan& plan, std::uintptr_t stream) {
+  Carried carried;
+  if (plan.num_carried > kCarried) throw std::runtime_error("hdet: too many settings for a kernel's arguments");
+  std::copy_n(plan.carried, plan.num_carried, carried.words);
+  // early where the norm is the kernel before it; what torch has launched is waited for
+  launch("cudaLaunchKernelEx(derive)", derive_kernel<Plan>, grid_of(plan, plan.partials != nullptr), stream, plan, carried);
+}
 
 }  // namespace
 
-void launch_derive(const StepPlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive)", derive_kernel<StepPlan>, grid_of(plan), stream, plan);
-}
+void launch_derive(const StepPlan& plan, std::uintptr_t stream) { launch_any(plan, stream); }
 
-void launch_derive(const RankOnePlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive)", derive_kernel<RankOnePlan>, grid_of(plan), stream, plan);
-}
+void launch_derive(const RankOnePlan& plan, std::uintptr_t stream) { launch_any(plan, stream); }
 
 void launch_derive_converge(const RankOnePlan& plan, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(derive_converge)", derive_converge_kernel, grid_of(plan), stream, plan);
+  launch("cudaLaunchKernelEx(derive_converge)", derive_converge_kernel, grid_of(plan, false), stream, plan);
 }
 
 }  // namespace hdet::cuda

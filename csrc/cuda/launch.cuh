@@ -1,6 +1,8 @@
 // Launches and error codes: the only place where hdet calls the CUDA runtime.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -24,6 +26,7 @@ struct Grid {
   int64_t blocks;
   int threads;
   int64_t shared_bytes = 0;
+  bool early = false;  // its blocks may come up while the kernel before it ends: they begin with after_the_kernel_before() (block.cuh)
 };
 
 constexpr int64_t kSharedBytes = 48 * 1024;  // what a block gets without asking for more
@@ -32,6 +35,22 @@ constexpr int64_t kSharedBytes = 48 * 1024;  // what a block gets without asking
 inline void check(const Grid& grid, const char* call) {
   if (grid.blocks > std::numeric_limits<int32_t>::max()) throw std::runtime_error(std::string("hdet: too many chunks for ") + call);
   if (grid.shared_bytes > kSharedBytes) throw std::runtime_error(std::string("hdet: too many replicas for ") + call);
+}
+
+// Whether the code that runs here waits for the kernel before it, which compute capability 9.0 is the first to have an instruction for. On
+// a newer device that may be code that was compiled for an older one.
+template <class... Parameters>
+bool waits(void (*kernel)(Parameters...)) {
+  static std::array<std::atomic<int>, 64> versions{};  // of each device's code, which is the same for all kernels of a module
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>& version = versions[static_cast<unsigned>(device) % versions.size()];
+  if (version == 0) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "cudaFuncGetAttributes");
+    version = attributes.ptxVersion;
+  }
+  return version >= 90;
 }
 
 // A grid without blocks launches nothing: it would be an error to CUDA.
@@ -44,6 +63,11 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, s
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = grid.early && waits(kernel) ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 

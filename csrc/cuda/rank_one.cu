@@ -56,19 +56,20 @@ struct Line {
 
 };
 
-template <class Rule, bool kFloat>
+template <class Rule, Known kKnown>
 __global__ void __launch_bounds__(kStepThreads, 4) rank_one_kernel(const __grid_constant__ RankOnePlan plan) {
   const Chunk chunk = plan.chunks[blockIdx.x];
+  after_the_kernel_before();
   if (without_gradient(plan, chunk)) return;
-  const Shared<Rule, kFloat> shared(plan, chunk);
-  const Line line(plan, chunk, kFloat ? DType::f32 : shared.formats.param);
+  const Shared<Rule, kKnown> shared(plan, chunk);
+  const Line line(plan, chunk, shared.formats.param);
   const int head = head_of(line.base, DType::f32, false);
   const bool in_line = line.prepare(head);
   const bool vectors = in_line && in_step(shared.gradient, shared.formats.gradient, head, false) && shared.are_in_step(head, false);
 
   const auto turn = [&](const Place& at, auto width) {
     constexpr int kWidth = decltype(width)::value;
-    typename Shared<Rule, kFloat>::template RawTurn<kWidth> raw;
+    typename Shared<Rule, kKnown>::template RawTurn<kWidth> raw;
     Raw<kWidth> raw_base, raw_displacement;
     shared.load_turn(at, raw);
     line.load_turn(at, raw_base, raw_displacement);
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kStepThreads, 4) rank_one_kernel(const __grid_
 // All replicas meet at their mean, which becomes the base.
 __global__ void __launch_bounds__(kStepThreads, 8) converge_kernel(const __grid_constant__ RankOnePlan plan) {
   const Chunk chunk = plan.chunks[blockIdx.x];
+  after_the_kernel_before();
   const Line line(plan, chunk, unpack_formats(chunk.formats).param);
   const int head = head_of(line.base, DType::f32, false);
   const bool vectors = line.prepare(head);
@@ -131,14 +133,19 @@ __global__ void __launch_bounds__(kStepThreads, 8) converge_kernel(const __grid_
 
 using Kernel = void (*)(RankOnePlan);
 
-Kernel kernel_for(Rule rule, bool all_float) {
-  switch (rule) {
-    case Rule::adam: return all_float ? rank_one_kernel<AdamRule, true> : rank_one_kernel<AdamRule, false>;
-    case Rule::sgd: return all_float ? rank_one_kernel<SgdRule, true> : rank_one_kernel<SgdRule, false>;
-    case Rule::lion: return all_float ? rank_one_kernel<LionRule, true> : rank_one_kernel<LionRule, false>;
+template <class Rule>
+Kernel kernel_for(Known known) {
+  return known == Known::floats ? rank_one_kernel<Rule, Known::floats> : rank_one_kernel<Rule, Known::none>;
+}
+
+Kernel kernel_for(const RankOnePlan& plan) {
+  switch (plan.rule) {
+    case Rule::adam: return kernel_for<AdamRule>(plan.known);
+    case Rule::sgd: return kernel_for<SgdRule>(plan.known);
+    case Rule::lion: return kernel_for<LionRule>(plan.known);
     case Rule::adamw: break;
   }
-  return all_float ? rank_one_kernel<AdamWRule, true> : rank_one_kernel<AdamWRule, false>;
+  return kernel_for<AdamWRule>(plan.known);
 }
 
 int64_t shared_bytes(const RankOnePlan& plan) { return static_cast<int64_t>(plan.num_replicas * sizeof(Output)); }
@@ -147,17 +154,17 @@ int64_t shared_bytes(const RankOnePlan& plan) { return static_cast<int64_t>(plan
 
 void rank_one(const RankOnePlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(rank_one)";
-  const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan)};
+  const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan), true};
   check(grid, name);
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
-  launch(name, kernel_for(plan.rule, plan.all_float != 0), grid, stream, plan);
+  launch(name, kernel_for(plan), grid, stream, plan);
 }
 
 void converge(const RankOnePlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(converge)";
-  const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan)};
+  const Grid grid{plan.num_chunks, kStepThreads, shared_bytes(plan), true};
   check(grid, name);
   use_device(device);
   launch_derive_converge(plan, stream);

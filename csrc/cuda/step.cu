@@ -9,35 +9,44 @@ namespace {
 
 using Kernel = void (*)(StepPlan);
 
-template <class Rule>
-Kernel kernel_for(bool many, bool all_float) {
-  if (many) return all_float ? step_kernel<Rule, true, true> : step_kernel<Rule, true, false>;
-  return all_float ? step_kernel<Rule, false, true> : step_kernel<Rule, false, false>;
+template <class Rule, bool kMany>
+Kernel kernel_for(Known known) {
+  switch (known) {
+    case Known::floats: return step_kernel<Rule, kMany, Known::floats>;
+    case Known::masters: return step_kernel<Rule, kMany, Known::masters>;
+    case Known::split: return step_kernel<Rule, kMany, Known::split>;
+    case Known::none: break;
+  }
+  return step_kernel<Rule, kMany, Known::none>;
 }
 
-Kernel kernel_for(Rule rule, bool many, bool all_float) {
-  switch (rule) {
-    case Rule::adam: return kernel_for<AdamRule>(many, all_float);
-    case Rule::sgd: return kernel_for<SgdRule>(many, all_float);
-    case Rule::lion: return kernel_for<LionRule>(many, all_float);
+template <class Rule>
+Kernel kernel_for(const StepPlan& plan) {
+  return plan.num_replicas > 1 ? kernel_for<Rule, true>(plan.known) : kernel_for<Rule, false>(plan.known);
+}
+
+Kernel kernel_for(const StepPlan& plan) {
+  switch (plan.rule) {
+    case Rule::adam: return kernel_for<AdamRule>(plan);
+    case Rule::sgd: return kernel_for<SgdRule>(plan);
+    case Rule::lion: return kernel_for<LionRule>(plan);
     case Rule::adamw: break;
   }
-  return kernel_for<AdamWRule>(many, all_float);
+  return kernel_for<AdamWRule>(plan);
 }
 
 }  // namespace
 
 void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   const char* const name = "cudaLaunchKernelEx(step)";
-  const bool many = plan.num_replicas > 1;
-  const auto shared = static_cast<int64_t>(many ? plan.num_replicas * sizeof(Replica) : 0);
-  const Grid grid{plan.num_chunks, kStepThreads, shared};
+  const auto shared = static_cast<int64_t>(plan.num_replicas > 1 ? plan.num_replicas * sizeof(Replica) : 0);
+  const Grid grid{plan.num_chunks, kStepThreads, shared, true};
   check(grid, name);
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan.chunks, plan.num_chunks, plan.gradients, plan.partials, stream);
   launch_derive(plan, stream);
   if (plan.codebooks != nullptr) launch_coded(plan, grid, stream);
-  else launch(name, kernel_for(plan.rule, many, plan.all_float != 0), grid, stream, plan);
+  else launch(name, kernel_for(plan), grid, stream, plan);
 }
 
 }  // namespace hdet::cuda

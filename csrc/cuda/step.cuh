@@ -17,11 +17,11 @@ struct Replica {
 };
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one.
-template <class Rule, bool kMany, bool kFloat>
-struct Update : Shared<Rule, kFloat> {
-  using Base = Shared<Rule, kFloat>;
-  using Base::chunk, Base::formats, Base::gradient, Base::plan, Base::skipped;
-  static constexpr int kBatch = !kMany ? 1 : kFloat ? 4 : 2;
+template <class Rule, bool kMany, Known kKnown>
+struct Update : Shared<Rule, kKnown> {
+  using Base = Shared<Rule, kKnown>;
+  using Base::chunk, Base::formats, Base::gradient, Base::kIsKnown, Base::plan, Base::skipped;
+  static constexpr int kBatch = !kMany ? 1 : kKnown == Known::floats ? 4 : 2;
 
   Replica* replicas;  // in shared memory, where there are many
   Replica own;
@@ -38,7 +38,7 @@ struct Update : Shared<Rule, kFloat> {
 
   __device__ __forceinline__ Replica replica_at(int k) const {
     const int64_t place = k * plan.num_tensors + chunk.tensor;
-    const Master kind = kFloat || plan.masters == nullptr ? Master::none : formats.master;
+    const Master kind = kIsKnown || plan.masters != nullptr ? formats.master : Master::none;
     void* const master = kind == Master::none ? nullptr : plan.masters[place];
     return {param_at(formats.param, kind, plan.params[place], master, chunk.offset),
             plan.replica_rows[static_cast<int64_t>(chunk.tensor) * plan.num_replicas + k], true};
@@ -50,7 +50,7 @@ struct Update : Shared<Rule, kFloat> {
     } else {
       Replica found = replicas[k];
       found.param.type = formats.param;  // known already
-      found.param.kind = kFloat ? Master::none : found.param.kind;
+      found.param.kind = kIsKnown ? formats.master : found.param.kind;
       return found;
     }
   }
@@ -147,15 +147,16 @@ struct Update : Shared<Rule, kFloat> {
   }
 };
 
-template <class Rule, bool kMany, bool kFloat>
+template <class Rule, bool kMany, Known kKnown>
 constexpr int blocks_per_multiprocessor() {
-  if (!kFloat || kMany) return 4;
+  if (kKnown == Known::none || kMany) return 4;
+  if (kKnown != Known::floats) return 5;
   // With 8, ptxas spills a few registers on some architectures. 768 threads have 96 KiB in flight. For ptxas SGD takes more than it needs.
-  return Update<Rule, kMany, kFloat>::kMayLackMomentum ? 5 : 6;
+  return Update<Rule, kMany, kKnown>::kMayLackMomentum ? 5 : 6;
 }
 
-template <class Rule, bool kMany, bool kFloat>
-__device__ __forceinline__ void update_chunk(Update<Rule, kMany, kFloat>& update) {
+template <class Rule, bool kMany, Known kKnown>
+__device__ __forceinline__ void update_chunk(Update<Rule, kMany, kKnown>& update) {
   const Cut parts = update.prepare();
   threads([&](int thread) {
     over_elements<kStepThreads>(
@@ -164,11 +165,12 @@ __device__ __forceinline__ void update_chunk(Update<Rule, kMany, kFloat>& update
   });
 }
 
-template <class Rule, bool kMany, bool kFloat>
-__global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kFloat>())
+template <class Rule, bool kMany, Known kKnown>
+__global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kKnown>())
     step_kernel(const __grid_constant__ StepPlan plan) {
+  after_the_kernel_before();
   if (without_gradient(plan, plan.chunks[blockIdx.x])) return;
-  Update<Rule, kMany, kFloat> update(plan, plan.chunks[blockIdx.x]);
+  Update<Rule, kMany, kKnown> update(plan, plan.chunks[blockIdx.x]);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   update_chunk(update);

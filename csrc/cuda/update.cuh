@@ -13,11 +13,10 @@ namespace hdet::cuda {
 // all blocks on a multiprocessor together: 768 threads x 4 streams x 32 bytes in flight are 96 KiB, and 30 KiB would do.
 constexpr int kStepThreads = 128;
 
-constexpr Formats kFloats{DType::f32, DType::f32, Master::none, DType::f32, DType::f32, false};
-
-// kFloat: StepPlan::all_float, formats known to the compiler.
-template <class Rule, bool kFloat>
+// kKnown: StepPlan::known. Unless it is none, formats are constants to the compiler.
+template <class Rule, Known kKnown>
 struct Shared {
+  static constexpr bool kIsKnown = kKnown != Known::none;
   static constexpr bool kMayLackMomentum = Rule::kCoupled && !Rule::kSecond;  // SGD without momentum keeps nothing
 
   template <int kWidth>
@@ -33,8 +32,8 @@ struct Shared {
   void *gradient, *exp_avg, *exp_avg_sq;
 
   __device__ __forceinline__ Shared(const StepPlan& p, const Chunk& c)
-      : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kFloat ? kFloats : unpack_formats(c.formats)) {
-    if (kFloat && kMayLackMomentum && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
+      : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
+    if (kIsKnown && kMayLackMomentum && unpack_formats(c.formats).exp_avg == DType::none) formats.exp_avg = DType::none;
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
     exp_avg = keeps_first() ? advance(plan.exp_avgs[chunk.tensor], formats.exp_avg, chunk.offset) : nullptr;
     exp_avg_sq = Rule::kSecond ? advance(plan.exp_avg_sqs[chunk.tensor], formats.exp_avg_sq, chunk.offset) : nullptr;
@@ -46,7 +45,7 @@ struct Shared {
 
   // Whether 16-byte accesses hold eight elements in all of these streams.
   __device__ __forceinline__ bool narrow() const {
-    return !kFloat && formats.gradient != DType::f32 && formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32;
+    return !kIsKnown && formats.gradient != DType::f32 && formats.exp_avg != DType::f32 && formats.exp_avg_sq != DType::f32;
   }
 
   // Random numbers belong to the elements 4q .. 4q + 3, so a group of four must not lie across two of them.

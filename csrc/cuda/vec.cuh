@@ -160,15 +160,16 @@ __device__ __forceinline__ void unpack_split(const Raw<1>& raw, float (&out)[1])
   out[0] = join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(raw.high));
 }
 
-// 16-bit numbers made by half(i).
+// 16-bit numbers made by half(i), or two in a word by pair(i) of i and i + 1.
+template <Use kUse, int kWidth, class Half, class Pair>
+__device__ __forceinline__ void store_halves(void* stream, const Place& at, const Half& half, const Pair& pair) {
+  if constexpr (kWidth == 1) write<kUse, uint16_t>(stream, at.first, half(0));
+  else write_halves<kUse>(stream, at, make_uint4(pair(0), pair(2), pair(4), pair(6)));
+}
+
 template <Use kUse, int kWidth, class Half>
 __device__ __forceinline__ void store_halves(void* stream, const Place& at, const Half& half) {
-  if constexpr (kWidth == 1) {
-    write<kUse, uint16_t>(stream, at.first, half(0));
-  } else {
-    const auto two = [&](int i) { return static_cast<uint32_t>(half(i)) | static_cast<uint32_t>(half(i + 1)) << 16; };
-    write_halves<kUse>(stream, at, make_uint4(two(0), two(2), two(4), two(6)));
-  }
+  store_halves<kUse, kWidth>(stream, at, half, [&](int i) { return static_cast<uint32_t>(half(i)) | static_cast<uint32_t>(half(i + 1)) << 16; });
 }
 
 template <Use kUse>
@@ -186,7 +187,8 @@ __device__ __forceinline__ void store_floats(void* stream, const Place& at, cons
 template <Use kUse, int kWidth>
 __device__ __forceinline__ void store(DType type, void* stream, const Place& at, const float (&x)[kWidth]) {
   if (type == DType::f32) store_floats<kUse>(stream, at, x);
-  else if (type == DType::bf16) store_halves<kUse, kWidth>(stream, at, [&](int i) { return to_bf16(x[i]); });
+  else if (type == DType::bf16)
+    store_halves<kUse, kWidth>(stream, at, [&](int i) { return to_bf16(x[i]); }, [&](int i) { return to_bf16_pair(x[i], x[i + 1]); });
   else store_halves<kUse, kWidth>(stream, at, [&](int i) { return to_f16(x[i]); });
 }
 

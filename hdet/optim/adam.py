@@ -112,7 +112,7 @@ class FusedAdamW(AdamFamily):
         others: as torch.optim.AdamW and FusedOptimizer.
 
     Raises ValueError or TypeError, before anything is changed, for arguments out of range or NaN, amsgrad, differentiable, and in a step
-    for tensors that cannot be used (sparse, not contiguous, of another dtype, overlapping), by name.
+    for tensors that cannot be used (sparse, with gaps, of another dtype, overlapping), by name.
 
     A bfloat16 model with exact float32 weights behind it, clipped gradients, and a schedule:
 

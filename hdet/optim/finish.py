@@ -13,6 +13,7 @@ from hdet import kernels
 from hdet.kernels import AveragePlan, PairPlan, StepOptions
 from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from . import lists
 from . import step_plans as plans
@@ -34,7 +35,8 @@ class Averaging:
         tensors = [*params, *(master for column in masters or () for master in column if master is not None)]
         addresses = lists.addresses(tensors)
         if self.plan is None or addresses != self.addresses or not lists.same(tensors, self.tensors):
-            self.plan = kernels.average_plan(sets, masters, backend)
+            laid = strides.laid_columns([*sets, *(masters or ())])
+            self.plan = kernels.average_plan(laid[: len(sets)], masters and laid[len(sets) :], backend)
             self.tensors, self.addresses = tensors, addresses
         self.plan.average(weights)
         torch.autograd.graph.increment_version(plans.with_shards([param for param in whole if not param.is_inference()]))

@@ -19,6 +19,7 @@ from hdet.kernels.spec.interface import COUPLED
 from hdet.kernels.spec.shared import mean_rho
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from . import displacement, lists
 from . import group_checks as groups
@@ -64,8 +65,8 @@ class FusedOptimizer(Optimizer):
 
     FusedMuon, too, but for its matrices.
 
-    Parameters are float32, bfloat16 or float16, in any mixture, dense and contiguous (channels_last is refused); gradients are any of the
-    three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations
+    Parameters are float32, bfloat16 or float16, in any mixture, dense, in any order of dimensions (channels_last), as their
+    gradients must be, which are any of the three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations
     (foreach, fused, capturable) are accepted and change nothing; amsgrad and differentiable are refused.
 
     Args beside torch's:
@@ -580,7 +581,7 @@ class FusedOptimizer(Optimizer):
         for device, places in plans.by_device(params, members).items():
             kernels.select(self.backend, device)
             numbers, groups_of = plans.numbered([group_of[i] for i in places])
-            own = [shards.local_state(states[i], params[i]) for i in places]
+            own = [strides.laid_state(shards.local_state(states[i], params[i]), shards.local(params[i])) for i in places]
             tensors = self._tensors([sets[i] for i in places], own, numbers, [flags[group_of[i]] for i in places], places)
             plan = self._line_plan(tensors, own) if self._on_line else kernels.step_plan(tensors, self.backend)
             parts.append(Part(plan, places, groups_of, device))
@@ -623,7 +624,7 @@ class FusedOptimizer(Optimizer):
     def _tensors(
         self, sets: list[list[Tensor]], states: list[dict[str, Any]], groups: list[int], keeps: list[bool], places: list[int]
     ) -> StepTensors:
-        """What one plan works on. `states`: as they lie on this rank. `keeps`: has the tensor moments? `places`: its number among all
+        """What one plan works on. `states`: as they lie on this rank, in its memory's order. `keeps`: has the tensor moments? `places`: its number among all
         parameters."""
         count = self.num_replicas
         keepers = [state if keep else {} for state, keep in zip(states, keeps, strict=True)]
@@ -632,7 +633,7 @@ class FusedOptimizer(Optimizer):
         small_second = len(self._moments) == 2 and self.moment_dtype == torch.bfloat16
         return StepTensors(
             rule=self.rule,
-            params=[[shards.local(s[k]) for s in sets] for k in range(count)],
+            params=strides.laid_columns([[shards.local(s[k]) for s in sets] for k in range(count)]),
             groups=groups,
             steps=[state["step"] for state in states],
             exp_avgs=moments[0],

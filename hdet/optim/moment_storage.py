@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hdet.kernels.spec.eight_bit import CODES, count_scales, decode, encode
+from hdet.tensors.strides import alike
 
 EIGHT_BIT = "8bit"
 SMALLEST = 4096
@@ -37,7 +38,7 @@ def are_coded(state: Mapping[str, Any]) -> bool:
 
 def zeros(name: str, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The entries of a moment before the first step."""
-    made = {name: torch.zeros(param.shape, dtype=dtype, device=param.device)}
+    made = {name: torch.zeros_like(param.detach(), dtype=dtype)}
     if dtype == CODES:
         made[scale_key(name)] = torch.zeros(count_scales(param.numel()), dtype=torch.float32, device=param.device)
     return made
@@ -50,15 +51,16 @@ def values_of(name: str, state: Mapping[str, Any], signed: bool) -> Tensor:
 
 
 def entries(name: str, values: Tensor, dtype: torch.dtype, signed: bool) -> dict[str, Tensor | None]:
-    """The entries of a moment with these values, on their device; None: the entry must go."""
+    """The entries of a moment with these values, on their device and as they lie; None: the entry must go."""
     if dtype == CODES:
         return dict(zip((name, scale_key(name)), encode(values.float(), signed), strict=True))
-    return {name: values.to(dtype).contiguous(), scale_key(name): None}
+    return {name: values.to(dtype), scale_key(name): None}
 
 
 def fits(name: str, state: Mapping[str, Any], param: Tensor, dtype: torch.dtype) -> bool:
     """Is a moment stored so, where the parameter is?"""
     if state[name].dtype != dtype:
         return False  # and a float32 one, which is to be codes, has no scales
-    columns = [state[name]] + ([state[scale_key(name)]] if dtype == CODES else [])
-    return all(t.device == param.device and t.is_contiguous() for t in columns)
+    scales = [state[scale_key(name)]] if dtype == CODES else []
+    on_device = all(t.device == param.device for t in (state[name], *scales))
+    return on_device and alike(state[name], param) and all(t.is_contiguous() for t in scales)

@@ -13,6 +13,7 @@ from hdet.kernels.spec import rounding
 from hdet.kernels.spec.arguments import wide_dtype
 from hdet.kernels.spec.eight_bit import CODES
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from . import lists
 from . import moment_storage as stored
@@ -78,7 +79,7 @@ class Layout:
                     entries.update(stored.zeros(name, param, self.moment_dtype))
                 elif not stored.fits(name, state, param, self.moment_dtype):
                     values = stored.values_of(name, state, signed=place == 0).detach().to(param.device)
-                    entries.update(stored.entries(name, values, self.moment_dtype, signed=place == 0))
+                    entries.update(stored.entries(name, strides.like(values, param), self.moment_dtype, signed=place == 0))
         step = state.get("step")
         if moments and kept[0] is None:
             step = 0.0  # moments that begin at zero need the corrections of a first step
@@ -103,6 +104,7 @@ class Layout:
             return {}
         made = [_master(p, m, key) for p, m in zip(sets, kept, strict=False)] or [_master(sets[0], None, key)]
         made += [like_first(p, sets[0], made[0]) for p in sets[len(made) :]]
+        made = [strides.like(m, p) for m, p in zip(made, sets, strict=True)]
         entries: dict[str, Any] = {key: made[0]}
         if found not in (None, key):
             entries[found] = None
@@ -257,7 +259,7 @@ def _master(param: Tensor, kept: Tensor | None, key: str) -> Tensor:
     values = param.detach()
     if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
         return torch.zeros_like(values, dtype=torch.int16) if key == "remainder" else values.to(torch.float32, copy=True)
-    kept = kept.to(param.device).contiguous()
+    kept = kept.to(param.device)
     if key == "master_param":
         return rounding.join(values, kept) if kept.dtype == torch.int16 else kept.to(torch.float32)
     if kept.dtype == torch.int16:
@@ -276,7 +278,7 @@ def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
 
 
 def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype == dtype and tensor.device == param.device and tensor.is_contiguous()
+    return tensor.dtype == dtype and tensor.device == param.device and strides.alike(tensor, param)
 
 
 def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
@@ -288,7 +290,7 @@ def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
 
 
 def _placed(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(device=param.device, dtype=dtype).contiguous()
+    return strides.like(tensor.detach().to(device=param.device, dtype=dtype), param)
 
 
 def _checked(value: Any, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:

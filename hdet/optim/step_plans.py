@@ -14,6 +14,7 @@ from hdet.kernels import StepOptions, StepPlan, StepSettings
 from hdet.kernels.spec.arguments import check_gradients
 from hdet.kernels.spec.interface import Column
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from . import lists
 from .lists import VersionWatch
@@ -86,6 +87,8 @@ class Planned:
         self.entries, self.places = entries, list(states)
         self.outside = set(range(len(params))).difference(states)
         self.sharded = any(map(shards.is_sharded, params))
+        orders = {i: strides.memory_order(shards.local(params[i])) for i in self.places}
+        self._orders = {i: order for i, order in orders.items() if order is not None}
         self.watch = watch
         self._addresses = lists.note_addresses(self._planned_of(params))
         self.hypers: list[Hyper] = []
@@ -146,6 +149,8 @@ class Planned:
         """`gradients` of all parameters, as they lie on this rank; at the places `absent` there are none."""
         if absent != self.absent:
             self._choose(absent)
+        if self._orders:
+            gradients = self._laid(gradients)
         if len(self.active) > 1:
             self._check_parts(gradients, options)
         for n, part in self.active:
@@ -161,7 +166,23 @@ class Planned:
             devices = ", ".join(str(part.device) for part in parts)
             raise ValueError(f"max_grad_norm needs all parameters on one device, they are on {devices}: use torch.nn.utils.clip_grad_norm_")
         for part in parts:
-            check_gradients([gradients[i] for i in part.places], shards.locals_of([self.params[i] for i in part.places]))
+            params = [strides.laid(shards.local(self.params[i]), self._orders.get(i)) for i in part.places]
+            check_gradients([gradients[i] for i in part.places], params)
+
+    def _laid(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """In the order in which their parameters lie in memory."""
+        made = list(gradients)
+        for i, order in self._orders.items():
+            gradient = gradients[i]
+            if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
+                continue  # what is wrong with it will be said
+            made[i] = gradient.permute(order)
+            if gradient.shape == shards.local(self.params[i]).shape and not made[i].is_contiguous():
+                raise ValueError(
+                    f"the gradient of parameter {i} has the strides {gradient.stride()}, the parameter {shards.local(self.params[i]).stride()}: "
+                    "they must lie alike, as autograd makes them; use .contiguous(memory_format=...)"
+                )
+        return made
 
     def settings_of(self, hypers: list[Hyper], multipliers: list[list[float]], decay_at_base: bool) -> list[tuple[StepSettings, ...]]:
         """One entry for each group of each part; the very same objects as in the last step if nothing has changed."""

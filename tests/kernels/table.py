@@ -228,6 +228,21 @@ SPECIAL = [
         Case(f"all float {rule} 4 replicas", sizes=_sized("chunk edges"), replicas=4, steps=3, rule=rule, settings=NO_DECAY)
         for rule in interface.RULES
     ),
+    *(  # formats that kernels are compiled for; SGD has momentum in some tensors alone
+        Case(
+            f"{storage}, {name}, {k} replicas",
+            sizes=_sized("chunk edges") + (37,),
+            formats=tuple(Format(*STORAGE[storage][0], BF16, m) for m in ((F32, None) if name == "sgd" else (F32,))),
+            replicas=k,
+            shifts=(0, 1, 4),
+            stochastic=9 if k == 1 else None,
+            steps=3,
+            **{**choice, "settings": choice["settings"]._replace(weight_decay=0.0)} if k > 1 else choice,
+        )
+        for storage in ("bf16+f32", "split")
+        for name, choice in RULES.items()
+        for k in (1, 2, 5)
+    ),
     *(Case(f"all float, {k} replicas", sizes=_sized("block edges"), replicas=k, steps=1) for k in (5, 9)),
     *(
         Case(f"{rule} {name}", rule=rule, settings=SETTINGS._replace(**change))

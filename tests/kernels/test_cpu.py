@@ -56,10 +56,18 @@ def test_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPa
         cpu(problem.tensors).step(gradients.tensors, settings, options)
 
 
-def chunk_table(elements: list[int], formats: list[int]) -> torch.Tensor:
-    table = torch.zeros(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8)
-    _C.write_chunks(table.data_ptr(), elements, formats)
+def chunk_table(elements: list[int], formats: list[int], longest: int = CHUNK) -> torch.Tensor:
+    table = torch.zeros(_C.count_chunks(elements, longest) * _C.CHUNK_BYTES, dtype=torch.uint8)
+    _C.write_chunks(table.data_ptr(), elements, formats, longest)
     return table
+
+
+@pytest.mark.parametrize(
+    ("elements", "least", "length"),
+    [([5], 0, CHUNK), ([5], 1, 2048), ([10**6] * 2, 2112, 2048), ([10**7], 2112, 4096), ([CHUNK * 2112], 2112, CHUNK), ([], 7, 2048)],
+)
+def test_chunks_are_shorter_where_there_would_be_too_few(elements: list[int], least: int, length: int) -> None:
+    assert _C.chunk_length(elements, least) == length
 
 
 def test_chunks_of_a_tensor_past_two_to_the_31_elements() -> None:

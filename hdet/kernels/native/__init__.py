@@ -16,7 +16,7 @@ from ..spec.eight_bit import CODES
 from ..spec.interface import Column
 from ..spec.settings import CALL_SETTINGS, GROUP_SETTINGS
 
-INTERFACE = 8
+INTERFACE = 9
 """the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they change"""
 
 try:
@@ -52,11 +52,12 @@ def nothing_in(columns: Sequence[Column] | None) -> bool:
     return columns is None or all(tensor is None for column in columns for tensor in column)
 
 
-def chunk_table(tensors: Sequence[Tensor], packed_formats: Sequence[int]) -> Tensor:
-    """The tensors cut into chunks (csrc/core/plan.h), as bytes; torch aligns them to 64."""
+def chunk_table(tensors: Sequence[Tensor], packed_formats: Sequence[int], least: int) -> Tensor:
+    """The tensors cut into chunks (csrc/core/plan.h), if possible into `least`, as bytes; torch aligns them to 64."""
     elements = [tensor.numel() for tensor in tensors]
-    table = torch.empty(_C.count_chunks(elements) * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-    _C.write_chunks(table.data_ptr(), elements, list(packed_formats))
+    length = _C.chunk_length(elements, least)
+    table = torch.empty(_C.count_chunks(elements, length) * _C.CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+    _C.write_chunks(table.data_ptr(), elements, list(packed_formats), length)
     return table
 
 
@@ -75,6 +76,11 @@ def address_table(*columns: Column) -> Tensor:
 class Memory:
     """Where a plan's tables lie, and how its kernels are called: here in host memory. CUDA has its own (hdet/kernels/native/cuda.py)."""
 
+    carries = 0
+    """words of settings that a kernel can bring along; here it reads them where they are"""
+    chunks = 0
+    """at least so many keep the device busy; threads of a CPU cut chunks where they like"""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -84,6 +90,12 @@ class Memory:
 
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         """`table` has changed in host memory: what place() returned for it follows, before the next kernel reads it."""
+
+    def differs(self, table: Tensor, placed: Tensor) -> bool:
+        return False
+
+    def note(self, table: Tensor, placed: Tensor) -> None:
+        """There is nothing to remember."""
 
     def replayed(self, placed: Tensor) -> Tensor | None:
         """Nothing here is captured."""

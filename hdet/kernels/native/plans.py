@@ -25,7 +25,7 @@ class NativeAveragePlan:
         self.plan = plan = native._C.AveragePlan()
         count = len(params[0])
         packed = native.formats(count, None, params[0], None if masters is None else masters[0])
-        chunks = native.chunk_table(params[0], packed)
+        chunks = native.chunk_table(params[0], packed, memory.chunks)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(*params, *(masters or [])))
         self.weights = torch.zeros(len(params), dtype=torch.float32, device="cpu")
@@ -61,7 +61,7 @@ class NativePairPlan(Pairing):
         self.plan = plan = native._C.PairPlan()
         count = len(sources)
         nothing: Column = [None] * count
-        chunks = native.chunk_table(sources, native.formats(count, sources, destinations, masters))
+        chunks = native.chunk_table(sources, native.formats(count, sources, destinations, masters), memory.chunks)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(sources, destinations, source_lowers or nothing, masters or nothing))
         plan.chunks, plan.num_chunks = self.chunks.data_ptr(), native.num_chunks(chunks)
@@ -82,7 +82,7 @@ class NativeNormPlan:
     def __init__(self, tensors: Sequence[Tensor], memory: native.Memory) -> None:
         self.tensors = tensors  # keeps alive what the tables point to
         self.memory = memory
-        chunks = native.chunk_table(tensors, native.formats(len(tensors), tensors))
+        chunks = native.chunk_table(tensors, native.formats(len(tensors), tensors), memory.chunks)
         self.num_chunks = native.num_chunks(chunks)
         self.chunks = memory.place(chunks)
         self.addresses = memory.place(native.address_table(tensors))

@@ -43,7 +43,9 @@ class NativeStepPlan:
         t = self.tensors
         masters = None if t.masters is None else t.masters[0]
         packed = native.formats(self.count, None, t.params[0], masters, t.exp_avgs, t.exp_avg_sqs, stochastic=t.stochastic is not None)
-        return native.chunk_table(t.params[0], [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)])
+        packed = [field | gradient for field, gradient in zip(packed, self.gradient_types, strict=True)]
+        self.plan.known = native._C.known_of(packed)
+        return native.chunk_table(t.params[0], packed, self.memory.chunks)
 
     def _describe(self) -> None:
         plan, t = self.plan, self.tensors
@@ -54,12 +56,6 @@ class NativeStepPlan:
         if t.coded():
             self.codebooks = self.memory.place(codebook())
             plan.codebooks = self.codebooks.data_ptr()
-        self._note_all_float()
-
-    def _note_all_float(self) -> None:
-        t = self.tensors
-        plain = native.only_float(*t.params, t.exp_avgs, t.exp_avg_sqs) and native.nothing_in(t.masters)
-        self.plan.all_float = int(plain and set(self.gradient_types) <= {native.DTYPES[torch.float32]})
 
     def _point_to_tensors(self) -> None:
         t, count = self.tensors, self.count
@@ -105,14 +101,35 @@ class NativeStepPlan:
 
     def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         self._take_gradients(gradients)
-        self.upload(settings, options)
-        self._run()
+        self._take_settings(settings, options)
+        carried = self.inputs.to_carry(self.memory.carries)
+        if carried is None:
+            self._refresh()
+            self._run()
+        else:
+            self._run_with(carried)
+
+    def _run_with(self, carried: Tensor) -> None:
+        """A step whose derive phase brings these settings along."""
+        plan = self.plan
+        plan.carried, plan.num_carried = carried.data_ptr(), len(carried)
+        try:
+            self._run()
+        finally:
+            plan.num_carried = 0
+        self.inputs.was_carried()
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._take_settings(settings, options)
+        self._refresh()
+
+    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         if options is not self._options:
             check_options(options, self.tensors)
             self._take_options(options)
         self._settings.take(settings, options)
+
+    def _refresh(self) -> None:
         if self.inputs.refresh():
             self._point_to_inputs()
 
@@ -150,7 +167,6 @@ class NativeStepPlan:
             self.gradient_types = types
             self.chunks.copy_(self._chunks())
             self.memory.refresh(self.chunks, self.placed_chunks)
-            self._note_all_float()
 
     def _take_options(self, options: StepOptions) -> None:
         plan = self.plan

@@ -58,13 +58,16 @@ class TorchStepPlan:
         self.skipped = torch.zeros((), dtype=torch.float32, device=self.device)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._take_settings(settings, options)
+
+    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         check_options(options, self.tensors)
         self._settings.take(settings, options)
 
     @torch.no_grad()
     def step(self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
         check_gradients(gradients, self.tensors.params[0])
-        self.upload(settings, options)
+        self._take_settings(settings, options)
         given = [g for g in gradients if g is not None]
         skip, scale = self._control(given, options)
         for group, everyone in enumerate(self.members):

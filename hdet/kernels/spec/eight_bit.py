@@ -17,6 +17,8 @@ import math
 import torch
 from torch import Tensor
 
+from hdet.tensors.strides import laid, memory_order
+
 BLOCK = 256
 """Elements of a tensor that share a scale, counted from its first one as it lies on this rank. A chunk holds whole blocks."""
 CODES = torch.uint8
@@ -83,7 +85,7 @@ def codebook() -> Tensor:
 
 def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes in the shape of the float32 values, and a scale for each block."""
-    flat = values.detach().contiguous().view(-1)
+    flat = _flat(values.detach())
     scales = _scales(flat)
     _, limits = _tables(signed, flat.device)
     share = flat / _spread(scales, flat.numel())
@@ -91,14 +93,27 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     codes = torch.where(share.isnan(), 0, codes)
     if signed:
         codes = codes + 128 * (share < -limits[0])  # no code for minus zero
-    return codes.to(CODES).view(values.shape), scales
+    return _shaped(codes.to(CODES), values), scales
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The float32 values."""
-    flat = codes.reshape(-1)
+    flat = _flat(codes)
     values, _ = _tables(signed, codes.device)
-    return (values[flat.long()] * _spread(scales, flat.numel())).view(codes.shape)
+    return _shaped(values[flat.long()] * _spread(scales, flat.numel()), codes)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """As it lies in memory: neighbours there share a block."""
+    return laid(tensor, memory_order(tensor)).reshape(-1)
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """What `_flat` made of a tensor that lies as `like` does."""
+    order = memory_order(like)
+    if order is None:
+        return flat.view(like.shape)
+    return flat.view(laid(like, order).shape).permute([order.index(d) for d in range(len(order))])
 
 
 def _scales(flat: Tensor) -> Tensor:

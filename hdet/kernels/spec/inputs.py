@@ -19,6 +19,12 @@ class TableMemory(Protocol):
 
     def refresh(self, table: Tensor, placed: Tensor) -> None: ...
 
+    def differs(self, table: Tensor, placed: Tensor) -> bool:
+        """Whether `table` is not what kernels find there."""
+
+    def note(self, table: Tensor, placed: Tensor) -> None:
+        """A kernel has brought what was changed."""
+
     def replayed(self, placed: Tensor) -> Tensor | None:
         """A copy in host memory of a table that a CUDA graph has captured and that this step need not write to; None for any other."""
 
@@ -60,6 +66,17 @@ class Inputs:
         _, settings, places = self.table.split(self._sizes)
         settings.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64))
         places.copy_(torch.tensor(rates, dtype=torch.int64, device="cpu"))
+
+    def to_carry(self, most: int) -> Tensor | None:
+        """Settings, if nothing else has changed and they are at most so many words: a step may bring them along, and was_carried() follows."""
+        words = self._sizes[1] + self._sizes[2]
+        if not self._changed or self._moved or self._replayed or words > most or not self.memory.differs(self.table, self.placed):
+            return None
+        return self.table[self.words :]
+
+    def was_carried(self) -> None:
+        self.memory.note(self.table, self.placed)
+        self._changed = False
 
     def refresh(self) -> bool:
         """What has been written goes to the device. Returns whether that is another place than before."""

@@ -33,6 +33,10 @@ def _capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _placed(table: Tensor, device: torch.device) -> Tensor:
     """A copy on the device. This waits, so that every stream may read it."""
     return table.to(device)
@@ -76,14 +80,23 @@ class DeviceMemory:
     def refresh(self, table: Tensor, placed: Tensor) -> None:
         """`table` may have changed in host memory: what place() returned for it follows on the current stream, without waiting, unless it
         is the same. Raises RuntimeError where it cannot be copied."""
-        bits = table.view(torch.uint8)  # an address among doubles is a number that a processor may take for 0
+        if self.differs(table, placed):
+            _copy_without_waiting(table, placed)
+            self.note(table, placed)
+
+    def differs(self, table: Tensor, placed: Tensor) -> bool:
+        """Whether `table` is not what place() returned for it, on the device. Raises RuntimeError if so under capture, when nothing can be
+        brought there."""
         mirror = self._bits.get(placed.data_ptr())
-        if mirror is not None and torch.equal(bits, mirror):
-            return
+        if mirror is not None and torch.equal(_bits(table), mirror):
+            return False
         if _capturing(self.device):
             _refuse("gradients have moved, or hyperparameters have changed, since the last step")
-        _copy_without_waiting(table, placed)
-        self._bits[placed.data_ptr()] = bits.clone()
+        return True
+
+    def note(self, table: Tensor, placed: Tensor) -> None:
+        """The device has this table now, or a copy or a kernel that brings it is on its way."""
+        self._bits[placed.data_ptr()] = _bits(table).clone()
 
     def replayed(self, placed: Tensor) -> Tensor | None:
         """A copy in host memory of what place() returned, if a CUDA graph has captured it and none is being captured now; else None."""
@@ -112,6 +125,11 @@ class DeviceMemory:
                 _used_on(stream, table)
             self._streams.add(stream.cuda_stream)
         return stream.cuda_stream
+
+
+def _bits(table: Tensor) -> Tensor:
+    """As bytes: an address among doubles is a number that a processor may take for 0."""
+    return table.view(torch.uint8)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...profiling import ranged
 from . import arguments as checks
-from .interface import COUPLED, DECOUPLED, PLAIN, Column, RankOneTensors, StepOptions, StepSettings
+from .interface import COUPLED, DECOUPLED, Column, RankOneTensors, StepOptions, StepSettings
 from .settings import check_shares
 
 PAIRINGS = ("copy", "lerp", "swap")
@@ -79,7 +79,7 @@ def mean_rho(multipliers: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class OnLine:
-    """A RankOnePlan, for a backend whose step plan it comes before: that one's `step` calls `upload`, and `_meet` does a converge.
+    """A RankOnePlan, for a backend whose step plan it comes before: that one's `step` and `upload` call `_take_settings`, and `_meet` does a converge.
 
     While the replicas are apart, no other multipliers can describe them.
     """
@@ -90,9 +90,9 @@ class OnLine:
         self._apart = False
         self._multipliers = [(0.0,) * len(tensors.outputs)] * (1 + max(tensors.groups))  # right for replicas that have not parted
 
-    def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         self._check(settings)
-        super().upload(settings, options)  # type: ignore[misc]
+        super()._take_settings(settings, options)  # type: ignore[misc]
         self._multipliers = [tuple(s.multipliers) for s in settings]
         self._apart = True
 

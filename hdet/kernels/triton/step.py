@@ -90,12 +90,15 @@ class TritonStepPlan:
         self._run(options)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
+        self._take_settings(settings, options)
+        if self.inputs.refresh():
+            self._point_to_inputs()
+
+    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         if options is not self._options:
             check_options(options, self.tensors)
             self._options = options
         self._settings.take(settings, options)
-        if self.inputs.refresh():
-            self._point_to_inputs()
 
     def _check_gradients(self, gradients: Column) -> tuple[list[int], list[torch.dtype | None]]:
         """The gradients' addresses, 0 where there is none, and their dtypes or the last ones there were, after a check that costs little.

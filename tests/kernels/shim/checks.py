@@ -31,7 +31,7 @@ BACKENDS = ("cpu", "cuda")
 
 @pytest.fixture(autouse=True)
 def reset() -> Iterator[None]:
-    state.stream, state.capturing, state.copies, state.used = 77, False, 0, []
+    state.stream, state.capturing, state.copies, state.used, state.multiprocessors = 77, False, 0, [], 0
     yield
     assert counted.shim_device() == 0, "the device was not put back"
 
@@ -75,6 +75,11 @@ def test_launches() -> None:
     plan, before = kernels.step_plan(coded.tensors, "cuda"), launched()
     plan.step(gradients.tensors, settings)
     assert launched() - before == 2, "derive, and one for all tensors"
+    early, launches = counted.shim_early(), launched()
+    plan.step(gradients.tensors, settings)
+    assert counted.shim_early() - early == 1, "the update; what torch has launched is waited for"
+    plan.step(gradients.tensors, settings, StepOptions(max_norm=1.0))
+    assert counted.shim_early() - early == 3 and launched() - launches == 5
     before = launched()
     kernels.average_plan([[t] for t in torch.randn(3, 50)], backend="cuda").average([0.2, 0.3, 0.5])
     kernels.pair_plan([torch.randn(5)], [torch.randn(5)], backend="cuda").copy()
@@ -135,8 +140,11 @@ def test_what_has_not_changed_is_not_copied() -> None:
     assert state.copies == 0
     other = [s._replace(lr=s.lr * 0.5) for s in settings]
     plan.step(gradients, other)
-    assert state.copies == 1
     plan.upload(other)
+    plan.step(gradients, other)
+    assert state.copies == 0, "settings come along with a step"
+    plan.upload(settings)
+    assert state.copies == 1, "there is no step that they could come along with"
     plan.step([g.clone() for g in gradients], other)
     assert state.copies == 2
     average = kernels.average_plan([[t] for t in torch.randn(2, 50)], backend="cuda")
@@ -218,6 +226,51 @@ def test_a_replay_acts_on_what_was_uploaded(how: dict[str, Any]) -> None:
     state.capturing = True
     two[1].step(two[2], changed)  # under capture it copies nothing: it launches what a replay does
     assert_same({k: v.buffer for k, v in one[0].memory.items()}, {k: v.buffer for k, v in two[0].memory.items()})
+
+
+def test_settings_that_came_along_are_there_for_replays_and_after_a_failure() -> None:
+    problem, plan, gradients, settings = prepared()
+    changed = [s._replace(lr=0.0, weight_decay=0.0) for s in settings]
+    plan.plan.num_replicas = 2000
+    with problem.unchanged(), pytest.raises(RuntimeError, match="too many replicas"):
+        plan.step(gradients, changed)
+    plan.plan.num_replicas = 1
+    state.capturing = True
+    with pytest.raises(RuntimeError, match="hyperparameters have changed"):  # they have not come
+        plan.step(gradients, changed)
+    state.capturing = False
+    before = [p.clone() for p in problem.tensors.params[0]]
+    plan.step(gradients, changed)
+    state.capturing = True
+    plan.step(gradients, changed)
+    assert all(map(torch.equal, before, problem.tensors.params[0])) and state.copies == 0
+
+
+@pytest.mark.parametrize(("groups", "copies"), [(8, 0), (20, 1)])
+def test_more_settings_than_a_kernel_can_bring_are_copied(groups: int, copies: int) -> None:
+    problem = Problem(Case("", sizes=(5,) * groups, groups=groups), "cpu")
+    gradients, settings, _ = problem.arguments(0)
+    plan, before = kernels.step_plan(problem.tensors, "cuda"), state.copies
+    plan.step(gradients.tensors, settings)
+    plan.step(gradients.tensors, [s._replace(lr=0.5) for s in settings])
+    assert state.copies - before == 1 + copies
+
+
+@pytest.mark.parametrize("form", [Format(), Format(exp_avg=U8, exp_avg_sq=U8)])
+@pytest.mark.parametrize(("multiprocessors", "chunks"), [(0, 4), (1, 18), (132, 18)])
+def test_chunks_are_as_many_as_keep_the_device_busy(form: Format, multiprocessors: int, chunks: int) -> None:
+    """Also those of a norm; the results are the same."""
+    state.multiprocessors = multiprocessors
+    case = Case("", sizes=(2 * CHUNK + 2048, 5, 0), formats=(form,), max_norm=1.0, steps=3)
+    found = []
+
+    def made(tensors: Any, backend: str) -> Any:
+        plan: Any = kernels.step_plan(tensors, backend)
+        found.append(plan.plan.num_chunks)
+        return plan
+
+    assert_same(*(final_tensors(case, lambda tensors, backend=backend: made(tensors, backend)) for backend in BACKENDS))
+    assert found == [4, chunks]
 
 
 # failures

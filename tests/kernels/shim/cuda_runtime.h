@@ -40,6 +40,8 @@ inline void* dynamic_shared_memory = nullptr;
 inline long accesses[17] = {};  // through __ldcs and __stcs, by their number of bytes
 inline long launches = 0;
 inline int device = 0;
+inline long early = 0;       // launches whose blocks may come up while the kernel before them runs
+inline bool waited = false;  // the block has waited for it
 }  // namespace shim
 
 template <class T>
@@ -57,11 +59,27 @@ using std::min;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorInvalidDevice = 101 };
 using cudaStream_t = struct Stream*;
+enum cudaLaunchAttributeID { cudaLaunchAttributeIgnore = 0, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   std::size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
 };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
 
 inline const char* cudaGetErrorString(cudaError_t) { return "reported by the shim"; }
 inline const char* cudaGetErrorName(cudaError_t code) {
@@ -82,13 +100,17 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Parameters... arguments) {
   if (config->gridDim.x == 0 || config->blockDim.x > 1024 || config->dynamicSmemBytes > 48 * 1024) return cudaErrorInvalidConfiguration;
   ++shim::launches;
+  const bool early = config->numAttrs > 0 && config->attrs->val.programmaticStreamSerializationAllowed != 0;
+  if (early) ++shim::early;
   blockDim = config->blockDim;
   for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) {
     // new for each block and of its exact size, so that the sanitizer sees a block that reaches beyond it
     const std::unique_ptr<char[]> shared(config->dynamicSmemBytes > 0 ? new char[config->dynamicSmemBytes] : nullptr);
     std::fill_n(shared.get(), config->dynamicSmemBytes, char(0x7f));
     shim::dynamic_shared_memory = shared.get();
+    shim::waited = false;
     kernel(arguments...);
+    if (early && !shim::waited) return cudaErrorInvalidConfiguration;  // it has read what may not be there yet
   }
   return cudaSuccess;
 }

@@ -32,7 +32,7 @@ from tests.kernels import cases
 
 NONE = SimpleNamespace(params={})
 
-state = SimpleNamespace(stream=77, capturing=False, copies=0, used=[])
+state = SimpleNamespace(stream=77, capturing=False, copies=0, used=[], multiprocessors=0)
 """what tests of hdet/kernels/spec/mirrors.py change and count"""
 
 
@@ -57,6 +57,7 @@ def _on(device: torch.device) -> Iterator[None]:
 mirrors._on = _on
 mirrors._current_stream = lambda device: SimpleNamespace(cuda_stream=state.stream)  # type: ignore[assignment, return-value]
 mirrors._capturing = lambda device: state.capturing  # type: ignore[misc]
+mirrors._multiprocessors = lambda device: state.multiprocessors  # type: ignore[misc]
 mirrors._placed = lambda table, device: table.clone()  # type: ignore[misc]
 mirrors._copy_without_waiting = _copy
 mirrors._used_on = lambda stream, table: state.used.append((stream.cuda_stream, table.data_ptr()))  # type: ignore[misc, assignment]

@@ -1,0 +1,114 @@
+"""What nvcc makes of the step kernels of one replica, and what that predicts for an H200. Needs nvcc, and no GPU.
+
+    python -m benchmarks.compiled [--arch 90] [--json FILE]
+
+Of each kernel: registers of a thread; blocks that fit on a multiprocessor; instructions of the main loop, in which a thread has eight
+elements; and bytes that a parameter moves. The prediction is the larger of two times: of the bytes at the bandwidth that a copy reaches, and of
+the instructions at one a cycle for each of the four schedulers. Instructions of branches that are not taken are counted as well, so theirs is an
+upper bound. `make gpu` measures the same operations (benchmarks/step.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "cuda" / "step.cu"
+BANDWIDTH = 4.3e12
+"""bytes a second: what copies reach of an H200's 4.8e12"""
+MULTIPROCESSORS, SCHEDULERS, LANES, CLOCK = 132, 4, 32, 1.755e9
+REGISTERS, THREADS = 65536, 128
+"""of a multiprocessor; of a block"""
+GPT2 = 124_439_808
+ELEMENTS = 8
+"""of a thread's turn"""
+KNOWN = ("any", "float32", "bf16 with float32 masters", "bf16, split")
+"""csrc/core/numbers.h: Known"""
+BYTES = {
+    "adamw": (14, 28, 28, 26),  # any: bf16 throughout
+    "adam": (14, 28, 28, 26),
+    "sgd": (10, 20, 20, 18),
+    "lion": (10, 20, 20, 18),
+}
+
+
+def nvdisasm() -> str | None:
+    """CUDA's, or the one that comes with Triton."""
+    spec = importlib.util.find_spec("triton")
+    own = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return shutil.which("nvdisasm") or (str(own) if own is not None and own.exists() else None)
+
+
+def compiled(arch: str) -> tuple[str, str]:
+    """ptxas' report on the kernels, and their instructions."""
+    nvcc, disassembler = shutil.which("nvcc"), nvdisasm()
+    if nvcc is None or disassembler is None:
+        raise SystemExit("python -m benchmarks.compiled needs nvcc, and nvdisasm of CUDA or of Triton")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "step.cubin"
+        flags = ["-std=c++17", "-O3", "-fmad=false", f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", str(SOURCE), "-o", str(cubin)]
+        report = subprocess.run([nvcc, *flags], capture_output=True, text=True, check=True).stderr
+        code = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return report, code
+
+
+def loop_length(code: Sequence[str]) -> int:
+    """Instructions of the loop that loads the most, from its label to its branch."""
+    labels = {line[:-1].strip(): place for place, line in enumerate(code) if line.startswith(".L") and line.endswith(":")}
+    best: tuple[int, int] = (0, 0)
+    for place, line in enumerate(code):
+        target = re.search(r"BRA\S*.*`\((\.L\S+)\)", line)
+        if target is None or labels.get(target[1], place) >= place:
+            continue
+        body = [one for one in code[labels[target[1]] : place + 1] if ";" in one and "NOP" not in one]
+        best = max(best, (sum("LDG" in one for one in body), -len(body)))
+    return -best[1]
+
+
+def lines(arch: str) -> Iterator[dict[str, Any]]:
+    report, code = compiled(arch)
+    registers = dict(re.findall(r"Compiling entry function '(\S+)'.*?Used (\d+) registers", report, re.DOTALL))
+    for part in re.split(r"\n\s*\.section\s+\.text\.", code)[1:]:
+        name = part.split(",", 1)[0].strip()
+        found = re.search(r"\d(Adam|AdamW|Sgd|Lion)RuleELb0ELNS_\d+KnownE(\d)E", name)
+        if found is None:
+            continue
+        rule, known = found[1].lower(), int(found[2])
+        used, length, size = int(registers[name]), loop_length(part.splitlines()), BYTES[rule][known]
+        by_memory = size * GPT2 / BANDWIDTH
+        by_issue = length / ELEMENTS * GPT2 / (MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK)
+        yield {
+            "benchmark": "compiled", "arch": arch, "rule": rule, "formats": KNOWN[known], "registers": used,
+            "blocks": min(16, REGISTERS // (THREADS * (used + 7 & ~7))), "instructions": round(length / ELEMENTS, 1), "bytes": size,
+            "gpt2_us": round(1e6 * max(by_memory, by_issue), 1), "bound": "memory" if by_memory > by_issue else "instructions",
+        }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="90", help="compute capability without its dot")
+    parser.add_argument("--json", type=Path, help="lines are written here, too")
+    options = parser.parse_args(arguments)
+    made = sorted(lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"])))
+    columns = ("rule", "formats", "registers", "blocks", "instructions", "bytes", "gpt2_us", "bound")
+    table = Table(*columns, caption="instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters")
+    for line in made:
+        table.add_row(*(str(line[column]) for column in columns))
+    Console(width=120).print(table)
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in made))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Parameters whose memory has another order than their dimensions: channels_last, and transposed matrices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hdet
+
+RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "adamw": (hdet.FusedAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
+    "adam": (hdet.FusedAdam, torch.optim.Adam, {"weight_decay": 0.1}),
+    "sgd": (hdet.FusedSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+}
+
+
+def model(channels_last: bool = True) -> nn.Module:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=2), nn.Flatten(), nn.Linear(32 * 16, 5))
+    return net.to(memory_format=torch.channels_last) if channels_last else net
+
+
+def train(net: nn.Module, optimizer: Any, steps: int = 4, seed: int = 0) -> nn.Module:
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed + step))
+        net(batch.to(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+    return net
+
+
+def conv(net: nn.Module) -> Tensor:
+    weight: Any = net.get_submodule("0").weight
+    assert not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+    return weight
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("rule", RULES)
+def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
+    fused, plain, options = RULES[rule]
+    ours, theirs = model(), model()
+    optimizer = fused(ours.parameters(), lr=1e-2, backend=backend, max_grad_norm=1e6, **options)
+    train(ours, optimizer)
+    train(theirs, plain(theirs.parameters(), lr=1e-2, **options))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    state = optimizer.state[conv(ours)]
+    assert all(t.stride() == conv(ours).stride() for t in state.values() if t.dim() == 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"master_weights": "fp32"}, {"master_weights": "split"}, {"moment_dtype": torch.bfloat16}, {"moment_dtype": "8bit"}],
+    ids=lambda options: str(*options.values()),
+)
+def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> None:
+    """Bit for bit the run of the same numbers in the order of memory, of which kernels know nothing; and on both backends."""
+    runs = {}
+    for order, backend in (("channels_last", "cpu"), ("channels_last", "torch"), ("memory", "cpu")):
+        weight = torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+        if "master_weights" in options:
+            weight = weight.bfloat16()
+        lying = weight.permute(0, 2, 3, 1)
+        param = nn.Parameter(weight if order == "channels_last" else lying.clone())
+        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.1, stochastic_rounding="moment_dtype" in options, backend=backend, **options)
+        for step in range(3):
+            gradient = torch.randn(32, 3, 3, 16, generator=torch.Generator().manual_seed(step)).to(param.dtype)
+            param.grad = gradient if order == "memory" else gradient.permute(0, 3, 1, 2)
+            optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict()["state"][0])
+        tensors = [param.detach(), *(t for t in saved.values() if t.dim() == 4)]
+        runs[order, backend] = tensors if order == "memory" else [t.permute(0, 2, 3, 1) for t in tensors]
+    first, *others = runs.values()
+    for other in others:
+        assert len(other) == len(first) >= 3 and all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
+def test_states_go_from_one_order_to_the_other(moment_dtype: Any) -> None:
+    """A checkpoint of a contiguous model goes on in channels_last, and a model may change its order between two steps."""
+    losses = []
+    for moved in ("never", "by checkpoint", "in place"):
+        net = model(channels_last=False)
+        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, moment_dtype=moment_dtype)
+        train(net, optimizer)
+        if moved == "in place":
+            net.to(memory_format=torch.channels_last)
+            conv(net)
+        elif moved == "by checkpoint":
+            saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+            net = model()
+            optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, moment_dtype=moment_dtype)
+            net.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        train(net, optimizer, seed=10)
+        losses.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    for other in losses[1:]:  # blocks of codes have other members
+        torch.testing.assert_close(other, losses[0], **({"rtol": 0.0, "atol": 2e-2} if moment_dtype == "8bit" else {}))
+
+
+def test_replicas_and_their_mean() -> None:
+    means = []
+    for channels_last in (False, True):
+        net = model(channels_last)
+        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
+        sets = {p: [p, *(p.detach().clone() for _ in range(2))] for p in net.parameters()}
+        optimizer.set_replicas(3, lambda p, sets=sets: sets[p])
+        optimizer.multipliers = [[0.5], [1.0], [2.0]]
+        train(net, optimizer)
+        assert not torch.equal(*[optimizer.replica_parameters(k)[0] for k in (0, 1)])
+        optimizer.average_replicas([1.0, 1.0, 1.0])
+        assert torch.equal(*[optimizer.replica_parameters(k)[0] for k in (0, 2)])
+        means.append([p.detach() for p in net.parameters()])
+    for a, b in zip(*means, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_that_lies_otherwise_is_refused_by_name() -> None:
+    net = model()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
+    weight = conv(net)
+    weight.grad = torch.ones(weight.shape)
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=r"gradient of parameter 0 has the strides \(27, 9, 3, 1\).*\(27, 1, 9, 3\).*memory_format"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_memory_with_gaps_is_refused_as_before() -> None:
+    param = nn.Parameter(torch.ones(8, 8)[:, ::2])
+    param.grad = torch.ones(8, 4)
+    with pytest.raises(ValueError, match="not contiguous"):
+        hdet.FusedAdamW([param], lr=0.1).step()
+
+
+def test_a_transposed_matrix() -> None:
+    param = nn.Parameter(torch.randn(3, 5).t())
+    plain = nn.Parameter(param.detach().contiguous())
+    for p in (param, plain):
+        optimizer = hdet.FusedLion([p], lr=0.1)
+        p.square().sum().backward()
+        optimizer.step()
+    assert torch.equal(param, plain)
