@@ -25,6 +25,7 @@ cuda_note: str
 
 INTERFACE: int
 CHUNK_ELEMENTS: int
+CARRIED: int
 CHUNK_BYTES: int
 CODE_BLOCK: int
 CODEBOOK_BYTES: int
@@ -45,7 +46,7 @@ class StepPlan:
     num_groups: int
     rule: int
     zero_gradients: int
-    all_float: int
+    known: int
     seed: int
     first_replica: int
     gradients: int
@@ -67,6 +68,8 @@ class StepPlan:
     partials: int
     grad_scale: int
     found_inf: int
+    carried: int
+    num_carried: int
 
 class RankOnePlan(StepPlan):
     bases: int
@@ -110,8 +113,10 @@ class Gradients:
     def write_addresses(self, out: int) -> None: ...
 
 # tables of a plan
-def count_chunks(elements: Sequence[int]) -> int: ...
-def write_chunks(out: int, elements: Sequence[int], formats: Sequence[int]) -> None: ...
+def known_of(formats: Sequence[int]) -> int: ...
+def chunk_length(elements: Sequence[int], least: int) -> int: ...
+def count_chunks(elements: Sequence[int], length: int) -> int: ...
+def write_chunks(out: int, elements: Sequence[int], formats: Sequence[int], longest: int) -> None: ...
 def write_addresses(out: int, addresses: Sequence[int]) -> None: ...
 
 # csrc/lists.h: the same objects at the same places; [p.grad for p in params]; the places of None

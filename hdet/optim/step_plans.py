@@ -176,11 +176,11 @@ class Planned:
             gradient = gradients[i]
             if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
                 continue  # what is wrong with it will be said
-            made[i] = gradient.permute(order)
-            if gradient.shape == shards.local(self.params[i]).shape and not made[i].is_contiguous():
+            made[i], param = gradient.permute(order), shards.local(self.params[i])
+            if gradient.shape == param.shape and not strides.alike(gradient, param):
                 raise ValueError(
-                    f"the gradient of parameter {i} has the strides {gradient.stride()}, the parameter {shards.local(self.params[i]).stride()}: "
-                    "they must lie alike, as autograd makes them; use .contiguous(memory_format=...)"
+                    f"the gradient of parameter {i} has the strides {gradient.stride()}, the parameter {param.stride()}: they must lie alike, "
+                    "as autograd makes them; use .contiguous(memory_format=...)"
                 )
         return made
 

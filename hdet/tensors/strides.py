@@ -17,7 +17,8 @@ def memory_order(tensor: Tensor) -> Order | None:
     """None where the dimensions are in order, or the memory has gaps or holds an element twice: then nothing can be done."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return None
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.size(d))))
+    steps, sizes = tensor.stride(), tensor.shape
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], -sizes[d])))
     return order if tensor.permute(order).is_contiguous() else None
 
 
@@ -45,7 +46,9 @@ def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def alike(tensor: Tensor, like: Tensor) -> bool:
-    """Do tensors of one shape lie in the same order?"""
+    """Do tensors of one shape lie in the same order? Of another shape: does it lie in its own order?"""
+    if tensor.shape != like.shape:
+        return tensor.is_contiguous()
     return all(a == b for size, a, b in zip(like.shape, tensor.stride(), like.stride(), strict=True) if size != 1) or not like.numel()
 
 
@@ -53,4 +56,6 @@ def like(tensor: Tensor, param: Tensor) -> Tensor:
     """The tensor, or a copy that lies as the parameter does."""
     if alike(tensor, param):
         return tensor
+    if tensor.shape != param.shape:
+        return tensor.contiguous()
     return torch.empty_like(param.detach(), dtype=tensor.dtype, device=tensor.device, memory_format=torch.preserve_format).copy_(tensor)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hdet.kernels.spec.interface import RULES
-
 from benchmarks import compiled as compiled_code
+from hdet.kernels.spec.interface import RULES
 
 from .tools import ROOT, nvcc, setup_module
 

@@ -49,6 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         placed.copy_(table)
 
     monkeypatch.setattr(mirrors, "_capturing", lambda device: state.capturing)
+    monkeypatch.setattr(mirrors, "_multiprocessors", lambda device: 0)
     monkeypatch.setattr(mirrors, "_placed", lambda table, device: table.clone())
     monkeypatch.setattr(mirrors, "_copy_without_waiting", copy)
     return state
@@ -58,6 +59,7 @@ class HostMemory(cuda.CudaMemory):
     """Tables as on a CUDA device, read by the CPU's kernels."""
 
     call = Memory.call
+    carries = 0
 
 
 def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:

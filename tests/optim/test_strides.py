@@ -68,7 +68,9 @@ def test_all_that_is_stored_lies_as_its_parameter(options: dict[str, Any]) -> No
             weight = weight.bfloat16()
         lying = weight.permute(0, 2, 3, 1)
         param = nn.Parameter(weight if order == "channels_last" else lying.clone())
-        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.1, stochastic_rounding="moment_dtype" in options, backend=backend, **options)
+        optimizer = hdet.FusedAdamW(
+            [param], lr=1e-2, weight_decay=0.1, stochastic_rounding="moment_dtype" in options, backend=backend, **options
+        )
         for step in range(3):
             gradient = torch.randn(32, 3, 3, 16, generator=torch.Generator().manual_seed(step)).to(param.dtype)
             param.grad = gradient if order == "memory" else gradient.permute(0, 3, 1, 2)
