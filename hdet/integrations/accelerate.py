@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
-from .common import Sentences, losses_anew, needs_closure, require
+from .common import SCALED, losses_anew, needs_closure, require
 
 __all__ = ["Prepared", "prepare"]
 
@@ -52,17 +52,12 @@ def prepare(
         raise ValueError(
             "the Accelerator has not prepared the Ensemble's optimizer: call accelerator.prepare before, and make the Ensemble then"
         )
-    controller = ensemble.engine.controller
-    if needs_closure(controller):
+    if needs_closure(ensemble.engine.controller):
+        controller = f"the controller {ensemble.engine.controller_name!r}"
         if losses is None or model is None:
-            raise TypeError(
-                f"the controller {ensemble.engine.controller_name!r} scores batches: pass prepare(accelerator, ensemble, model, losses)"
-            )
+            raise TypeError(f"{controller} scores batches: pass prepare(accelerator, ensemble, model, losses)")
         if accelerator.scaler is not None:
-            raise ValueError(
-                f"the controller {ensemble.engine.controller_name!r} trains copies of the run, whose gradients no GradScaler looks after: use "
-                "mixed_precision='bf16' in the place of 'fp16'"
-            )
+            raise ValueError(f"{controller} {SCALED} mixed_precision='bf16' in the place of 'fp16'")
     look_again(own[0])
     return Prepared(accelerator, ensemble, model, losses)
 
@@ -78,12 +73,10 @@ class Prepared:
         self.accelerator, self.ensemble, self.model, self.losses = accelerator, ensemble, model, losses
         self._batches: list[Any] = []
         self._user_log = ensemble.log
-        tell = partial(accelerate.logging.get_logger("accelerate.hdet").info, main_process_only=True)
-        sentences = Sentences(tell, self._log)
-        ensemble.log = sentences
+        ensemble.tell = partial(accelerate.logging.get_logger("accelerate.hdet").info, main_process_only=True)
+        ensemble.log = self._log
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
-        sentences.begin(ensemble)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["ensemble"], name)

@@ -377,7 +377,7 @@ def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
         assert [step for step in weights if torch.equal(weights[step], others[step])] == [5, 10, 12] and torch.equal(last, also)
         assert kinds == ["ChainedOptimizer", 2] and steps == STEPS
         assert metrics["optimizer 0/hdet/corrections/lr"] == metrics["optimizer 1/hdet/corrections/lr"] == 0.5
-    with pytest.raises(RankError, match="'auto' trains copies of a run with one optimizer, and there are 2 in the chain"):
+    with pytest.raises(RankError, match="'auto' trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
         on_megatron(_experts, 4, auto)
     with pytest.raises(RankError, match="several optimizers, each with a controller of its own: pass a function"):
         on_megatron(_experts, 4, Halved())
