@@ -54,11 +54,16 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
 
     Raises:
         TypeError: a setting that an Ensemble does not have; an optimizer that is none of Megatron's.
-        ValueError: a distributed optimizer, or another one that hdet does not know; no parameters on this rank; one controller for several optimizers;
-            with an AutoLR: several optimizers, float16.
+        ValueError: a distributed optimizer, or another one that hdet does not know; no parameters on this rank; an OptimizerConfig without min_lr, where
+            the rate decays; one controller for several optimizers; with an AutoLR: several optimizers, float16.
     """
     check_settings(settings)
     members = _members(optimizer)
+    if scheduler.lr_decay_style != "constant" and any(group.get("min_lr", 0.0) is None for group in optimizer.param_groups):
+        raise ValueError(
+            "the parameter groups have no min_lr, towards which the scheduler is to decay: Megatron would fail in its first step after the warm-up. Set "
+            "min_lr in the OptimizerConfig, such as min_lr=0.0"
+        )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     ensembles = make(
         [member.optimizer for member in members],
