@@ -43,7 +43,8 @@ def prepare(
 
     Raises:
         TypeError: no Ensemble; or ``model`` and ``losses`` are missing.
-        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with an AutoLR.
+        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with an AutoLR, or with local gradients and a prepared
+            scheduler.
     """
     if not isinstance(ensemble, Ensemble):
         raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
@@ -72,6 +73,16 @@ class Prepared:
     def __init__(self, accelerator: Any, ensemble: Ensemble, model: Any, losses: Callable[[Any, Any], torch.Tensor] | None) -> None:
         self.accelerator, self.ensemble, self.model, self.losses = accelerator, ensemble, model, losses
         self._batches: list[Any] = []
+        self._local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
+        if (
+            self._local
+            and accelerator.scaler is not None
+            and isinstance(ensemble.schedule.scheduler, accelerate.scheduler.AcceleratedScheduler)
+        ):
+            raise ValueError(
+                "the scheduler is a prepared one, which stands still where the GradScaler skips a step, and gradients are 'local', so that it skips "
+                "them replica by replica: schedules would drift apart. Give the Ensemble torch's scheduler, which accelerator.prepare has not had"
+            )
         self._user_log = ensemble.log
         ensemble.tell = partial(accelerate.logging.get_logger("accelerate.hdet").info, main_process_only=True)
         ensemble.log = self._log
@@ -94,7 +105,8 @@ class Prepared:
         self._batches.append(batch)
         if self.accelerator.sync_gradients:
             batches, self._batches = self._batches, []
-            if not self.accelerator.optimizer_step_was_skipped:
+            # Of local replicas a scaler may skip one's step alone: they stay in step only if each counts each.
+            if self._local or not self.accelerator.optimizer_step_was_skipped:
                 self.ensemble.step(closure=None if self.losses is None else partial(self._anew, batches))
 
     def converge(self) -> None:
