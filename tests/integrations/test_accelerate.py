@@ -62,7 +62,7 @@ class Loop:
             auto = settings.pop("auto", None)
             if settings.pop("probe", False):
                 batches = [next(iter(torch.utils.data.DataLoader(Numbers(8), batch_size=8)))] * 2
-                loss = lambda model, batch: losses_of(model, batch).mean()  # noqa: E731
+                loss = lambda model, batch: losses_of(model, batch).mean()
                 settings["controller"] = hdet.ProbeController(loss, batches, 2, model=self.model, interval=1)
             if auto is not None:
                 settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)
@@ -95,9 +95,7 @@ class Loop:
                 self.optimizer.step()
                 if self.ensemble is not None:
                     self.ensemble.step(loss, None if self.ensemble.losses is None else batch)
-                elif isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler):
-                    self.scheduler.step()
-                elif self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
+                elif isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler) or self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
                     self.scheduler.step()
                 self.optimizer.zero_grad()
             self.losses.append(loss.item())
