@@ -95,7 +95,11 @@ class Loop:
                 self.optimizer.step()
                 if self.ensemble is not None:
                     self.ensemble.step(loss, None if self.ensemble.losses is None else batch)
-                elif isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler) or self.accelerator.sync_gradients and not self.accelerator.optimizer_step_was_skipped:
+                elif (
+                    isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler)
+                    or self.accelerator.sync_gradients
+                    and not self.accelerator.optimizer_step_was_skipped
+                ):
                     self.scheduler.step()
                 self.optimizer.zero_grad()
             self.losses.append(loss.item())

@@ -499,3 +499,78 @@ def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_tria
     plain = on_ranks(_sharded, 4, str(tmp_path / "plain"), 1, None)
     auto = on_ranks(_sharded, 4, str(tmp_path / "auto"), 1, {"controller": hdet.AutoLR})  # too short a run for it to move anything
     assert all(torch.equal(a[-1], b[-1]) for a, b in zip(plain, auto, strict=True))
+
+
+TRIED, FIRST = 200, 60
+"""Steps of a run, which is stopped when its first trial is over."""
+
+
+class NumberedShards(Sharded):
+    """Trains on the batch of its number and its rank, so that a loop by hand can do the same."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(2, lr=lr, steps=FIRST)
+        self.net[2] = nn.Identity()  # random states are not the same in Lightning
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / TRIED), "interval": "step"}]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        return super().training_step(self.numbered(batch_idx), batch_idx)
+
+    def numbered(self, number: int) -> Batch:
+        rank = torch.distributed.get_rank()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+        return x, x.sum(1, keepdim=True)
+
+
+LOOKED = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY), "total_steps": TRIED}
+
+
+def _hsdp(folder: str, lr: float, controller: Any) -> Any:
+    module = NumberedShards(lr)
+    ensemble = None if controller is None else {**LOOKED, "controller": controller, "replicas": replicas}
+    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    trainer = fit(folder, ensemble, module=module, strategy=strategy)
+    # Before the last validation, after which the module stays gathered.
+    return trainer.seen.later[FIRST], 1.0 if controller is None else trainer.hdet.ensemble.corrections["lr"]
+
+
+def _hsdp_by_hand(lr: float, controller: Any) -> Any:
+    module = NumberedShards(lr)
+    module.log = lambda *args: None
+    module.configure_model()
+    [optimizer], [scheduler] = module.configure_optimizers()
+    ensemble = hdet.Ensemble(optimizer, scheduler["scheduler"], **LOOKED, controller=controller(module), replicas=replicas(module))
+
+    def losses(step: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for number in range(PARTS * step, PARTS * (step + 1)):
+            loss = module.training_step((), number) / PARTS
+            if torch.is_grad_enabled():
+                loss.backward()  # as in Lightning, which lets FSDP2 reduce the gradients of each micro-batch
+            total += loss.detach()
+        if torch.is_grad_enabled():
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        return total
+
+    for step in range(FIRST):
+        optimizer.zero_grad()
+        loss = losses(step)
+        optimizer.step()
+        ensemble.step(loss, closure=lambda step=step: losses(step))
+    ensemble.converge()
+    return weights(module), ensemble.corrections["lr"]
+
+
+def test_in_hsdp_auto_lr_finds_to_the_bit_what_it_finds_in_a_loop_by_hand(tmp_path: Path) -> None:
+    by_hand, ours = on_ranks(_hsdp_by_hand, 4, 1e-3, auto), on_ranks(_hsdp, 4, str(tmp_path), 1e-3, auto)
+    for (a, correction), (b, same) in zip(by_hand, ours, strict=True):
+        assert torch.equal(a, b) and correction == same >= 2
+    assert torch.equal(ours[0][0], ours[2][0]) and torch.equal(ours[1][0], ours[3][0])
+
+
+def test_in_hsdp_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
+    plain, looked = on_ranks(_hsdp, 4, str(tmp_path), 3e-2, None), on_ranks(_hsdp, 4, str(tmp_path), 3e-2, shadow)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, looked, strict=True))
