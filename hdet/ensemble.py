@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ __all__ = ["Ensemble", "ReplicasDiverged"]
 
 
 Measured = Mapping[str, list[list[float]]]
+_LOG = logging.getLogger("hdet")
 
 
 class ReplicasDiverged(RuntimeError):
@@ -152,6 +154,9 @@ class Ensemble:
         self._lockstep = self.replicas.count == 1  # replicas are known to be equal, and stay so in this cycle
         self._marks = self.parameters.marks()  # of the buffers when they were averaged
         self._notes: list[str] = []
+        self.tell: Callable[[str], object] = _LOG.info
+        """Takes what is worth a line in a log: notes of cycles, and what the controller reports. A framework's log may stand here."""
+        self._told = ""
         self.history: dict[str, Any] | None = None
         """The last cycle's record, as `log` gets it (`hdet.run.history.cycle_record`). None before the first."""
         first, local = self.replicas.local[0], sync.gradients == "local"
@@ -216,8 +221,12 @@ class Ensemble:
                     self._notes += self.weights.after_step(self.engine.position)
         finally:  # also when the schedule is past its end, or the user's loss raises: at rest there is the base value
             self.schedule.write_changes(self.engine)
-        if ends and self.log is not None and self.history is not None:
-            self.log(self.history, self.engine.step)  # may write values, too
+        if ends and self.history is not None:
+            for note in self.history["notes"]:
+                self.tell(f"hdet, step {self.engine.step}: {note}")
+            self._tell_report()
+            if self.log is not None:
+                self.log(self.history, self.engine.step)  # may write values, too
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it. The cycle goes on, its loss meters restart.
@@ -351,6 +360,15 @@ class Ensemble:
         if not self._agreement.reached:
             with self.during("agreement"):
                 self._agreement.check(self.weights.device)
+            self._tell_report()  # not before: a state may be loaded, and another `tell` be set
+
+    def _tell_report(self) -> None:
+        """Each sentence once."""
+        controller = self.engine.controller
+        report = "" if controller is None else controller.report()
+        if report not in ("", self._told):
+            self.tell(f"hdet, {self.engine.controller_name}: {report}")
+        self._told = report
 
     def _schedule_step(self) -> int:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from torch import nn
 
-from ..core.controller import Learning, RuledController
-from ..core.evidence import Evidence, Run
+from ..core.controller import RuledController
 from ..core.rules.trial_rule import TRIALS, TrialRule
 from ..measure.trials import Judge, Trials
 
 __all__ = ["AutoLR"]
-
-_LOG = logging.getLogger("hdet")
 
 
 class AutoLR(RuledController):
@@ -52,19 +48,3 @@ class AutoLR(RuledController):
         super().__init__(rule, {TRIALS: trials})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge
-        self._told = False
-
-    def report(self) -> str:
-        """In a sentence: before the run what it is going to do, and when; then what it has found. It goes to the logger "hdet", too."""
-        return self.rule.report()
-
-    def start(self, run: Run) -> None:
-        super().start(run)
-        _LOG.info("AutoLR: %s", self.report())
-
-    def learn(self, evidence: Evidence) -> Learning:
-        learned = super().learn(evidence)
-        if self.idle and not self._told:
-            _LOG.info("AutoLR: %s", self.report())
-            self._told = True
-        return learned

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
-from .common import Sentences, losses_anew, needs_closure, require
+from .common import SCALED, losses_anew, needs_closure, require
 
 __all__ = ["Prepared", "prepare"]
 
@@ -43,7 +43,8 @@ def prepare(
 
     Raises:
         TypeError: no Ensemble; or ``model`` and ``losses`` are missing.
-        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with an AutoLR.
+        ValueError: the Accelerator has not prepared the Ensemble's optimizer; float16 with an AutoLR, or with local gradients and a prepared
+            scheduler.
     """
     if not isinstance(ensemble, Ensemble):
         raise TypeError(f"ensemble must be an hdet.Ensemble, got {type(ensemble).__name__}")
@@ -52,17 +53,12 @@ def prepare(
         raise ValueError(
             "the Accelerator has not prepared the Ensemble's optimizer: call accelerator.prepare before, and make the Ensemble then"
         )
-    controller = ensemble.engine.controller
-    if needs_closure(controller):
+    if needs_closure(ensemble.engine.controller):
+        controller = f"the controller {ensemble.engine.controller_name!r}"
         if losses is None or model is None:
-            raise TypeError(
-                f"the controller {ensemble.engine.controller_name!r} scores batches: pass prepare(accelerator, ensemble, model, losses)"
-            )
+            raise TypeError(f"{controller} scores batches: pass prepare(accelerator, ensemble, model, losses)")
         if accelerator.scaler is not None:
-            raise ValueError(
-                f"the controller {ensemble.engine.controller_name!r} trains copies of the run, whose gradients no GradScaler looks after: use "
-                "mixed_precision='bf16' in the place of 'fp16'"
-            )
+            raise ValueError(f"{controller} {SCALED} mixed_precision='bf16' in the place of 'fp16'")
     look_again(own[0])
     return Prepared(accelerator, ensemble, model, losses)
 
@@ -77,13 +73,21 @@ class Prepared:
     def __init__(self, accelerator: Any, ensemble: Ensemble, model: Any, losses: Callable[[Any, Any], torch.Tensor] | None) -> None:
         self.accelerator, self.ensemble, self.model, self.losses = accelerator, ensemble, model, losses
         self._batches: list[Any] = []
+        self._local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
+        if (
+            self._local
+            and accelerator.scaler is not None
+            and isinstance(ensemble.schedule.scheduler, accelerate.scheduler.AcceleratedScheduler)
+        ):
+            raise ValueError(
+                "the scheduler is a prepared one, which stands still where the GradScaler skips a step, and gradients are 'local', so that it skips "
+                "them replica by replica: schedules would drift apart. Give the Ensemble torch's scheduler, which accelerator.prepare has not had"
+            )
         self._user_log = ensemble.log
-        tell = partial(accelerate.logging.get_logger("accelerate.hdet").info, main_process_only=True)
-        sentences = Sentences(tell, self._log)
-        ensemble.log = sentences
+        ensemble.tell = partial(accelerate.logging.get_logger("accelerate.hdet").info, main_process_only=True)
+        ensemble.log = self._log
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
-        sentences.begin(ensemble)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["ensemble"], name)
@@ -101,7 +105,8 @@ class Prepared:
         self._batches.append(batch)
         if self.accelerator.sync_gradients:
             batches, self._batches = self._batches, []
-            if not self.accelerator.optimizer_step_was_skipped:
+            # Of local replicas a scaler may skip one's step alone: they stay in step only if each counts each.
+            if self._local or not self.accelerator.optimizer_step_was_skipped:
                 self.ensemble.step(closure=None if self.losses is None else partial(self._anew, batches))
 
     def converge(self) -> None:

@@ -1,4 +1,4 @@
-"""What adapters of frameworks have in common: settings, the closure of a step with accumulated micro-batches, and what is logged."""
+"""What adapters of frameworks have in common: Ensembles and their settings, the closure of a step of micro-batches, and what is logged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..core.controller import Controller
 from ..ensemble import Ensemble
 
-__all__ = ["Sentences", "attributes_kept", "check_settings", "converge", "losses_anew", "made", "needs_closure", "numbers", "require"]
+__all__ = ["SCALED", "attributes_kept", "check_settings", "converge", "load", "losses_anew", "make", "needs_closure", "numbers", "require"]
 
 
 def require(name: str) -> Any:
@@ -36,13 +37,63 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise TypeError(f"an hdet.Ensemble has no setting {unknown[0]!r} here, only {', '.join(sorted(known))}")
 
 
-def made(settings: Mapping[str, Any], model: nn.Module, optimizers: int = 1) -> dict[str, Any]:
-    """Settings of one Ensemble, in which the controller and the replicas are there: those that were given as functions of the model are asked now.
-    Raises ValueError for one controller of several optimizers."""
+def make(
+    optimizers: Sequence[Optimizer],
+    settings: Sequence[Mapping[str, Any]],
+    model: nn.Module,
+    *,
+    tell: Callable[[str], object],
+    first: bool,
+    states: Sequence[Mapping[str, Any]] = (),
+    no_copies: Mapping[str, bool],
+) -> list[Ensemble]:
+    """An Ensemble for each optimizer. What they need is checked before there is any.
+
+    Args:
+        settings: of each Ensemble, the framework's defaults among them. The controller and the replicas may be functions of ``model``.
+        tell: the framework's log.
+        first: is this the process whose ``log`` is called?
+        states: what was saved of each, or nothing.
+        no_copies: why no copies of this run can be trained, which an `AutoLR` does, and whether it is so.
+
+    Raises:
+        ValueError: one controller for several optimizers; a controller that trains copies, where that cannot be; states of other optimizers.
+    """
+    several = f"trains copies of a run with one optimizer, and there are {len(optimizers)}: {_ONE}"
+    found = [_asked(of, model, len(optimizers)) for of in settings]
+    for controller in (of["controller"] for of in found if needs_closure(of.get("controller"))):
+        for why, wrong in {several: len(optimizers) > 1, **no_copies}.items():
+            if wrong:
+                raise ValueError(f"the controller {controller.name!r} {why}")
+    ensembles = [
+        Ensemble(optimizer, **{**of, "log": of.get("log") if first else None}) for optimizer, of in zip(optimizers, found, strict=True)
+    ]
+    for ensemble in ensembles:
+        ensemble.tell = tell
+    load(ensembles, states)
+    return ensembles
+
+
+_ONE = "train all parameters with one, or use a controller that compares replicas, such as hdet.SoftmaxController"
+SCALED = "trains copies of the run, whose gradients no GradScaler looks after: use"
+"""Of an AutoLR under float16; what follows is how the framework calls bfloat16."""
+
+
+def _asked(settings: Mapping[str, Any], model: nn.Module, optimizers: int) -> dict[str, Any]:
+    """Functions of the model are asked now."""
     if optimizers > 1 and isinstance(settings.get("controller"), Controller):
         raise ValueError("there are several optimizers, each with a controller of its own: pass a function that makes one")
     asked = {name: settings[name](model) for name in ("controller", "replicas") if callable(settings.get(name))}
     return {**settings, **asked}
+
+
+def load(ensembles: Sequence[Ensemble], states: Sequence[Mapping[str, Any]], before: Callable[[], object] = lambda: None) -> None:
+    """What was saved of each; nothing of a run without hdet. ``before``: called when their number is known to be right."""
+    if states and len(states) != len(ensembles):
+        raise ValueError(f"the state is of {len(states)} optimizers, and there are {len(ensembles)}: make the same ones")
+    before()
+    for ensemble, state in zip(ensembles, states, strict=False):
+        ensemble.load_state_dict(state)
 
 
 def needs_closure(controller: Controller | None) -> bool:
@@ -122,29 +173,3 @@ def converge(ensembles: Iterable[Ensemble]) -> None:
     for ensemble in ensembles:
         if not ensemble.in_sync:
             ensemble.converge()
-
-
-class Sentences:
-    """What the controller and the cycles say, to ``tell``: each once. Between Ensemble and the user's own ``log``."""
-
-    def __init__(self, tell: Callable[[str], object], log: Callable[[dict[str, Any], int], object] | None) -> None:
-        self._tell, self._log, self._last = tell, log, ""
-
-    def begin(self, ensemble: Ensemble) -> None:
-        """The Ensemble is there."""
-        self._controller = ensemble.engine.controller
-        self._report()
-
-    def __call__(self, record: dict[str, Any], step: int) -> None:
-        """An Ensemble's ``log``."""
-        for note in record["notes"]:
-            self._tell(f"hdet, step {step}: {note}")
-        self._report()
-        if self._log is not None:
-            self._log(record, step)
-
-    def _report(self) -> None:
-        report = "" if self._controller is None else self._controller.report()
-        if report not in ("", self._last):
-            self._tell(f"hdet, {self._controller.name}: {report}")  # type: ignore[union-attr]
-        self._last = report

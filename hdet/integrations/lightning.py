@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ensemble import Ensemble
-from .common import Sentences, attributes_kept, check_settings, converge, losses_anew, made, needs_closure, numbers, require
+from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require
 
 __all__ = ["HdetCallback"]
 
@@ -64,37 +64,23 @@ class HdetCallback(_Callback):
             raise ValueError(
                 "the strategy is DeepSpeed's, which keeps one copy of the optimizer's state for all ranks: there are no replicas. Use 'ddp'"
             )
-        found = [self._settings_of(trainer, pl_module) for _ in trainer.optimizers]
         steps = trainer.estimated_stepping_batches
-        ensembles, sentences = [], []
-        for optimizer, settings in zip(trainer.optimizers, found, strict=True):
-            log = settings.pop("log", None)
-            sentences.append(Sentences(pytorch.utilities.rank_zero_info, log if trainer.is_global_zero else None))
-            length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
-            ensembles.append(Ensemble(optimizer, None, log=sentences[-1], **{**length, **settings}))
-        for ensemble, state in zip(ensembles, self._states, strict=bool(self._states)):
-            ensemble.load_state_dict(state)
-        self.ensembles, self._states, self._batches, self._steps = ensembles, [], [], trainer.global_step
-        for ensemble, told in zip(ensembles, sentences, strict=True):
-            told.begin(ensemble)
+        length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
+        self.ensembles = make(
+            trainer.optimizers,
+            [{**length, **self.settings}] * len(trainer.optimizers),
+            pl_module,
+            tell=pytorch.utilities.rank_zero_info,
+            first=trainer.is_global_zero,
+            states=self._states,
+            no_copies={
+                f"{SCALED} 'bf16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
+                "scores batches, and a training_step that optimizes by hand cannot: pass losses=": self.losses is None
+                and not pl_module.automatic_optimization,
+            },
+        )
+        self._states, self._batches, self._steps = [], [], trainer.global_step
         self._converge_before_saves(trainer)
-
-    def _settings_of(self, trainer: Any, module: Any) -> dict[str, Any]:
-        """Of the Ensemble of one optimizer."""
-        settings = made(self.settings, module, len(trainer.optimizers))
-        if needs_closure(settings.get("controller")):
-            name = settings["controller"].name
-            if len(trainer.optimizers) > 1:
-                raise ValueError(
-                    f"the controller {name!r} trains copies of a run with one optimizer, and there are {len(trainer.optimizers)}"
-                )
-            if getattr(trainer.precision_plugin, "scaler", None) is not None:
-                raise ValueError(
-                    f"the controller {name!r} trains copies of the run, whose gradients no GradScaler looks after: use 'bf16-mixed'"
-                )
-            if self.losses is None and not module.automatic_optimization:
-                raise ValueError(f"the controller {name!r} scores batches, and a training_step that optimizes by hand cannot: pass losses=")
-        return settings
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         converge(self.ensembles)

@@ -16,7 +16,7 @@ from torch import nn
 from ..ensemble import Ensemble
 from ..policies import Sync
 from ..replicas import Replicas
-from .common import Sentences, check_settings, converge, made, needs_closure, numbers, require
+from .common import check_settings, converge, load, make, numbers, require
 
 __all__ = ["Wrapped", "wrap"]
 
@@ -54,31 +54,36 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
 
     Raises:
         TypeError: a setting that an Ensemble does not have; an optimizer that is none of Megatron's.
-        ValueError: a distributed optimizer, or another one that hdet does not know; no parameters on this rank; one controller for several optimizers;
-            with an AutoLR: several optimizers, float16.
+        ValueError: a distributed optimizer, or another one that hdet does not know; no parameters on this rank; an OptimizerConfig without min_lr, where
+            the rate decays; one controller for several optimizers; with an AutoLR: several optimizers, float16.
     """
     check_settings(settings)
     members = _members(optimizer)
+    if scheduler.lr_decay_style != "constant" and any(group.get("min_lr", 0.0) is None for group in optimizer.param_groups):
+        raise ValueError(
+            "the parameter groups have no min_lr, towards which the scheduler is to decay: Megatron would fail in its first step after the warm-up. Set "
+            "min_lr in the OptimizerConfig, such as min_lr=0.0"
+        )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    found = [_settings_of(member, len(members), chunks, settings) for member in members]
-    return Wrapped(optimizer, scheduler, chunks, members, found)
+    ensembles = make(
+        [member.optimizer for member in members],
+        [_settings_of(member, chunks, settings) for member in members],
+        chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks),
+        tell=partial(_log_once, _LOG, logging.INFO),
+        first=dist.get_rank() == 0,
+        no_copies={"trains copies of the run, whose gradients no loss scale looks after: use bf16": members[0].config.fp16},
+    )
+    return Wrapped(optimizer, scheduler, chunks, members, ensembles)
 
 
 class Wrapped:
     """Ensembles that know Megatron's optimizer and scheduler; made by `wrap`. What is not here is the scheduler's own."""
 
-    def __init__(self, optimizer: Any, scheduler: Any, chunks: list[Any], members: list[Any], found: list[dict[str, Any]]) -> None:
+    def __init__(self, optimizer: Any, scheduler: Any, chunks: list[Any], members: list[Any], ensembles: list[Ensemble]) -> None:
         self.optimizer, self.scheduler, self.chunks, self.members = optimizer, scheduler, chunks, members
-        self.ensembles: list[Ensemble] = []
+        self.ensembles = ensembles
         """One for each optimizer of a chain."""
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        sentences = []
-        for member, settings in zip(members, found, strict=True):
-            log = settings.pop("log", None)
-            sentences.append(Sentences(partial(_log_once, _LOG, logging.INFO), log if dist.get_rank() == 0 else None))
-            self.ensembles.append(Ensemble(member.optimizer, None, log=sentences[-1], **settings))
-        for ensemble, told in zip(self.ensembles, sentences, strict=True):
-            told.begin(ensemble)
 
     @property
     def ensemble(self) -> Ensemble:
@@ -113,9 +118,7 @@ class Wrapped:
         Raises:
             What `Ensemble.step` raises.
         """
-        with ExitStack() as writing:
-            for ensemble in self.ensembles:
-                writing.enter_context(ensemble.rescheduling())
+        with self._rescheduling():
             self.scheduler.step(increment)
         for ensemble in self.ensembles:
             for loss, weight in _numbers_of(losses):
@@ -125,6 +128,13 @@ class Wrapped:
                 ensemble.step(closure=None if closure is None else partial(self._anew, closure))
         finally:
             self._put_back()
+
+    @contextmanager
+    def _rescheduling(self) -> Iterator[None]:
+        with ExitStack() as writing:
+            for ensemble in self.ensembles:
+                writing.enter_context(ensemble.rescheduling())
+            yield
 
     def _anew(self, closure: Callable[[], Losses]) -> torch.Tensor | None:
         """The closure: the step's losses, of the weights that are there now; with gradients where they are on, as Megatron's step takes them."""
@@ -177,16 +187,13 @@ class Wrapped:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Also one of the scheduler alone. See `Ensemble.load_state_dict`."""
-        own, states = {key: value for key, value in state.items() if key != "hdet"}, state.get("hdet", [])
-        if states and len(states) != len(self.ensembles):
-            raise ValueError(f"the state is of {len(states)} optimizers, and there are {len(self.ensembles)}: make the same ones")
-        with ExitStack() as writing:
-            for ensemble in self.ensembles:
-                writing.enter_context(ensemble.rescheduling())
-            self.scheduler.num_steps = 0  # Megatron's adds to it
-            self.scheduler.load_state_dict(own)
-        for ensemble, state_of in zip(self.ensembles, states, strict=False):
-            ensemble.load_state_dict(state_of)
+
+        def load_scheduler() -> None:
+            with self._rescheduling():
+                self.scheduler.num_steps = 0  # Megatron's adds to it
+                self.scheduler.load_state_dict({key: value for key, value in state.items() if key != "hdet"})
+
+        load(self.ensembles, state.get("hdet", ()), load_scheduler)
 
     def close(self) -> None:
         """See `Ensemble.close`."""
@@ -220,25 +227,16 @@ def _members(optimizer: Any) -> list[Any]:
     return members
 
 
-def _settings_of(member: Any, members: int, chunks: list[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(member: Any, chunks: list[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of the Ensemble of one optimizer."""
-    found = made(settings, chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks), members)
-    if "replicas" not in found:
-        found["replicas"] = Replicas.from_megatron(_groups.use_mpu_process_groups())
-    if needs_closure(found.get("controller")):
-        name = found["controller"].name
-        if members > 1:
-            raise ValueError(f"the controller {name!r} trains copies of a run with one optimizer, and there are {members} in the chain")
-        if member.config.fp16:
-            raise ValueError(f"the controller {name!r} trains copies of the run, whose gradients no loss scale looks after: use bf16")
-    sync = found.get("sync") or Sync()
+    sync = settings.get("sync") or Sync()
     extra: dict[str, Any] = {}
     if sync.refresh is None and isinstance(member, _optimizers.Float16OptimizerWithFloat16Params):
         extra["refresh"] = partial(_to_model, member)
     if not sync.tied:
         extra["tied"] = _tied(member, chunks)
-    found["sync"] = dataclasses.replace(sync, **extra)
-    return found
+    replicas = {} if "replicas" in settings else {"replicas": Replicas.from_megatron(_groups.use_mpu_process_groups())}
+    return {**replicas, **settings, "sync": dataclasses.replace(sync, **extra)}
 
 
 def _to_model(member: Any) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ensemble import Ensemble
 from ..replicas import Replicas
-from .common import Sentences, attributes_kept, check_settings, converge, losses_anew, made, needs_closure, numbers, require
+from .common import attributes_kept, check_settings, converge, losses_anew, make, numbers, require
 
 __all__ = ["wrap"]
 
@@ -160,24 +160,25 @@ class _Driver:
         """Before the first step: a checkpoint has been loaded, for which torchtitan makes a step of rate 0 that is none of ours."""
         if self.ensembles:
             return
-        trainer = self.trainer
-        optimizers = list(trainer.optimizers)
-        model = trainer.model_parts[0] if len(trainer.model_parts) == 1 else nn.ModuleList(trainer.model_parts)
-        replicas = None if "replicas" in trainer.hdet_settings else self._replicas()
-        found = [self._settings_of(model, len(optimizers), replicas) for _ in optimizers]
-        ensembles, sentences = [], []
-        for optimizer, scheduler, settings in zip(optimizers, self.inner.schedulers, found, strict=True):
-            log = settings.pop("log", None)
-            sentences.append(Sentences(_LOG.info, log if dist.get_rank() == 0 else None))
-            ensembles.append(
-                Ensemble(optimizer, scheduler, log=sentences[-1], **{"total_steps": trainer.config.training.steps, **settings})
-            )
-        states = torch.load(io.BytesIO(self._state), weights_only=True) if self._state else []
-        for ensemble, state in zip(ensembles, states, strict=bool(states)):
-            ensemble.load_state_dict(state)
-        self.ensembles = ensembles
-        for ensemble, told in zip(ensembles, sentences, strict=True):
-            told.begin(ensemble)
+        trainer, owner = self.trainer, type(self.trainer).__mro__[2]
+        own = [way for way in _THROUGH if getattr(owner, way) is not getattr(_trainer.Trainer, way)]
+        length = {"total_steps": trainer.config.training.steps}
+        replicas = {} if "replicas" in trainer.hdet_settings else {"replicas": self._replicas()}
+        self.ensembles = make(
+            list(trainer.optimizers),
+            [{"scheduler": scheduler, **length, **replicas, **trainer.hdet_settings} for scheduler in self.inner.schedulers],
+            trainer.model_parts[0] if len(trainer.model_parts) == 1 else nn.ModuleList(trainer.model_parts),
+            tell=_LOG.info,
+            first=dist.get_rank() == 0,
+            states=torch.load(io.BytesIO(self._state), weights_only=True) if self._state else (),
+            no_copies={
+                f"asks for a batch's losses without gradients, and {owner.__name__}.{', '.join(own)} is not the Trainer's, which hdet knows: "
+                "use a controller that compares replicas, such as hdet.SoftmaxController": bool(own),
+                "trains copies of the run, whose gradients a captured CUDA graph does not reach: set training.disable_cuda_graphs": (
+                    trainer.fwd_bwd_fn != trainer._forward_backward_body
+                ),
+            },
+        )
 
     def _replicas(self) -> Replicas:
         """All ranks with one place along dp_replicate are one."""
@@ -185,31 +186,6 @@ class _Driver:
         if dims.dp_replicate_enabled:
             return Replicas.from_mesh(dims.get_mesh("dp_replicate"))
         return Replicas.from_group([list(range(dist.get_world_size()))])
-
-    def _settings_of(self, model: nn.Module, optimizers: int, replicas: Replicas | None) -> dict[str, Any]:
-        """Of the Ensemble of one optimizer."""
-        trainer = self.trainer
-        settings = made(trainer.hdet_settings if replicas is None else {"replicas": replicas, **trainer.hdet_settings}, model, optimizers)
-        if needs_closure(settings.get("controller")):
-            name = settings["controller"].name
-            if optimizers > 1:
-                raise ValueError(
-                    f"the controller {name!r} trains copies of a run with one optimizer, and there are {optimizers}: give all param_groups one "
-                    "optimizer_name"
-                )
-            owner = type(trainer).__mro__[2]
-            own = [way for way in _THROUGH if getattr(owner, way) is not getattr(_trainer.Trainer, way)]
-            if own:
-                raise ValueError(
-                    f"the controller {name!r} asks for a batch's losses without gradients, and {owner.__name__}.{own[0]} is not "
-                    "the Trainer's, which hdet knows: use a controller that compares replicas, such as hdet.SoftmaxController"
-                )
-            if trainer.fwd_bwd_fn != trainer._forward_backward_body:
-                raise ValueError(
-                    f"the controller {name!r} trains copies of the run, whose gradients a captured CUDA graph does not reach: set "
-                    "training.disable_cuda_graphs"
-                )
-        return settings
 
     # -- a step --------------------------------------------------------------------------------------------------------------
 

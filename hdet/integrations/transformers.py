@@ -12,7 +12,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from .accelerate import look_again, torch_optimizer
-from .common import Sentences, attributes_kept, check_settings, losses_anew, made, needs_closure, numbers, require
+from .common import SCALED, attributes_kept, check_settings, losses_anew, make, numbers, require
 
 __all__ = ["HdetMixin", "HdetTrainer"]
 
@@ -173,20 +173,17 @@ class _Driver:
 
     def _begin(self, model: nn.Module) -> Ensemble:
         """Model and optimizer are as they will be, and loaded."""
-        trainer, settings = self.trainer, made(self.trainer._hdet_settings, model)
-        if getattr(trainer.accelerator, "scaler", None) is not None and needs_closure(settings.get("controller")):
-            raise ValueError(
-                f"the controller {settings['controller'].name!r} trains copies of the run, whose gradients no GradScaler looks after: use bf16=True in "
-                "the place of fp16"
-            )
-        log = settings.pop("log", None)
-        sentences = Sentences(_LOG.info, log if trainer.is_world_process_zero() else None)
-        optimizer = torch_optimizer(trainer.optimizer)
-        ensemble = Ensemble(optimizer, self.scheduler, log=sentences, **{"total_steps": self.total_steps, **settings})
-        if self._state is not None:
-            ensemble.load_state_dict(self._state)
+        trainer = self.trainer
+        [ensemble] = make(
+            [torch_optimizer(trainer.optimizer)],
+            [{"scheduler": self.scheduler, "total_steps": self.total_steps, **trainer._hdet_settings}],
+            model,
+            tell=_LOG.info,
+            first=trainer.is_world_process_zero(),
+            states=[] if self._state is None else [self._state],
+            no_copies={f"{SCALED} bf16=True in the place of fp16": getattr(trainer.accelerator, "scaler", None) is not None},
+        )
         look_again(trainer.optimizer)
-        sentences.begin(ensemble)
         return ensemble
 
     # -- the batches of a step -----------------------------------------------------------------------------------------------

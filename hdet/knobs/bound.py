@@ -287,7 +287,7 @@ class GroupKnob(Bound):
 
     def peak_and_floor(self) -> tuple[float, float]:
         """(peak, floor), as far as torch's schedulers leave them in the group."""
-        return self._peak(0), float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key, 0.0))
+        return self._peak(0), float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0)
 
     def _peak(self, i: int) -> float:
         # Without a schedule the group holds the corrected value, so the schedule's own is what counts.

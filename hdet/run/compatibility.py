@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,6 +46,11 @@ def check_arguments(
         )
     if scheduler is not None and not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
         raise TypeError(f"scheduler must have step, state_dict and load_state_dict like torch's, got {type(scheduler).__name__}")
+    if scheduler is not None and (needed := _needed(scheduler.step)):
+        raise ValueError(
+            f"scheduler is {type(scheduler).__name__}, whose step needs {needed!r} (timm's schedulers are told where they are): leave scheduler out, pass "
+            "total_steps, and call it inside `with ensemble.rescheduling():` (docs/loop.md)"
+        )
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("scheduler belongs to another optimizer: build it with the one given to the Ensemble")
     if (
@@ -78,6 +84,15 @@ def check_arguments(
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     if log is not None and not callable(log):
         raise TypeError(f"log must be callable as log(record, step), got {type(log).__name__}")
+
+
+def _needed(step: Any) -> str | None:
+    """An argument without which it cannot be called."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return None
+    return next((p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), None)
 
 
 def averaged_tensors(optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module) -> Averaged:

@@ -47,6 +47,8 @@ class FanOut:
         self._unchecked = True
         self._on_cycle_start, self._cycle_started, self._skippable, self._take_writes = on_cycle_start, False, skippable, take_writes
         self._stepping = False
+        self._still = True
+        """Did all rates stand at 0 in the last call of `take_stepped`?"""
         self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
         self._first = first_replica
         self.explored: int | None = None
@@ -188,9 +190,14 @@ class FanOut:
     def take_stepped(self) -> bool:
         """Is there a step to count since the last call?"""
         stepped, self.stepped = self.stepped, False
-        if stepped or not self._skippable or self._stands_still():
+        if not self._skippable:
+            return stepped
+        # Of a step that was skipped nobody knows at which rate it would have been: the one that the last call has left, or today's.
+        before, self._still = self._still, self._stands_still()
+        if stepped or (before and self._still):
             return stepped
         self._leave()
+        self.moved = True  # others have done the step
         return True
 
     def close(self) -> None:

@@ -39,21 +39,31 @@ class Loop:
     """A user's script; ``ensemble``: settings, None for the plain one."""
 
     def __init__(
-        self, ensemble: dict[str, Any] | None, *, prepared: bool = True, bf16: bool = False, steps: int = STEPS, lr: float = 3e-2
-    ) -> None:
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision="bf16" if bf16 else "no")
+        self, ensemble: dict[str, Any] | None, *, prepared: bool = True, mixed: str = "no", alone: bool = False, steps: int = STEPS,
+        lr: float = 3e-2,
+    ) -> None:  # fmt: skip
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed)
+        if mixed == "fp16":  # a CPU computes in float32 then, without a word; this is what accelerate makes on a GPU
+            assert self.accelerator.scaler is None
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         each = self.accelerator.num_processes if prepared else 1  # a prepared scheduler is stepped so often
         scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps * each)
         loader = torch.utils.data.DataLoader(Numbers(4 * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=4)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.optimizer, self.loader = self.accelerator.prepare(optimizer, loader)
+        self.model = model if alone else self.accelerator.prepare(model)  # gradients are local where there is no DDP
         self.scheduler = self.accelerator.prepare(scheduler) if prepared else scheduler
         self.ensemble: Any = None
         if ensemble is not None:
             settings = dict(ensemble)
             auto = settings.pop("auto", None)
+            if settings.pop("probe", False):
+                batches = [next(iter(torch.utils.data.DataLoader(Numbers(8), batch_size=8)))] * 2
+                loss = lambda model, batch: losses_of(model, batch).mean()
+                settings["controller"] = hdet.ProbeController(loss, batches, 2, model=self.model, interval=1)
             if auto is not None:
                 settings["controller"] = hdet.AutoLR(self.model, budget=auto, before_step=self.clip)
             made = hdet.Ensemble(self.optimizer.optimizer, self.scheduler, total_steps=steps, **settings)
@@ -63,6 +73,10 @@ class Loop:
         self.weights: list[torch.Tensor] = []
         self.rates: list[float] = []
         self.losses: list[float] = []
+        self.skipped: list[bool] = []
+        self.counted: list[int] = []
+        self.overflows = -1
+        """The step whose gradients do."""
 
     def clip(self) -> None:
         self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -74,20 +88,25 @@ class Loop:
             with self.accelerator.accumulate(self.model):
                 with self.accelerator.autocast():
                     loss = losses_of(self.model, batch).mean()
-                self.accelerator.backward(loss)
+                self.accelerator.backward(loss * float("inf") if self.done == self.overflows else loss)
                 if self.accelerator.sync_gradients:
                     self.clip()
                     self.rates.append(self.optimizer.param_groups[0]["lr"])
                 self.optimizer.step()
                 if self.ensemble is not None:
                     self.ensemble.step(loss, None if self.ensemble.losses is None else batch)
-                else:
-                    if self.accelerator.sync_gradients or isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler):
-                        self.scheduler.step()
+                elif (
+                    isinstance(self.scheduler, accelerate.scheduler.AcceleratedScheduler)
+                    or self.accelerator.sync_gradients
+                    and not self.accelerator.optimizer_step_was_skipped
+                ):
+                    self.scheduler.step()
                 self.optimizer.zero_grad()
             self.losses.append(loss.item())
             if self.accelerator.sync_gradients:
                 self.weights.append(weights(self.model))
+                self.skipped.append(self.accelerator.optimizer_step_was_skipped)
+                self.counted.append(0 if self.ensemble is None else self.ensemble.engine.step)
                 self.done += 1
         return self
 
@@ -98,7 +117,7 @@ def _plain(ensemble: dict[str, Any] | None, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("settings", [{"prepared": True}, {"prepared": False, "bf16": True}], ids=["prepared", "bf16"])
+@pytest.mark.parametrize("settings", [{"prepared": True}, {"prepared": False, "mixed": "bf16"}], ids=["prepared", "bf16"])
 def test_spread_0_is_the_plain_run_bit_for_bit(world: int, settings: dict[str, Any]) -> None:
     plain = on_ranks(_plain, world, None, settings)
     ours = on_ranks(_plain, world, {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, settings)
@@ -199,28 +218,66 @@ def test_losses_and_gradients_are_those_of_all_micro_batches(world: int) -> None
 # -- a scaler, logs, refusals ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["prepared", "torch's"])
-def test_with_a_scaler_steps_go_through_the_ensemble_and_skipped_ones_do_not_count(own: bool) -> None:
-    with accelerate_reset():
-        loop = Loop(None, prepared=own)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        loop.accelerator.scaler = scaler
-        prepared = accelerate.optimizer.AcceleratedOptimizer(loop.optimizer.optimizer, scaler=scaler)
-        loop.accelerator._optimizers, loop.optimizer = [prepared], prepared
-        if own:
-            loop.scheduler.optimizers = [prepared]
-        ensemble = hdet.Ensemble(prepared.optimizer, loop.scheduler, total_steps=STEPS, sync=hdet.Sync(EVERY))
-        loop.ensemble = hdet.integrations.accelerate.prepare(loop.accelerator, ensemble)
-        loop.train(3)
-        assert ensemble.engine.step == 3
-        batch = next(iter(loop.loader))
-        loop.accelerator.gradient_state._set_sync_gradients(True)
-        loop.accelerator.backward(losses_of(loop.model, batch).mean() * float("inf"))
-        before = weights(loop.model), prepared.param_groups[0]["lr"]
-        prepared.step()
-        loop.ensemble.step(1.0)
-        assert loop.accelerator.optimizer_step_was_skipped and ensemble.engine.step == 3
-        assert torch.equal(before[0], weights(loop.model)) and prepared.param_groups[0]["lr"] == before[1]
+FP16: dict[str, dict[str, Any]] = {
+    "spread": {"knobs": [hdet.LearningRate(0.3)]},
+    "probe": {"knobs": [hdet.LearningRate(0.3)], "probe": True},
+    "outer": {"gradients": "local", "moments": "keep", "converge": hdet.converge.Outer()},
+}
+
+
+def _float16(kind: str | None, prepared: bool) -> Any:
+    """None: the plain run; "still": with spread 0."""
+    ensemble = dict(FP16.get(kind or "", {"knobs": [hdet.LearningRate(0)]}))
+    local = {name: ensemble.pop(name) for name in ("gradients", "moments", "converge") if name in ensemble}
+    loop = Loop(
+        None if kind is None else {**ensemble, "sync": hdet.Sync(EVERY, **local)}, prepared=prepared, mixed="fp16", alone=bool(local)
+    )
+    if local and loop.accelerator.process_index == 1:
+        loop.overflows = 2  # of one replica alone
+    loop.train(STEPS)
+    if loop.ensemble is not None:
+        loop.ensemble.converge()
+    return loop, weights(loop.model)
+
+
+def _float16_run(kind: str | None, prepared: bool) -> Any:
+    loop, last = _float16(kind, prepared)
+    return loop.weights, last, loop.rates, loop.losses, loop.skipped, loop.counted
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "torch's"])
+def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(world: int, prepared: bool) -> None:
+    for plain, still in zip(*(on_ranks(_float16_run, world, kind, prepared) for kind in (None, "still")), strict=True):
+        assert torch.equal(plain[1], still[1]) and plain[2:5] == still[2:5]
+        skipped, counted = still[4:]
+        assert skipped[0] and any(skipped[3:]) and counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", ["spread", "probe"])
+def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it(kind: str) -> None:
+    one, two = on_ranks(_float16_run, 2, kind, True)
+    assert one[4:] == two[4:] and any(one[4][3:]) and one[5][-1] > EVERY
+    for step, (a, b) in enumerate(zip(one[0], two[0], strict=True)):
+        assert torch.equal(a, b) == (one[5][step] % EVERY == 0), step
+    assert torch.equal(one[1], two[1]) and one[1].isfinite().all()
+
+
+def test_under_float16_a_step_that_one_of_several_local_replicas_skips_counts_for_all() -> None:
+    one, two = on_ranks(_float16_run, 2, "outer", False)
+    assert two[4][2] and not one[4][2] and one[5] == two[5] == list(range(1, STEPS + 1))
+    assert [step + 1 for step, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if torch.equal(a, b)] == [1, 5, 10, 12]  # 1: both
+
+
+def _prepared_outer() -> str:
+    with pytest.raises(ValueError) as refused:
+        _float16("outer", True)
+    return str(refused.value)
+
+
+def test_under_float16_local_replicas_need_a_scheduler_that_does_not_stand_still() -> None:
+    for message in on_ranks(_prepared_outer, 2):
+        assert "schedules would drift apart. Give the Ensemble torch's scheduler" in message
 
 
 def test_cycles_go_to_the_accelerators_trackers_and_notes_to_its_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import hdet
 from hdet.core.sequential import SequentialController, Shadow
-from hdet.integrations.common import attributes_kept, check_settings, losses_anew, made, needs_closure, require
+from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, needs_closure, require
 
 from .frameworks import Halved
 
@@ -30,24 +30,46 @@ def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(monkeypatc
 
 
 def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
-    model, controller, replicas = nn.Linear(1, 1), Halved(), hdet.Replicas(0, 1)
-    assert made({"controller": controller, "replicas": replicas, "seed": 1}, model) == {
-        "controller": controller,
-        "replicas": replicas,
-        "seed": 1,
-    }
-    found = made({"controller": hdet.AutoLR, "replicas": lambda module: (module, replicas)}, model)
-    assert isinstance(found["controller"], hdet.AutoLR) and found["replicas"] == (model, replicas)
-    assert (
-        needs_closure(found["controller"])
-        and needs_closure(Shadow(found["controller"]))
-        and not needs_closure(controller)
-        and not needs_closure(None)
-    )
+    model, controller, replicas, asked = nn.Linear(1, 1), Halved(), hdet.Replicas(0, 1), []
+    [given] = ensembles(model, 1, {"controller": controller, "replicas": replicas, "seed": 1})
+    assert given.engine.controller is controller and given.replicas is replicas and given.engine.seed == 1
+    functions = {"controller": hdet.AutoLR, "replicas": lambda module: asked.append(module) or replicas, "total_steps": 9000}
+    [made] = ensembles(model, 1, functions)
+    auto = made.engine.controller
+    assert isinstance(auto, hdet.AutoLR) and made.replicas is replicas and asked == [model]
+    assert needs_closure(auto) and needs_closure(Shadow(auto)) and not needs_closure(controller) and not needs_closure(None)
     with pytest.raises(TypeError, match="no setting 'every' here, only controller, design, divergence"):
         check_settings({"every": 3})
     with pytest.raises(TypeError, match="no setting 'optimizer'"):
         check_settings({"optimizer": None})
+
+
+def ensembles(model: nn.Module, optimizers: int, settings: dict[str, Any], **others: Any) -> list[hdet.Ensemble]:
+    made = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(optimizers)]
+    return make(made, [settings] * optimizers, model, **{"tell": lambda line: None, "first": True, "no_copies": {}, **others})
+
+
+def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
+    model, lines, records = nn.Linear(1, 1), [], []
+    settings = {"controller": lambda module: Halved(), "sync": hdet.Sync(1), "log": lambda record, step: records.append(step)}
+    before = ensembles(model, 2, settings, tell=lines.append)
+    model(torch.ones(1)).backward()
+    for _ in range(2):
+        before[1].optimizer.step()
+        before[1].step(0.5)
+    assert lines == ["hdet, halved: halves once", "hdet, step 1: lr: halved"] and records == [1, 2]
+    states = [ensemble.state_dict() for ensemble in before]
+    after = ensembles(model, 2, settings, states=states, first=False)
+    assert [of.corrections["lr"] for of in after] == [1.0, 0.5] and [of.log for of in after] == [None, None]
+    with pytest.raises(ValueError, match="the state is of 2 optimizers, and there are 1: make the same ones"):
+        ensembles(model, 1, settings, states=states)
+    for count, controller, others, message in (
+        (2, Halved(), {}, "several optimizers, each with a controller of its own: pass a function"),
+        (2, hdet.AutoLR, {}, "'auto' trains copies of a run with one optimizer, and there are 2: train all parameters with one"),
+        (1, hdet.AutoLR, {"no_copies": {"is good": False, "is bad": True}}, "the controller 'auto' is bad"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ensembles(model, count, {"controller": controller, "total_steps": 9000}, **others)
 
 
 def test_losses_anew_are_summed_and_synchronised_once() -> None:

@@ -221,6 +221,82 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_others_look(tmp_path
         assert sorted(set(multipliers)) == pytest.approx([0.7, 1.3])
 
 
+# -- float16 -----------------------------------------------------------------------------------------------------------------
+
+
+def _probe(module: Any) -> hdet.Controller:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+    batches = [(x, x.sum(1, keepdim=True))] * 2
+    return hdet.ProbeController(lambda model, batch: losses_of(model, batch).mean(), batches, 2, model=module, interval=1)
+
+
+FP16: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "still": {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)},
+    "spread": SPREAD,
+    "probe": {**SPREAD, "controller": _probe},
+    "outer": {"sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())},
+}
+
+
+class Alone(pl.strategies.DDPStrategy):
+    """Of ranks that share no gradients."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
+class Overflows(Net):
+    """Of the second rank alone, in the third step, where that is asked for."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone, self.skipped, self.counted = alone, [], []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if self.alone and self.global_rank == 1 and batch_idx == 2 * PARTS else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After the callbacks'."""
+        if (batch_idx + 1) % PARTS == 0:
+            # The scaler is told of gradients that are not finite by a lower scale.
+            scale, self.scale = self.trainer.precision_plugin.scaler.get_scale(), getattr(self, "scale", 2.0**16)
+            self.skipped.append(scale < self.scale)
+            self.scale = scale
+            ensemble = self.trainer.callbacks[1].ensemble if isinstance(self.trainer.callbacks[1], HdetCallback) else None
+            self.counted.append(0 if ensemble is None else ensemble.engine.step)
+
+
+def _float16(folder: str, kind: str, alone: bool = False) -> Any:
+    module = Overflows(alone)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainer = fit(folder, FP16[kind], module=module, plugins=[plugin], **({"strategy": Alone()} if alone else {}))
+    lines = [{key: value for key, value in line.items() if "hdet" not in key} for line in trainer.kept.lines]
+    lines = [line for line in lines if line.keys() - {"epoch"}]
+    return trainer.seen.later, weights(module), module.skipped, module.counted, (lines, trainer.seen.rates)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(tmp_path: Path, world: int) -> None:
+    for plain, still in zip(*(on_ranks(_float16, world, str(tmp_path), kind) for kind in ("plain", "still")), strict=True):
+        (_, last, skipped, _, log), (_, same, also, counted, again) = plain, still
+        assert torch.equal(last, same) and skipped == also and log == again and len(skipped) == STEPS
+        assert skipped[0] and any(skipped[3:]) and counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", ["spread", "probe", "outer"])
+def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it(tmp_path: Path, kind: str) -> None:
+    (one, last, skipped, counted, _), (two, same, also, and_counted, _) = on_ranks(_float16, 2, str(tmp_path), kind, kind == "outer")
+    assert counted == and_counted and counted[-1] > EVERY and torch.equal(last, same) and last.isfinite().all()
+    if kind == "outer":
+        assert also[2] and not skipped[2] and counted == list(range(1, STEPS + 1))
+    else:
+        assert skipped == also and any(skipped[3:])
+        assert [torch.equal(one[step], two[step]) for step in range(1, STEPS)] == [count % EVERY == 0 for count in counted[:-1]]
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
 
@@ -423,3 +499,78 @@ def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_tria
     plain = on_ranks(_sharded, 4, str(tmp_path / "plain"), 1, None)
     auto = on_ranks(_sharded, 4, str(tmp_path / "auto"), 1, {"controller": hdet.AutoLR})  # too short a run for it to move anything
     assert all(torch.equal(a[-1], b[-1]) for a, b in zip(plain, auto, strict=True))
+
+
+TRIED, FIRST = 200, 60
+"""Steps of a run, which is stopped when its first trial is over."""
+
+
+class NumberedShards(Sharded):
+    """Trains on the batch of its number and its rank, so that a loop by hand can do the same."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(2, lr=lr, steps=FIRST)
+        self.net[2] = nn.Identity()  # random states are not the same in Lightning
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / TRIED), "interval": "step"}]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        return super().training_step(self.numbered(batch_idx), batch_idx)
+
+    def numbered(self, number: int) -> Batch:
+        rank = torch.distributed.get_rank()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+        return x, x.sum(1, keepdim=True)
+
+
+LOOKED = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY), "total_steps": TRIED}
+
+
+def _hsdp(folder: str, lr: float, controller: Any) -> Any:
+    module = NumberedShards(lr)
+    ensemble = None if controller is None else {**LOOKED, "controller": controller, "replicas": replicas}
+    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    trainer = fit(folder, ensemble, module=module, strategy=strategy)
+    # Before the last validation, after which the module stays gathered.
+    return trainer.seen.later[FIRST], 1.0 if controller is None else trainer.hdet.ensemble.corrections["lr"]
+
+
+def _hsdp_by_hand(lr: float, controller: Any) -> Any:
+    module = NumberedShards(lr)
+    module.log = lambda *args: None
+    module.configure_model()
+    [optimizer], [scheduler] = module.configure_optimizers()
+    ensemble = hdet.Ensemble(optimizer, scheduler["scheduler"], **LOOKED, controller=controller(module), replicas=replicas(module))
+
+    def losses(step: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for number in range(PARTS * step, PARTS * (step + 1)):
+            loss = module.training_step((), number) / PARTS
+            if torch.is_grad_enabled():
+                loss.backward()  # as in Lightning, which lets FSDP2 reduce the gradients of each micro-batch
+            total += loss.detach()
+        if torch.is_grad_enabled():
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        return total
+
+    for step in range(FIRST):
+        optimizer.zero_grad()
+        loss = losses(step)
+        optimizer.step()
+        ensemble.step(loss, closure=lambda step=step: losses(step))
+    ensemble.converge()
+    return weights(module), ensemble.corrections["lr"]
+
+
+def test_in_hsdp_auto_lr_finds_to_the_bit_what_it_finds_in_a_loop_by_hand(tmp_path: Path) -> None:
+    by_hand, ours = on_ranks(_hsdp_by_hand, 4, 1e-3, auto), on_ranks(_hsdp, 4, str(tmp_path), 1e-3, auto)
+    for (a, correction), (b, same) in zip(by_hand, ours, strict=True):
+        assert torch.equal(a, b) and correction == same >= 2
+    assert torch.equal(ours[0][0], ours[2][0]) and torch.equal(ours[1][0], ours[3][0])
+
+
+def test_in_hsdp_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
+    plain, looked = on_ranks(_hsdp, 4, str(tmp_path), 3e-2, None), on_ranks(_hsdp, 4, str(tmp_path), 3e-2, shadow)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, looked, strict=True))

@@ -40,7 +40,7 @@ class Loop:
 
     def __init__(
         self, ensemble: dict[str, Any] | None, *, tp: int = 1, pp: int = 1, lr: float = 1e-2, steps: int = STEPS, bf16: bool = False,
-        optimizer: str = "adam", tied: bool = False, **others: Any,
+        optimizer: str = "adam", tied: bool = False, constant: bool = False, **others: Any,
     ) -> None:  # fmt: skip
         ep = others.get("expert_model_parallel_size", 1)
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
@@ -48,7 +48,7 @@ class Loop:
         settings = {
             "optimizer": optimizer,
             "lr": lr,
-            "min_lr": lr / 10,
+            "min_lr": None if constant else lr / 10,
             "weight_decay": 0.01,
             "clip_grad": 0.5,
             "sgd_momentum": 0.0,
@@ -61,7 +61,7 @@ class Loop:
             "min_lr": lr / 10,
             "lr_warmup_steps": 2,
             "lr_decay_steps": steps,
-            "lr_decay_style": "cosine",
+            "lr_decay_style": "constant" if constant else "cosine",
         }
         decay = {"start_wd": 0.01, "end_wd": 0.02, "wd_incr_steps": steps, "wd_incr_style": "linear"}
         self.scheduler = OptimizerParamScheduler(self.optimizer, **rates, **decay)
@@ -377,7 +377,7 @@ def test_a_chain_has_an_ensemble_for_each_optimizer() -> None:
         assert [step for step in weights if torch.equal(weights[step], others[step])] == [5, 10, 12] and torch.equal(last, also)
         assert kinds == ["ChainedOptimizer", 2] and steps == STEPS
         assert metrics["optimizer 0/hdet/corrections/lr"] == metrics["optimizer 1/hdet/corrections/lr"] == 0.5
-    with pytest.raises(RankError, match="'auto' trains copies of a run with one optimizer, and there are 2 in the chain"):
+    with pytest.raises(RankError, match="'auto' trains copies of a run with one optimizer, and there are 2: train all parameters with one"):
         on_megatron(_experts, 4, auto)
     with pytest.raises(RankError, match="several optimizers, each with a controller of its own: pass a function"):
         on_megatron(_experts, 4, Halved())
@@ -396,6 +396,12 @@ def _refused() -> None:
         wrap(loop.optimizer.chained_optimizers[0].optimizer, *args[1:])
     with pytest.raises(ValueError, match="no parameters to train"):
         wrap(ChainedOptimizer([]), *args[1:])
+    for group in loop.optimizer.param_groups:
+        group["min_lr"] = None  # as of an OptimizerConfig without it
+    with pytest.raises(ValueError, match=r"groups have no min_lr, .*first step after the warm-up. Set min_lr in the OptimizerConfig"):
+        wrap(*args)
+    for group in loop.optimizer.param_groups:
+        group["min_lr"] = 0.0
     member = loop.optimizer.chained_optimizers[0]
     for name, message in (
         ("use_distributed_optimizer", "no replicas: set use_distributed_optimizer=False"),
@@ -417,6 +423,16 @@ def _refused() -> None:
 
 def test_what_cannot_work_is_refused_by_name() -> None:
     on_megatron(_refused, 1)
+
+
+def _constant() -> Any:
+    plain, ours = (fresh(ensemble, constant=True).train() for ensemble in (None, STILL))
+    groups = [group["min_lr"] for group in ours.optimizer.param_groups]
+    return torch.equal(plain.flat(), ours.flat()), plain.lines == ours.lines, groups
+
+
+def test_a_constant_rate_needs_no_min_lr() -> None:
+    assert on_megatron(_constant, 1) == [(True, True, [None, None])]
 
 
 def test_losses_are_taken_as_megatron_reports_them() -> None:

@@ -103,7 +103,7 @@ TOYS: list[Callable[[str], dict[str, Any]]] = [
 
 def test_the_page_shows_the_examples() -> None:
     shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert shown == ["hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "torchtitan_llama", "megatron_gpt"]
+    assert shown == ["hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "timm_scheduler", "torchtitan_llama", "megatron_gpt"]
 
 
 @pytest.mark.parametrize(("block", "toys"), list(zip(BLOCKS, TOYS, strict=True)), ids=[str(block) for block in BLOCKS])

@@ -99,6 +99,68 @@ def test_a_cycles_loss_is_the_mean_of_the_trainers(tmp_path: Path) -> None:
     assert records == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:10]) / 5, sum(losses[10:]) / 2], rel=1e-5)
 
 
+# -- float16 ---------------------------------------------------------------------------------------------------------------
+
+
+def _probe(model: Any) -> hdet.Controller:
+    batches = [{name: torch.stack([Text(4)[i][name] for i in range(4)]) for name in ("input_ids", "labels")}] * 2
+    return hdet.ProbeController(lambda model, batch: model(**batch).loss, batches, 2, model=model, interval=1)
+
+
+FP16: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "still": {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)},
+    "spread": {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)},
+    "probe": {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY), "controller": _probe},
+    "outer": {"sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())},
+}
+
+
+class Counted(Seen):
+    """Which steps the scaler has skipped, and how many are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: list[bool] = []
+        self.counted: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        super().on_step_end(args, state, control, **others)
+        self.skipped.append(self.trainer.accelerator.optimizer_step_was_skipped)
+        ensemble = getattr(self.trainer, "ensemble", None)
+        self.counted.append(0 if ensemble is None else ensemble.engine.step)
+
+
+def _float16(folder: str, kind: str) -> Any:
+    seen, ensemble = Counted(), FP16[kind]
+    own = {} if ensemble is None else {"ensemble": ensemble}
+    made = transformers.Trainer if ensemble is None else HdetTrainer
+    trainer = made(llama(), args(folder, fp16=True, optim="sgd"), train_dataset=Text(), callbacks=[seen], **own)
+    # A CPU computes in float32 then, without a word: accelerate makes no scaler there. This is what it makes on a GPU.
+    assert trainer.accelerator.scaler is None
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    seen.trainer = trainer
+    trainer.train()
+    return seen.weights, weights(trainer.model), seen.skipped, seen.counted, logged(trainer, "loss", "learning_rate", "grad_norm")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_under_float16_spread_0_is_the_plain_run_and_skipped_steps_do_not_count(tmp_path: Path, world: int) -> None:
+    for plain, still in zip(*(on_ranks(_float16, world, str(tmp_path), kind) for kind in ("plain", "still")), strict=True):
+        (_, last, skipped, _, log), (_, same, also, counted, again) = plain, still
+        assert torch.equal(last, same) and skipped == also and repr(log) == repr(again)  # a norm that overflows is no number
+        assert skipped[0] and any(skipped[3:]) and counted == [step - sum(skipped[:step]) for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", ["spread", "probe", "outer"])
+def test_under_float16_replicas_differ_within_a_cycle_and_are_equal_after_it(tmp_path: Path, kind: str) -> None:
+    (one, last, skipped, counted, _), (two, same, also, and_counted, _) = on_ranks(_float16, 2, str(tmp_path), kind)
+    assert skipped == also and counted == and_counted and any(skipped[3:]) and counted[-1] > EVERY
+    assert [torch.equal(one[step], two[step]) for step in one] == [count % EVERY == 0 for count in counted]
+    assert torch.equal(last, same) and last.isfinite().all()
+
+
 # -- replicas --------------------------------------------------------------------------------------------------------------
 
 

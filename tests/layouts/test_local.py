@@ -142,3 +142,30 @@ def test_a_step_that_one_replica_leaves_out_counts_for_all() -> None:
     for last in (2, 5, 8, 11, 12):
         assert torch.equal(one[4][last], two[4][last])
     assert torch.equal(one[4][8], one[4][5]), "taken back, also where no step was done that could have begun the cycle"
+
+
+def skipping_the_last(rank: int, world: int, steps: int) -> Any:
+    """A schedule that a framework steps, before it calls `Ensemble.step`, and that ends at 0. The second rank skips the first step of its second
+    cycle, and the last of all."""
+    net = model()
+    optimizer = adamw(net.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    ensemble = ensemble_of(optimizer, scheduler=None, gradients="local", moments="keep")
+    known = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch(i, rank))
+        loss.backward()
+        if rank == 0 or i not in (INTERVAL, steps - 1):
+            optimizer.step()
+        scheduler.step()
+        ensemble.step(loss)
+        known.append((ensemble.engine.step, ensemble.in_sync))
+    assert optimizer.param_groups[0]["lr"] == 0
+    return known
+
+
+def test_all_know_alike_what_is_counted_and_who_is_in_sync_where_one_has_left_out_a_step() -> None:
+    """Who asks `in_sync`, and averages where it says so, would else wait for those that do not."""
+    one, two = run_ranks(skipping_the_last, 2, 3 * INTERVAL)
+    assert one == two == [(i, i % INTERVAL == 0) for i in range(1, 3 * INTERVAL + 1)]
