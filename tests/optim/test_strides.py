@@ -54,6 +54,19 @@ def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
     assert all(t.stride() == conv(ours).stride() for t in state.values() if t.dim() == 4)
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_muon_steps_convolutions_by_adamw(max_grad_norm: float | None) -> None:
+    trained = []
+    for channels_last in (False, True):
+        net = model(channels_last)
+        optimizer = hdet.FusedMuon(
+            net.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.dim() == 2, max_grad_norm=max_grad_norm, adamw_lr=1e-2
+        )
+        trained.append(train(net, optimizer))
+    for a, b in zip(*(net.parameters() for net in trained), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"master_weights": "fp32"}, {"master_weights": "split"}, {"moment_dtype": torch.bfloat16}, {"moment_dtype": "8bit"}],
