@@ -168,7 +168,11 @@ class NativeStepPlan:
             self.gradient_types, self._retyped = types, True
             self.chunks.copy_(self._chunks())
         if self._retyped:  # perhaps by an earlier call, which was refused under capture
-            self.memory.refresh(self.chunks, self.placed_chunks)
+            if self.memory.is_captured(self.placed_chunks):  # a replay goes on with the gradients that it was captured with
+                self.placed_chunks = self.memory.place(self.chunks)
+                self.plan.chunks = self.placed_chunks.data_ptr()
+            else:
+                self.memory.refresh(self.chunks, self.placed_chunks)
             self._retyped = False
 
     def _take_options(self, options: StepOptions) -> None:

@@ -102,9 +102,13 @@ class DeviceMemory:
         self._bits[placed.data_ptr()] = _bits(table).clone()
         self._unsure.discard(placed.data_ptr())
 
+    def is_captured(self, placed: Tensor) -> bool:
+        """Has a CUDA graph captured what place() returned?"""
+        return any(table is placed for table in self._tables[: self._captured])
+
     def replayed(self, placed: Tensor) -> Tensor | None:
         """A copy in host memory of what place() returned, if a CUDA graph has captured it and none is being captured now; else None."""
-        if not any(table is placed for table in self._tables[: self._captured]) or _capturing(self.device):
+        if not self.is_captured(placed) or _capturing(self.device):
             return None
         return self._bits[placed.data_ptr()].view(placed.dtype).clone()
 
