@@ -492,10 +492,13 @@ class Ensemble:
         }
         peaks, floors = self.schedule.peaks_and_floors()
         with self._panel.answering(closure) as answer:
-            return self.engine.close(
-                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=floors,
+            outcome = self.engine.close(
+                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=floors, highest=self.schedule.highest(),
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
+        if outcome.evidence is not None:
+            self.schedule.forget_highest()
+        return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(

@@ -225,6 +225,7 @@ class Engine:
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
         floor: Sequence[float] | None = None,
+        highest: Sequence[float] | None = None,
         schedule_step: int | None = None,
         local: bool = False,
         answer: Callable[[Question], Any] | None = None,
@@ -232,7 +233,7 @@ class Engine:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
         ``losses``: [replica] mean training loss; one that is NaN, infinite or None never reaches the controller. ``measured``: by name,
-        [replica][number]; rows with a number that is not finite are left out. ``local``: see `Evidence`. ``schedule_step``: see
+        [replica][number]; rows with a number that is not finite are left out. ``highest``, ``local``: see `Evidence`. ``schedule_step``: see
         the attribute; controllers count in them. ``answer``: to the controller's questions.
         """
         self.schedule_step = schedule_step
@@ -253,6 +254,7 @@ class Engine:
                 scheduled=list(scheduled), peak=list(peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step), local=local,
+                highest=[max(pair) for pair in zip(scheduled, highest or scheduled, strict=True)],
             )  # fmt: skip
             learned, answers = ask_and_tell(self.controller, evidence, answer)
             if len(learned.decisions) != len(self.knobs):

@@ -291,7 +291,7 @@ class TrialRule(Controller):
 
     def _look_at_schedule(self, evidence: Evidence) -> None:
         first = self._rates[0]
-        self.risen = self.risen or evidence.scheduled[first] >= RISEN * evidence.peak[first]
+        self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
         """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
