@@ -20,11 +20,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
-from ..schema import COUNT, FLAG, Kind, ListOf, Number, Row
+from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row, read
 from ..validate import within
 
 __all__ = ["TRIALS", "Round", "TrialRule"]
@@ -146,6 +147,8 @@ class TrialRule(Controller):
         """The step from which on the rate is the one that was decided: it rises in a straight line, and a check in between would be of the old one."""
         self.found: list[list[float]] = []
         """By check: between which rates the best peak is said to lie."""
+        self.edge = 0.0
+        """The rate of the arm that was the best in the last check, if it was the highest or the lowest one; else 0."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -173,7 +176,7 @@ class TrialRule(Controller):
             return "too short a run for trials: the rate stays"
         if self.peaks:
             yours, now = self.peaks[-1]
-            between = "".join(f"best peak {low:.2g} to {high:.2g}; " for low, high in self.found[-1:])
+            between = f"{self._between()}; " if self.found else ""
             what = "kept" if now == yours else f"now {now:.2g}"
             return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
         at = [math.ceil(one.at * self._total) for one in self.rounds]
@@ -192,6 +195,12 @@ class TrialRule(Controller):
         if self.used and self.round < len(self.rounds):
             self.spent += len(self._octaves()) * self._cost(self.used)
         self.used = 0
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "edge": self.edge}
+
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        return {**super().check_state(state, knobs), **read(state, {"edge": Or(Number(0), 0.0)}, "TrialRule's")}  # or older
+
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
 
@@ -331,11 +340,20 @@ class TrialRule(Controller):
         else:
             self._next()
         now = peak * 2.0**moved
-        low, high = now / 2.0**WITHIN, now * 2.0**WITHIN
-        self.found.append([low, high])
+        self.found.append([now / 2.0**WITHIN, now * 2.0**WITHIN])
+        self.edge = peak * 2.0**octave if octave else 0.0
         was = f"{peak * 2.0**octave:.2g} was the best" if octave else "no other was better"
         what = f"now {now:.2g}" if moved else "kept"
-        return moved, f"best peak {low:.2g} to {high:.2g}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
+        return moved, f"{self._between()}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
+
+    def _between(self) -> str:
+        """Where the last check says that the best peak lies. Beyond an arm nothing was tried, so nothing is said."""
+        low, high = self.found[-1]
+        if not self.edge:
+            return f"best peak {low:.2g} to {high:.2g}"
+        if self.edge**2 > low * high:
+            return f"best peak {low:.2g} to {self.edge:.2g} or more (higher was not tried)"
+        return f"best peak {self.edge:.2g} to {high:.2g} or less (lower was not tried)"
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
