@@ -55,12 +55,15 @@ class AutoLR(RuledController):
         self._told = False
 
     def report(self) -> str:
-        """In a sentence: before the run what it is going to do, and when; then what it has found. It goes to the logger "hdet", too."""
+        """In a sentence: before the run what it is going to do, and when; then what it has found. It goes to the logger "hdet", too; a run
+        that is too short for trials as a warning."""
         return self.rule.report()
 
     def start(self, run: Run) -> None:
         super().start(run)
-        _LOG.info("AutoLR: %s", self.report())
+        # Whoever logs no INFO would wait for trials that never come.
+        _LOG.log(logging.INFO if self.rule.rounds else logging.WARNING, "AutoLR: %s", self.report())
+        self._told = not self.rule.rounds
 
     def learn(self, evidence: Evidence) -> Learning:
         learned = super().learn(evidence)

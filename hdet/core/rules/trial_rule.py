@@ -173,7 +173,7 @@ class TrialRule(Controller):
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
         if not self.rounds:
-            return "too short a run for trials: the rate stays"
+            return self._too_short()
         if self.peaks:
             yours, now = self.peaks[-1]
             between = f"{self._between()}; " if self.found else ""
@@ -182,10 +182,24 @@ class TrialRule(Controller):
         at = [math.ceil(one.at * self._total) for one in self.rounds]
         return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute"
 
+    def _too_short(self) -> str:
+        """Why there are no rounds, and what would help."""
+        least = 3 * self._cost(ENOUGH)
+        steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self._total) / 100
+        says = f"too short a run for trials, the rate stays: {self._total} steps are below {steps}. Train longer"
+        # A trial is a part of the run that is left, too.
+        return f"{says}, or pass budget={budget:g}" if budget < 1 and LONGEST * (1 - ALONE.at) * self._total >= FEWEST else says
+
     def restart(self, now: Moment) -> None:
         """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once."""
         self._resumed = self.used > 0
         self._spend()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "edge": self.edge}
+
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        return {**super().check_state(state, knobs), **read(state, {"edge": Or(Number(0), 0.0)}, "TrialRule's")}  # or older
 
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
@@ -195,12 +209,6 @@ class TrialRule(Controller):
         if self.used and self.round < len(self.rounds):
             self.spent += len(self._octaves()) * self._cost(self.used)
         self.used = 0
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "edge": self.edge}
-
-    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        return {**super().check_state(state, knobs), **read(state, {"edge": Or(Number(0), 0.0)}, "TrialRule's")}  # or older
-
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
 
