@@ -534,6 +534,8 @@ class Ensemble:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's.
         A trial that was under way is lost.
 
+        Without a controller the state of any is taken: its corrections stay in force, and nothing is searched any more. It warns of that.
+
         Raises:
             ValueError: another version, missing or damaged values, other knobs, another controller or scheduler; nothing is changed then.
         """
@@ -552,6 +554,14 @@ class Ensemble:
         self._snapshots.forget()
         self._panel.restart()
         self._begin_cycle()
+        if self.engine.controller is None and state["controller"] is not None:
+            kept = ", ".join(f"{name} {correction:.4g}" for name, correction in self.corrections.items())
+            spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that" if self.engine.explores else ""
+            warnings.warn(
+                f"the ensemble's state was saved with controller {state['controller']!r}, and this run has none: the corrections {kept} stay in force, "
+                f"nothing is searched any more{spread}",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first. A second call does nothing."""
