@@ -1,4 +1,4 @@
-"""A schedule's peak is noticed at every step, also where it rises and falls within one cycle, and what few decisions can do is said."""
+"""A schedule's peak is noticed at every step, also where it rises and falls within one cycle; cycles that are too long to decide are told of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from tests.harness import Run, probe
+from tests.harness import Run, model, probe
 
 from .helpers import same
 
@@ -138,3 +138,34 @@ def test_where_cycles_see_the_peak_no_bit_is_another_one() -> None:
     one, two = (run(5, controller, lr=1e-4).steps() for controller in ("probe", older))
     assert same(one.weights(), two.weights()) and one.ensemble.corrections["lr"] != 1
     assert [record["multipliers"] for record in one.records] == [record["multipliers"] for record in two.records]
+
+
+def made(controller: Callable[[Any], hdet.Controller | None], total: int | None, **settings: Any) -> hdet.Ensemble:
+    net = model()
+    return hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=1e-3), total_steps=total, controller=controller(net), **settings)
+
+
+ENDS: dict[str, Callable[[Any], hdet.Controller]] = {
+    "hypergradient": CONTROLLERS["hypergradient"],
+    "shadow of auto": lambda net: hdet.Shadow(hdet.AutoLR(net, budget=0.5)),
+    "auto, then hypergradient": lambda net: hdet.SequentialController(hdet.AutoLR(net, budget=0.5), hdet.HypergradientController()),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_of_fewer_than_two_cycles_is_warned_of_with_the_default_and_the_way_out(name: str) -> None:
+    with pytest.warns(
+        UserWarning, match=rf"has 1999 steps, .* T = 1000 \(1000 by default\): the controller '{name}'.*sync=hdet\.Sync\(99\)"
+    ):
+        made(ENDS[name], 1999)
+    with pytest.warns(UserWarning, match=r"has 99 steps, .* T = 50 \(1000 by default\).*sync=hdet\.Sync\(4\)"):
+        made(ENDS[name], 99, sync=hdet.Sync(50))
+
+
+def test_no_other_run_is_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(ENDS["hypergradient"], 2000)
+        made(ENDS["hypergradient"], None)
+        made(lambda net: None, 10)
+        made(lambda net: hdet.AutoLR(net, budget=0.5), 300)  # it ends its cycles where it has to decide

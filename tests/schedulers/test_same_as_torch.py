@@ -155,6 +155,7 @@ def test_resume_by_state_dict(case, first, tmp_path):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.optimizer is not sgd_shared_tensor_lr], ids=str)
+@pytest.mark.filterwarnings("ignore:the run has 2 steps")
 def test_state_is_plain_data(case):
     """No optimizer, bound method, tensor or class of ours inside: numbers, strings, lists and dicts alone."""
     toy = Toy(case.optimizer)

@@ -111,6 +111,7 @@ class TrialRule(Controller):
 
     name = "auto"
     needs_replicas = False
+    plans_lengths = True
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
