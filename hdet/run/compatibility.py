@@ -59,6 +59,8 @@ def check_arguments(
         )
     if replicas is not None:
         replicas.check_optimizer(optimizer)
+    if isinstance(controller, type) and issubclass(controller, Controller):
+        raise TypeError(f"controller must be an object, got the class {controller.__name__}: write {controller.__name__}(...)")
     if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
             f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.AutoLR(model) or "
