@@ -201,6 +201,10 @@ def test_nothing_is_said_of_rates_beyond_the_arms(arms: list[float], said: str) 
     assert again.report().startswith("best peak ") and "tried" not in again.report(), "a state of before does not know"
 
 
+def test_before_the_run_is_known_it_is_not_said_to_be_too_short() -> None:
+    assert TrialRule().report() == "trials, when the length of the run is known"
+
+
 def test_a_check_comes_also_where_the_peak_was_between_two_ends_of_cycles() -> None:
     rule = started()
     low = {"scheduled": [5e-4, 0.1], "highest": [1e-3, 0.1]}

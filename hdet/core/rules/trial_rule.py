@@ -154,6 +154,8 @@ class TrialRule(Controller):
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
+        self._total = 0
+        """Steps of the run; 0 until that is known."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
 
@@ -173,6 +175,8 @@ class TrialRule(Controller):
 
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
+        if not self._total:
+            return "trials, when the length of the run is known"
         if not self.rounds:
             return self._too_short()
         if self.peaks:
