@@ -58,7 +58,12 @@ class Panel:
             measurement.on_cycle_start(self._engine.plan.measure[name])
 
     def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for a step without a closure where one is needed; in the first step also where one will be."""
+        """Raises TypeError for what is no closure, and for a step without one where one is needed; in the first step also where one will be."""
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"closure must be a function that computes the current batch's losses anew, got {type(closure).__name__}. In a loop with accelerate it "
+                "is ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses) that is stepped with a batch"
+            )
         if closure is not None or (self._engine.step and not self._engine.plan.measure):
             return
         controller = self._engine.controller
