@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     made = sorted(lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"])))
     columns = ("rule", "formats", "registers", "blocks", "instructions", "bytes", "gpt2_us", "bound")
-    table = Table(*columns, caption="instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters")
+    issued = 28 / BANDWIDTH * MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK
+    caption = "instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters"
+    table = Table(*columns, caption=f"{caption}\nIn the time of 28 bytes {issued:.0f} instructions can be issued for an element.")
     for line in made:
         table.add_row(*(str(line[column]) for column in columns))
     Console(width=120).print(table)

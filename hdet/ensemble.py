@@ -367,8 +367,10 @@ class Ensemble:
         """Each sentence once."""
         controller = self.engine.controller
         report = "" if controller is None else controller.report()
-        if report not in ("", self._told):
-            self.tell(f"hdet, {self.engine.controller_name}: {report}")
+        if controller is not None and report not in ("", self._told):
+            # whoever shows no INFO would wait for a controller that does nothing from the first step on
+            tell = _LOG.warning if controller.idle and self.engine.step == 0 else self.tell
+            tell(f"hdet, {self.engine.controller_name}: {report}")
         self._told = report
 
     def _schedule_step(self) -> int:
@@ -511,10 +513,13 @@ class Ensemble:
         }
         peaks, floors = self.schedule.peaks_and_floors()
         with self._panel.answering(closure) as answer:
-            return self.engine.close(
-                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=floors,
+            outcome = self.engine.close(
+                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=floors, highest=self.schedule.highest(),
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
+        if outcome.evidence is not None:
+            self.schedule.forget_highest()
+        return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -550,6 +555,8 @@ class Ensemble:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any order; N may differ from the saved run's.
         A trial that was under way is lost.
 
+        Without a controller the state of any is taken: its corrections stay in force, and nothing is searched any more. It warns of that.
+
         Raises:
             ValueError: another version, missing or damaged values, other knobs, another controller or scheduler; nothing is changed then.
         """
@@ -569,6 +576,14 @@ class Ensemble:
         self._snapshots.forget()
         self._panel.restart()
         self._begin_cycle()
+        if self.engine.controller is None and state["controller"] is not None:
+            kept = ", ".join(f"{name} {correction:.4g}" for name, correction in self.corrections.items())
+            spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that" if self.engine.explores else ""
+            warnings.warn(
+                f"the ensemble's state was saved with controller {state['controller']!r}, and this run has none: the corrections {kept} stay in force, "
+                f"nothing is searched any more{spread}",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge() first. A second call does nothing."""

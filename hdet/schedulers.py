@@ -176,7 +176,7 @@ class OneCycleAutoLR(OneCycleLR):
 
 def _knobs_of(optimizer: Optimizer, controller: Controller | None) -> str | None:
     """As published, every parameter group is a knob, but for controllers that cannot tell so many apart (`Controller.knob_per_group`)."""
-    together = len(optimizer.param_groups) == 1 or (controller is not None and not controller.knob_per_group)
+    together = len(optimizer.param_groups) == 1 or (isinstance(controller, Controller) and not controller.knob_per_group)
     return None if together else "each"
 
 

@@ -6,6 +6,7 @@
 The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table has held-out losses at the end:
 
     usual        one run with the usual values
+    averaged     the same run by gloo processes, each on its part of the batch, averaged every `INTERVAL` steps: what that costs
     hdet         the same run; gloo processes, each on its part of the batch and at values of its own, averaged every `INTERVAL` steps;
                  `AutoLR`, then a `ProbeController` on batches that are not trained on
     random 16    the best of 16 trials, each a 16th as long, by batches that are not trained on. Together they train on as many
@@ -44,7 +45,7 @@ SPREADS = {"lr": 0.3, "weight_decay": 0.4, "beta2": 0.4, "dropout": 0.4}
 USUAL = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999, "dropout": 0.1}
 AROUND = {"lr": 16.0, "weight_decay": 16.0, "beta2": 16.0, "dropout": 4.0}
 """Values are drawn evenly in the logarithm, from a value over this to its product with this; of 1 - beta2, and the dropout rate, likewise."""
-METHODS = ("usual", "hdet", "random 16", "random 64")
+METHODS = ("usual", "averaged", "hdet", "random 16", "random 64")
 Values = dict[str, float]
 
 
@@ -75,7 +76,7 @@ def schedule(workload: str, optimizer: torch.optim.Optimizer, steps: int) -> LRS
 # -- one run of several replicas -------------------------------------------------------------------------------------------
 
 
-def replica(rank: int, world: int, workload: str, seed: int, steps: int) -> tuple[float, Values]:
+def replica(rank: int, world: int, workload: str, seed: int, steps: int, searches: bool) -> tuple[float, Values]:
     """(held-out loss, values that were found), the same on all ranks."""
     problem = replace(WORKLOADS[workload].problem, steps=steps)
     model, optimizer = made(problem, seed, USUAL)
@@ -85,6 +86,8 @@ def replica(rank: int, world: int, workload: str, seed: int, steps: int) -> tupl
         knobs.append(hdet.WeightDecay(SPREADS["weight_decay"]))
     if drops:
         knobs.append(hdet.Dropout(model, SPREADS["dropout"]))
+    if not searches:
+        knobs = [hdet.LearningRate(0.0)]
     probe = hdet.ProbeController(
         lambda net, batch: problem.losses(net, batch).mean(),
         lambda cycle: [judge(workload, seed, JUDGED + CHUNKS * cycle + i) for i in range(CHUNKS)],
@@ -92,7 +95,7 @@ def replica(rank: int, world: int, workload: str, seed: int, steps: int) -> tupl
     )  # fmt: skip
     ensemble = hdet.Ensemble(
         optimizer, schedule(workload, optimizer, steps), total_steps=steps, knobs=knobs, seed=seed,
-        controller=hdet.SequentialController(hdet.AutoLR(model), probe), sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
+        controller=hdet.SequentialController(hdet.AutoLR(model), probe) if searches else None, sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
     )  # fmt: skip
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
     found = ensemble.corrections
@@ -149,8 +152,8 @@ def search(workload: str, seed: int, steps: int, trials: int) -> tuple[float, Va
 def run(workload: str, method: str, seed: int, steps: int, replicas: int) -> Record:
     """One line of the results."""
     began, again = time.perf_counter(), None
-    if method == "hdet":
-        validation, values = spawn(replica, replicas, workload, seed, steps)
+    if method in ("averaged", "hdet"):
+        validation, values = spawn(replica, replicas, workload, seed, steps, method == "hdet")
     elif method == "usual":
         validation, values = alone(workload, seed, steps, USUAL)[1], USUAL
     else:

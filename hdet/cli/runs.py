@@ -141,7 +141,7 @@ class Trial:
     """In steps of the run: an arm's step is one, its score a third."""
     said: str
     found: tuple[float, float] | None
-    """Within which the best peak was said to lie."""
+    """Within which the best peak was said to lie, as far as rates were tried."""
 
     @classmethod
     def read(cls, records: Sequence[Mapping[str, Any]]) -> Trial:

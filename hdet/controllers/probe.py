@@ -98,11 +98,11 @@ class ProbeController(RuledController):
     def learn(self, evidence: Evidence) -> Learning:
         """What the rule learns. Between two probes nothing moves."""
         if self.cycles > 1:
+            evidence = replace(evidence, sync_interval=self.cycles * evidence.sync_interval)
             if PROBE not in evidence.measured and not self.idle:
                 self.observe(evidence)
                 if not self.idle:
                     return self._nothing(evidence)
-            evidence = replace(evidence, sync_interval=self.cycles * evidence.sync_interval)
         return super().learn(evidence)
 
     def _cycles(self, run: Run) -> int:

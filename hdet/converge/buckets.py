@@ -165,8 +165,8 @@ def _pieces(part: Part, capacity: int) -> Iterator[Part]:
         cuts = tensor.view(-1).split(capacity)
         yield from map(Part, cuts, [None] * len(cuts) if master is None else master.view(-1).split(capacity))
     else:
-        for row in tensor.unbind(0):
-            yield from _pieces(Part(row), capacity)
+        for row, below in zip(tensor.unbind(0), [None] * len(tensor) if master is None else master.unbind(0), strict=True):
+            yield from _pieces(Part(row, below), capacity)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

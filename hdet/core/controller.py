@@ -38,6 +38,8 @@ class Controller:
     """Names that its plans measure by default, while it is not idle."""
     needs_replicas = True
     """Does it learn from differences between replicas? If not, one replica is enough."""
+    plans_lengths = False
+    """Does it plan the lengths of its cycles itself? If not it decides every T steps, and a run of fewer than two cycles is warned of."""
     regresses = False
     """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
     judges_held_out = False
@@ -196,7 +198,7 @@ class RuledController(Controller):
     def __init__(self, rule: Controller, measurements: Mapping[str, Any]) -> None:
         self.rule, self.measurements = rule, dict(measurements)
         self.name, self.leaves_schedule = rule.name, rule.leaves_schedule
-        self.needs_replicas, self.regresses = rule.needs_replicas, rule.regresses
+        self.needs_replicas, self.regresses, self.plans_lengths = rule.needs_replicas, rule.regresses, rule.plans_lengths
 
     def report(self) -> str:
         return self.rule.report()

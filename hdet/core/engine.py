@@ -225,6 +225,7 @@ class Engine:
         scheduled: Sequence[float],
         peak: Sequence[float] | None = None,
         floor: Sequence[float] | None = None,
+        highest: Sequence[float] | None = None,
         schedule_step: int | None = None,
         local: bool = False,
         answer: Callable[[Question], Any] | None = None,
@@ -232,7 +233,7 @@ class Engine:
         """End the cycle: hand the evidence to the controller, apply what it decides, move on to the next cycle.
 
         ``losses``: [replica] mean training loss; one that is NaN, infinite or None never reaches the controller. ``measured``: by name,
-        [replica][number]; rows with a number that is not finite are left out. ``local``: see `Evidence`. ``schedule_step``: see
+        [replica][number]; rows with a number that is not finite are left out. ``highest``, ``local``: see `Evidence`. ``schedule_step``: see
         the attribute; controllers count in them. ``answer``: to the controller's questions.
         """
         self.schedule_step = schedule_step
@@ -253,6 +254,7 @@ class Engine:
                 scheduled=list(scheduled), peak=list(peak or scheduled), floor=list(floor or [0.0] * len(self.knobs)),
                 values=[self.value(k, s) for k, s in enumerate(scheduled)], corrections=list(self.corrections),
                 decisions_left=self.clock.decisions_left(self.step), local=local,
+                highest=[max(pair) for pair in zip(scheduled, highest or scheduled, strict=True)],
             )  # fmt: skip
             learned, answers = ask_and_tell(self.controller, evidence, answer)
             if len(learned.decisions) != len(self.knobs):
@@ -352,15 +354,20 @@ class Engine:
         return {"version": STATE_VERSION, "knobs": [knob.name for knob in self.knobs], "controller": controller}
 
     def check_state(self, state: Any) -> dict[str, Any]:
-        """The values in it; changes nothing. Raises ValueError for a state that does not belong to this run, or is damaged."""
+        """The values in it; changes nothing. Raises ValueError for a state that does not belong to this run, or is damaged. A run without a
+        controller takes that of any: this is how a search is turned off, and its corrections kept."""
         knobs, correction = len(self.knobs), Number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
         named: dict[str, Kind] = {
             "version": Or(Number(), STATE_VERSION), "knobs": ListOf(Instance(str)), "controller": Optional(Instance(str)),
         }  # fmt: skip
         found = read(state, named, "ensemble's")
         for key, mine in self._whose().items():
-            if found[key] != mine:
-                remedy = "load it with the hdet that wrote it" if key == "version" else f"construct it with the same {key}"
+            if found[key] != mine and not (key == "controller" and mine is None):
+                remedy = {
+                    "version": "load it with the hdet that wrote it", "knobs": "construct it with the same knobs",
+                    "controller": "construct it with the same controller, or with controller=None, which keeps the corrections and searches no "
+                    "further",
+                }[key]  # fmt: skip
                 raise ValueError(f"the ensemble's state was saved with {key} {reprlib.repr(found[key])}, this run has {mine!r}: {remedy}")
         fields: dict[str, Kind] = {
             **dict.fromkeys(self._COUNTS, COUNT),
@@ -378,6 +385,11 @@ class Engine:
             )
         if self.controller is not None:
             self.controller.check_state(values["controller_state"], knobs)
+        elif any(base is not None for base in values["bases"]):
+            raise ValueError(
+                f"the ensemble's state was saved with controller {reprlib.repr(found['controller'])}, whose values stand in the place of the schedule, "
+                "and would stay where they are without it: construct it with the same controller, and freeze_after=1 to search no further"
+            )
         return values
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -76,6 +76,9 @@ class Evidence:
     measured: Mapping[str, Sequence[Sequence[float] | None]] = field(default_factory=dict)
     """By the names of `Plan.measure`, [replica]: what was measured, None where a replica is left out. A measurement that only answers questions
     is not in it, nor one that has nothing to tell yet."""
+    highest: Sequence[float] = ()
+    """[knob]: the highest value of the untouched schedule since the controller was told last: a peak may rise and fall within one cycle.
+    Empty in records of older versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which ``Evidence(**data)`` makes it again, to the bit."""

@@ -37,6 +37,7 @@ class SequentialController(Controller):
         self.first, self.then, self.name = first, then, f"{first.name}, then {then.name}"
         self.measurements = {**first.measurements, **then.measurements}
         self.needs_replicas = first.needs_replicas or then.needs_replicas
+        self.plans_lengths = first.plans_lengths and then.plans_lengths
         self.regresses = first.regresses or then.regresses
         self.judges_held_out = first.judges_held_out and then.judges_held_out
         self.knob_per_group = first.knob_per_group and then.knob_per_group
@@ -110,7 +111,7 @@ class Shadow(RuledController):
         _check("controller", controller)
         super().__init__(controller, controller.measurements)
         self.name, self.knob_per_group = f"shadow of {controller.name}", controller.knob_per_group
-        self.leaves_schedule = False
+        self.leaves_schedule = self.plans_lengths = False
         self.judges_held_out = True  # it moves nothing, so nothing has to be judged
         self.decisions: Sequence[Decision] = ()
         """By knob, what was decided last; not carried out."""

@@ -84,6 +84,8 @@ class Bound:
         self.on_gradients, self.moments_diverge = on_gradients, moments_diverge or on_gradients
         self.scheduled: list[Any] = [content(cell.get()) for cell in self.cells]
         """[cell]: the untouched schedule's values."""
+        self.highest: Any = -math.inf
+        """Of the first cell of `scheduled`, in the steps since the controller was told; -inf before the first."""
         self._check_first()
         self.rho = 1.0
         """This replica's multiplier in the running cycle."""
@@ -131,6 +133,11 @@ class Bound:
     def scheduled_value(self) -> float:
         """The untouched schedule's value, of the first cell; waits for the device if it is a CUDA tensor."""
         return float(self.scheduled[0])
+
+    def see_schedule(self) -> None:
+        """A step was made at these values. Waits for no device."""
+        now = self.scheduled[0]
+        self.highest = now.clamp(min=self.highest) if isinstance(now, torch.Tensor) else max(self.highest, now)
 
     def base_value(self) -> float:
         """The base value in force, of the first cell, as `write` was told."""

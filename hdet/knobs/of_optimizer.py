@@ -22,7 +22,7 @@ __all__ = ["Betas", "ClipNorm", "Eps", "GroupValue", "LearningRate", "WeightDeca
 Groups = str | Sequence[int | str] | None
 """None: all groups as one knob. "each": one knob per group. A list of names or indices: one knob for each of those."""
 
-_MULTIPLIED = "it is multiplied, so begin above 0"
+_MULTIPLIED = "it is multiplied, so begin above 0 (the default of many optimizers and trainers is 0: say it yourself)"
 
 
 class _OfGroups:

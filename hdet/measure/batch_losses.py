@@ -20,7 +20,7 @@ from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
 from .measurement import Measurement, Watched
 from .points import CyclePoints, LinePoints
-from .weight_line import check_room
+from .weight_line import check_kernels, check_room
 
 __all__ = ["BatchLosses"]
 
@@ -87,10 +87,11 @@ class BatchLosses(Measurement):
         return (LATER if several else 0.0) if self.average_from is None else self.average_from
 
     def watch(self, watched: Watched) -> None:
-        """Raises ValueError if none of the optimizer's parameters is the model's."""
+        """Raises ValueError if none of the optimizer's parameters is the model's, RuntimeError where hdet's kernels are missing."""
         own = {id(p) for p in self.model.parameters()}
         if not any(id(p) in own for p in watched.sets[0]):
             raise ValueError("the ProbeController's model has no parameter of this optimizer: pass the module that it trains")
+        check_kernels(watched.sets[0], self.place)
         self.release()
         self._watched, self._device = watched, local_parts(watched.sets[0][:1])[0].device
 

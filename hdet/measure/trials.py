@@ -68,6 +68,8 @@ class Trials(Measurement):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if judge is not None and not (isinstance(judge, (tuple, list)) and len(judge) == 2 and callable(judge[0])):
             raise TypeError(f"judge must be (loss_fn, batches), with loss_fn(model, batch) -> a scalar tensor, got {judge!r}")
+        if judge is not None and not (hasattr(judge[1], "__len__") and hasattr(judge[1], "__getitem__")):
+            raise TypeError(f"the judge's batches must be a list of mini-batches, got {type(judge[1]).__name__}: list(...) it first")
         if judge is not None:
             whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter")
         if before_step is not None and not callable(before_step):
@@ -240,6 +242,11 @@ class Trials(Measurement):
         reshard(self._bare)
         torch.clear_autocast_cache()
         losses = closure()
+        if losses is not None and not isinstance(losses, (torch.Tensor, int, float)):
+            raise TypeError(
+                f"the closure (or the judge's loss function) gave a {type(losses).__name__}: return a tensor of losses, one for each example, one "
+                "number, or None where no loss is seen"
+            )
         if isinstance(losses, (int, float)):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..converge import BucketedAverage, Masters
-from ..kernels import PairPlan
+from ..kernels import PairPlan, select
 from ..kernels.reference.rules import value_of
 from ..kernels.spec.arguments import FLOATS
 from ..optim.finish import values_to
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
 
-__all__ = ["AveragedWeights", "WeightLine", "check_room"]
+__all__ = ["AveragedWeights", "WeightLine", "check_kernels", "check_room"]
 
 
 def check_room(place: Any, dtype: Any) -> None:
@@ -26,6 +26,18 @@ def check_room(place: Any, dtype: Any) -> None:
         raise ValueError(f"place must be 'device' or 'host' (where copies of the weights live), got {place!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
+
+
+def check_kernels(tensors: Sequence[torch.Tensor], place: str) -> None:
+    """Raises RuntimeError, with the way out, where such tensors could not be averaged over time, because hdet's kernels are missing: this shows
+    at the end of a cycle else."""
+    for device in {t.device for t in local_parts(tensors) if _is_native(t)}:
+        if place == "device" or device.type == "cpu":  # else the average lies elsewhere, and is made without kernels
+            select("auto", device)
+
+
+def _is_native(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
 
 
 class AveragedWeights:
@@ -157,10 +169,9 @@ class _Source:
             return
         kinds: dict[tuple[torch.device, str], list[int]] = {}
         for i, (tensor, mean) in enumerate(zip(own, self.means, strict=True)):
-            native = tensor.dtype in FLOATS and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
             # A plan works on one device, and in float32.
             planned = self.origin is None and mean.device == tensor.device and mean.dtype in FLOATS and tensor.dtype in FLOATS
-            how = "hand" if not planned else "auto" if native else "torch"
+            how = "hand" if not planned else "auto" if _is_native(tensor) else "torch"
             kinds.setdefault((mean.device, how), []).append(i)
         plans: list[PairPlan | _ByHand] = []
         for (_, how), places in kinds.items():

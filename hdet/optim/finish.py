@@ -85,6 +85,12 @@ def check_copies(param: Tensor, copies: Sequence[Tensor], count: int) -> list[Te
                 f"copy {k} of a parameter is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
                 f"the parameter {param.dtype} of shape {tuple(param.shape)} on {param.device}: replicas are alike"
             )
+        own, first = shards.local(tensor), shards.local(param)
+        if strides.memory_order(own) != strides.memory_order(first):
+            raise ValueError(
+                f"copy {k} of a parameter of shape {tuple(param.shape)} has the strides {own.stride()}, the parameter {first.stride()}: "
+                "replicas are alike; param.detach().clone() lies as param"
+            )
         shards.check_alike(tensor, param, f"copy {k} of a parameter", "replicas are alike; param.detach().clone() is laid out as param")
     return made
 

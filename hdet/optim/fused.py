@@ -125,8 +125,8 @@ class FusedOptimizer(Optimizer):
 
     Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2 for a master. Traffic of a float32 step: 8 per moment,
     12 for parameter and gradient; with max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
-    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other rates
-    and other gradients than in the last step, also None here and there, cost one small copy together. A parameter's first gradient, moved
+    with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other gradients
+    than in the last step, also None here and there, cost one small copy, and other rates come along with the launch. A parameter's first gradient, moved
     or replaced tensors cost a new plan, some microseconds per tensor.
     """
 

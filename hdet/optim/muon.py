@@ -12,7 +12,6 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from hdet.kernels import StepOptions
-from hdet.kernels.spec.arguments import check_gradients
 from hdet.kernels.spec.settings import check_group
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
@@ -228,7 +227,7 @@ class FusedMuon(FusedOptimizer):
         settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         pairs = enumerate(zip(gradients, params, strict=True))
         own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-        check_gradients(own, shards.locals_of(params))  # of both kinds, before a norm is taken of them
+        planned.check_all(own)  # of both kinds, before a norm is taken of them
         by_device = plans.by_device(params, [i for i, g in enumerate(own) if g is not None and group_of[i] >= 0])
         steps = [(device, [self._matrix(i, group_of[i], params[i], own[i]) for i in places]) for device, places in by_device.items()]
         rows = {device: self._rows(device, {matrix.group for matrix in matrices}) for device, matrices in steps}

@@ -210,7 +210,7 @@ def _missing_line(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {key: state.get(key) for key in LINE_KEYS}
     if any(value is None for value in found.values()):
         masters = kept_masters(state)
-        base = _master(param, masters[0] if masters else None, "master_param")
+        base = strides.like(_master(param, masters[0] if masters else None, "master_param"), param)
         scale = torch.ones((), dtype=wide_dtype(param.device), device=param.device)
         return {"base": base, "displacement": torch.zeros_like(base), "scale": scale}
     dtypes = {"base": torch.float32, "displacement": torch.float32, "scale": wide_dtype(param.device)}

@@ -169,6 +169,11 @@ class Planned:
             params = [strides.laid(shards.local(self.params[i]), self._orders.get(i)) for i in part.places]
             check_gradients([gradients[i] for i in part.places], params)
 
+    def check_all(self, gradients: list[Tensor | None]) -> None:
+        """For an optimizer that steps some parameters by other means than these plans: all of its gradients, as they lie on this rank."""
+        params = [strides.laid(shards.local(param), self._orders.get(i)) for i, param in enumerate(self.params)]
+        check_gradients(self._laid(gradients), params)
+
     def _laid(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """In the order in which their parameters lie in memory."""
         made = list(gradients)

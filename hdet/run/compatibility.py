@@ -65,6 +65,8 @@ def check_arguments(
         )
     if replicas is not None:
         replicas.check_optimizer(optimizer)
+    if isinstance(controller, type) and issubclass(controller, Controller):
+        raise TypeError(f"controller must be an object, got the class {controller.__name__}: write {controller.__name__}(...)")
     if controller is not None and not isinstance(controller, Controller):
         raise TypeError(
             f"controller must be an object of a class from hdet.Controller, got {controller!r}: pass hdet.AutoLR(model) or "
@@ -227,10 +229,17 @@ def check_several(replicas: Replicas, knobs: Sequence[Bound], controller: Contro
 
 
 def check_controller(controller: Controller | None, run: Run) -> None:
-    """Is this run one the controller can work in? Raises ValueError if not."""
+    """Is this run one the controller can work in? Raises ValueError if not; warns where it can, and next to nothing comes of it."""
     if controller is None:
         return
     controller.start(run)
+    total, length = run.total_steps, run.sync_interval
+    if total is not None and total < 2 * length and not controller.plans_lengths:
+        warnings.warn(
+            f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): the controller {controller.name!r} decides where "
+            f"a cycle ends, so it will hardly do anything. Make cycles shorter, such as sync=hdet.Sync({max(1, total // 20)})",
+            stacklevel=3,
+        )
     if not controller.needs_replicas:
         return
     knobs = len(run.knobs)

@@ -16,6 +16,8 @@ from .cycle_stats import CycleStats
 
 __all__ = ["Panel"]
 
+COMPUTES = "It computes the losses of the batch anew, such as closure=lambda: losses_of(model, batch)"
+
 
 class Panel:
     """The measurements that the running cycle's plan names. ``schedule_step``: gives the steps of the schedule done; ``during``: is put, with a name,
@@ -58,11 +60,11 @@ class Panel:
             measurement.on_cycle_start(self._engine.plan.measure[name])
 
     def check_closure(self, closure: Closure | None) -> None:
-        """Raises TypeError for what is no closure, and for a step without one where one is needed; in the first step also where one will be."""
+        """Raises TypeError for a closure that is none, and for a step without one where it is needed; in the first step also where it will be."""
         if closure is not None and not callable(closure):
             raise TypeError(
-                f"closure must be a function that computes the current batch's losses anew, got {type(closure).__name__}. In a loop with accelerate it "
-                "is ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses) that is stepped with a batch"
+                f"closure must be a function, got {type(closure).__name__}: {COMPUTES}. A loop with accelerate steps what "
+                "hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses) gives, with the batch"
             )
         if closure is not None or (self._engine.step and not self._engine.plan.measure):
             return
@@ -70,7 +72,9 @@ class Panel:
         first = self._engine.step == 0 and controller is not None and not controller.idle
         asked = self._all.items() if first else self._named()
         if any(measurement.needs_closure for _, measurement in asked):
-            raise TypeError(f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...)")
+            raise TypeError(
+                f"the controller {self._engine.controller_name!r} scores the current batch: call step(loss, closure=...). {COMPUTES}"
+            )
 
     def beside(self, closure: Closure | None) -> None:
         """A step is done, and not counted yet; its values are still in force."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.engine import Engine
-from ..core.schema import ANYTHING, COUNT, Fields, Instance, Kind, ListOf, Number, Optional, like, read, unchanged_on_error
+from ..core.schema import ANYTHING, COUNT, Fields, Instance, Kind, ListOf, Number, Optional, Or, like, read, unchanged_on_error
 from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
@@ -69,6 +70,8 @@ class Schedule:
 
     def advance(self) -> None:
         """One step. The scheduler sees its own values, as it left them, and never a correction."""
+        for knob in self.knobs:
+            knob.see_schedule()
         if self.scheduler is not None:
             self._check_alone()
             for knob in self._moved:
@@ -228,6 +231,15 @@ class Schedule:
                 peaks[k] *= self._highest[knob.indices[0]]
         return peaks, floors
 
+    def highest(self) -> list[float]:
+        """[knob]: of the untouched schedule, now and in the steps since `forget_highest`."""
+        return [max(float(knob.highest), knob.scheduled_value()) for knob in self.knobs]
+
+    def forget_highest(self) -> None:
+        """The controller was told."""
+        for knob in self.knobs:
+            knob.highest = -math.inf
+
     def mark(self) -> float:
         """Of the untouched values, as a number for the stats; waits for a device where they are."""
         return float(digest([[float(x) for x in knob.scheduled] for knob in self.knobs]))
@@ -246,6 +258,7 @@ class Schedule:
         """Plain data."""
         return {
             "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
+            "highest": {knob.name: high if (high := float(knob.highest)) > -math.inf else None for knob in self.knobs},
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
         }
 
@@ -256,8 +269,9 @@ class Schedule:
         total = getattr(self.scheduler, "total_steps", None)
         last = None if given is None else given.get("last_epoch")
         least = -RATE.high if type(last) is int and last == total else RATE.low  # after its last step a linear OneCycleLR is below 0
-        scheduled: dict[str, Kind] = {knob.name: ListOf(_value_of(knob, least), len(knob.cells)) for knob in self.knobs}
-        values = read(state, {"scheduled": Fields(scheduled)}, "ensemble's")
+        scheduled = {knob.name: ListOf(_value_of(knob, least), len(knob.cells)) for knob in self.knobs}
+        highest = Or(Fields({name: Optional(kind.kind) for name, kind in scheduled.items()}), dict.fromkeys(scheduled))  # or older
+        values = read(state, {"scheduled": Fields(scheduled), "highest": highest}, "ensemble's")
         if (given is None) != (self.scheduler is None):
             raise ValueError("the ensemble's state and this run differ in having a scheduler: construct it as the saved run did")
         if self.scheduler is None:
@@ -299,6 +313,8 @@ class Schedule:
         self._left = None
         for knob in self.knobs:
             knob.scheduled = [float(x) for x in values["scheduled"][knob.name]]
+            high = values["highest"][knob.name]
+            knob.highest = -math.inf if high is None else float(high)
 
 
 def _value_of(knob: Bound, least: float) -> Kind:

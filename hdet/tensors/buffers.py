@@ -78,7 +78,8 @@ class Copy:
         room: torch.Tensor | None = before.values if isinstance(before, Copy) else None
         if room is None or room.shape != own.shape or room.dtype != own.dtype or (room.device != own.device and not on_host):
             elsewhere = on_host and own.device.type != "cpu"
-            room = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda) if elsewhere else torch.empty_like(own)
+            # as it lies: a new tensor made of codes of 8 bits has to, whose blocks are neighbours in memory
+            room = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda) if elsewhere else torch.empty_like(own)
         self.values: torch.Tensor = room
         self.values.copy_(own, non_blocking=True)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
 import torch
 
 import hdet
-from tests.harness import Run, model
+from hdet.core.plan import Moment
+from tests.core.controller_runs import evidence
+from tests.harness import Run, batch, loss_of, model
 
 from .runs import run
 
@@ -50,6 +53,45 @@ def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
     ran = auto(1e-4, budget=0.03).steps(50)
     assert torch.equal(ran.weights(), run(lambda model: None, together=1, lr=1e-4, spread=0.0, total=TOTAL).steps(50).weights())
     assert "too short" in ran.controller.report() and ran.controller.idle
+
+
+def started(total: int, **settings: Any) -> hdet.AutoLR:
+    """After its first step."""
+    net = model()
+    controller, optimizer = hdet.AutoLR(net, **settings), torch.optim.SGD(net.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(optimizer, total_steps=total, controller=controller)
+    loss_of(net, batch(0)).backward()
+    optimizer.step()
+    ensemble.step(1.0, closure=lambda: loss_of(net, batch(0)).view(1))
+    return controller
+
+
+@pytest.mark.parametrize(("settings", "total", "way_out"), [
+    ({}, 300, "300 steps are below 2800. Train longer, or pass budget=0.28"),
+    ({}, 2799, "2799 steps are below 2800. Train longer, or pass budget=0.04"),
+    ({"budget": 0.01}, 300, "300 steps are below 8400. Train longer, or pass budget=0.28"),
+    ({"judge": (loss_of, [batch(0)] * 30)}, 300, "300 steps are below 3400. Train longer, or pass budget=0.34"),
+    ({}, 100, "100 steps are below 2800. Train longer"),
+])  # fmt: skip
+def test_a_run_that_is_too_short_is_warned_of_once_with_the_way_out(
+    settings: dict[str, Any], total: int, way_out: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the levels that Python shows by default."""
+    controller = started(total, **settings)
+    controller.learn(evidence(step=50, total_steps=total, losses=[4.0]))
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.name == "hdet" and record.getMessage().endswith(way_out)
+
+
+@pytest.mark.parametrize(("total", "settings"), [(2800, {}), (300, {"budget": 0.28}), (178, {"budget": 0.48})])
+def test_the_way_out_of_a_run_that_is_too_short_leads_to_a_trial(
+    total: int, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = started(total, **settings)
+    assert not caplog.records
+    plans = [controller.plan(Moment(0, step, step)) for step in (0, math.ceil(0.1 * total))]
+    controller.learn(evidence(step=1, total_steps=total, losses=[4.0], highest=[1.0]))
+    assert not plans[0].measure and controller.plan(Moment(1, math.ceil(0.1 * total), math.ceil(0.1 * total))).measure
 
 
 def test_it_says_what_it_will_do_and_what_it_has_found(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,23 +14,26 @@ from hdet.kernels.spec import rounding
 from hdet.replicas import Replicas
 
 Held = tuple[list[torch.Tensor], list[torch.Tensor | None]]
-KINDS = ("float32", "float64", "bfloat16", "float16", "bfloat16 with fp32 master", "bfloat16 split", "float32 transposed")
+KINDS = (
+    "float32", "float64", "bfloat16", "float16", "bfloat16 with fp32 master", "bfloat16 split", "float32 transposed",
+    "bfloat16 with fp32 master transposed", "bfloat16 split transposed",
+)  # fmt: skip
 
 
 def held(values: Sequence[torch.Tensor], kinds: Sequence[str]) -> Held:
     """float64 values as tensors of these kinds, and their masters."""
     tensors, masters = [], []
     for value, kind in zip(values, kinds, strict=True):
-        master = None
-        if kind == "bfloat16 with fp32 master":
+        master, stored = None, kind.removesuffix(" transposed")
+        if stored == "bfloat16 with fp32 master":
             master = value.float()
             tensor = master.bfloat16()
-        elif kind == "bfloat16 split":
+        elif stored == "bfloat16 split":
             tensor, master = rounding.split(value.float())
-        elif kind == "float32 transposed":
-            tensor = value.float().t().contiguous().t() if value.dim() == 2 else value.float()
         else:
-            tensor = value.to(getattr(torch, kind))
+            tensor = value.to(getattr(torch, stored))
+        if stored != kind and value.dim() == 2:
+            tensor, master = (None if t is None else t.t().contiguous().t() for t in (tensor, master))
         tensors.append(tensor)
         masters.append(master)
     return tensors, masters

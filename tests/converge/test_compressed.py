@@ -43,7 +43,7 @@ def averages(rank: int, world: int, way: Compressed, weights: list[float], shape
     return report
 
 
-SHAPES = [(300,), (40, 7), (5000,), (), (33, 31), (2049,), (30, 20)]
+SHAPES = [(300,), (40, 7), (5000,), (), (33, 31), (2049,), (30, 20), (70, 30), (21, 50)]
 
 
 @pytest.mark.parametrize("way", CODINGS, ids=repr)

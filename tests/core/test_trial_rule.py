@@ -184,6 +184,34 @@ def test_a_check_moves_towards_the_better_arm_and_is_repeated(arms: list[float],
     )
 
 
+@pytest.mark.parametrize(("arms", "said"), [
+    ([2.9, 2.5, 2.2], "best peak 0.0005 to 0.004 or more (higher was not tried)"),
+    ([2.6, 2.5, 2.4999], "best peak 0.00025 to 0.004 or more (higher was not tried)"),  # by less than the noise
+    ([2.2, 2.5, 2.9], "best peak 0.00025 to 0.002 or less (lower was not tried)"),
+    ([2.9, 2.5, 2.6], "best peak 0.00025 to 0.004"),
+])  # fmt: skip
+def test_nothing_is_said_of_rates_beyond_the_arms(arms: list[float], said: str) -> None:
+    rule = past_scan()
+    _, note, _ = tell(rule, at(rule, 600), 700, arms)
+    assert note.startswith(f"{said}: in ") and rule.report().startswith(f"{said}; yours 0.001, ")
+    again = started()
+    again.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert again.report() == rule.report()
+    again.load_state_dict({key: value for key, value in rule.state_dict().items() if key != "edge"})
+    assert again.report().startswith("best peak ") and "tried" not in again.report(), "a state of before does not know"
+
+
+def test_before_the_run_is_known_it_is_not_said_to_be_too_short() -> None:
+    assert TrialRule().report() == "trials, when the length of the run is known"
+
+
+def test_a_check_comes_also_where_the_peak_was_between_two_ends_of_cycles() -> None:
+    rule = started()
+    low = {"scheduled": [5e-4, 0.1], "highest": [1e-3, 0.1]}
+    tell(rule, at(rule, 0), 36, [3.0, 2.5, 2.8], **low)
+    assert at(rule, 600).measure
+
+
 def test_a_check_is_repeated_twice_at_most_and_not_without_a_budget() -> None:
     rule, step, moved = past_scan(budget=0.5), 600, 0.0
     while not rule.idle:

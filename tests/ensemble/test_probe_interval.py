@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -268,3 +269,16 @@ def test_an_interval_longer_than_the_run_is_refused() -> None:
 def test_settings_are_validated(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hdet.ProbeController(**{"loss_fn": loss_of, "batches": [0] * 8, "model": model(), **settings})
+
+
+def test_a_probe_without_kernels_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at the end of its first cycle. Averages in float64 need none."""
+    monkeypatch.setattr("hdet.kernels.native.missing", "hdet._C is not built")
+    make = functools.partial(Run, optimizer=torch.optim.SGD, replicas=hdet.Replicas.single())
+    with pytest.warns(UserWarning, match="one replica"), pytest.raises(RuntimeError, match=r"cpu.* not usable: hdet\._C is not built"):
+        make(controller="probe")
+    with pytest.warns(UserWarning, match="one replica"):
+        run = make(controller="probe", dtype=torch.float64)
+    data = [(x.double(), y.double()) for x, y in map(batch, range(8))]
+    run.controller.losses.batches = data
+    assert run.steps(5).history["probe"] is not None

@@ -346,6 +346,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for judge in (loss_of, (loss_of,), (None, [])):
         with pytest.raises(TypeError, match="judge must be"):
             Trials(model(), judge)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="judge's batches must be a list of mini-batches, got list_iterator"):
+        Trials(model(), (loss_of, iter([batch(0), batch(1)])))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="judge's mini-batches"):
         Trials(model(), (loss_of, [batch(0)]))
     with pytest.raises(TypeError, match="before_step"):
@@ -384,3 +386,24 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     assert torch.equal(weights, others_weights)
     if reduce != "local":
         assert torch.allclose(weights, flat(by_hand(4.0, ranks=2)[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], torch.ones(3), 3.0])
+def test_a_closure_that_is_no_function_is_refused_by_name(wrong: Any) -> None:
+    """In every step, also where none is asked for."""
+    net = model()
+    for controller in (hdet.AutoLR(net), None):
+        ensemble = hdet.Ensemble(torch.optim.SGD(net.parameters(), lr=1e-3), total_steps=3000, controller=controller)
+        with pytest.raises(
+            TypeError, match=rf"closure must be a function, got {type(wrong).__name__}: .*closure=lambda: losses_of\(model, batch\)"
+        ):
+            ensemble.step(1.0, wrong)
+        ensemble.close()
+
+
+@pytest.mark.parametrize(("gives", "name"), [(lambda losses: losses.tolist(), "list"), (lambda losses: {"loss": losses}, "dict")])
+def test_a_closure_that_gives_no_tensor_is_refused_by_name(gives: Callable[[torch.Tensor], Any], name: str) -> None:
+    run = tries()
+    run.closure = lambda data: gives(run.losses(data))
+    with pytest.raises(TypeError, match=rf"closure .* gave a {name}: return a tensor of losses"):
+        run.step()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hdet import FusedAdamW, FusedLion, FusedSGD
+from hdet.tensors.buffers import Copy
 
 from .common import groups, parameters, same_bits, set_gradients, state_of
 
@@ -285,3 +286,11 @@ def test_eight_replicas_are_eight_runs(backend: str) -> None:
         assert same_bits(together.replica_parameters(k), alone[k])
     together.average_replicas([1.0] * count)
     assert all(same_bits(together.replica_parameters(k), together.replica_parameters(0)) for k in range(count))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_on_the_host_lies_as_its_tensor() -> None:
+    """What is made of it on the device again may be codes of 8 bits, whose scales are those of neighbours in memory."""
+    tensor = torch.randn(8, 4, 3, 3, device="cuda").to(memory_format=torch.channels_last)
+    again = Copy(tensor, on_host=True).put(None)
+    assert again.stride() == tensor.stride() and torch.equal(again, tensor)

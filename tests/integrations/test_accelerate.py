@@ -355,7 +355,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         ):
             hdet.Ensemble(loop.optimizer, total_steps=STEPS)
         bare = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
-        with pytest.raises(TypeError, match="got list. In a loop with accelerate it is ensemble = hdet.integrations.accelerate.prepare"):
+        with pytest.raises(TypeError, match="got list.*A loop with accelerate steps what hdet.integrations.accelerate.prepare"):
             bare.step(1.0, [torch.ones(1)])
         bare.close()
         strange = hdet.Ensemble(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))

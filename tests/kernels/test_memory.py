@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +80,44 @@ def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace)
     device.capturing = False
     plan.step([g], [StepSettings(moved)])
     assert p.tolist() == [-2.5] * 3 and device.copies == copies + 1
+
+
+class Carrying(HostMemory):
+    """Kernels bring settings along. `broken`: somebody presses Ctrl-C when they have been launched."""
+
+    carries = 128
+    broken = False
+
+    def call(self, operation: str, *arguments: Any, norm: bool = False) -> None:
+        plan = arguments[0]
+        ctypes.memmove(plan.settings, plan.carried, 8 * plan.num_carried)
+        Memory.call(self, operation, *arguments, norm=norm)
+        if self.broken:
+            raise KeyboardInterrupt
+
+
+def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last_ones(device: SimpleNamespace) -> None:
+    p, g, memory = torch.zeros(3), torch.ones(3), Carrying(torch.device("cpu"))
+    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), memory)
+    plan.step([g], [StepSettings(1.0)])
+    memory.broken = True
+    with pytest.raises(KeyboardInterrupt):
+        plan.step([g], [StepSettings(0.5)])
+    memory.broken = False
+    plan.step([g], [StepSettings(1.0)])
+    assert p.tolist() == [-2.5] * 3
+
+
+def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(device: SimpleNamespace) -> None:
+    p, memory = torch.zeros(3), HostMemory(torch.device("cpu"))
+    plan = NativeStepPlan(StepTensors("sgd", [[p]], [0], [torch.zeros(())]), memory)
+    plan.step([torch.ones(3)], [StepSettings(1.0)])
+    device.capturing, half = True, torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="gradients have moved"):
+        plan.step([half], [StepSettings(1.0)])
+    device.capturing = False
+    plan.step([half], [StepSettings(1.0)])
+    assert p.tolist() == [-2.0] * 3
 
 
 def test_addresses_among_doubles_are_compared_as_bits(device: SimpleNamespace) -> None:

@@ -340,6 +340,7 @@ OF_SGD = [
     (hdet.Betas(), "SGD have no 'betas': leave the knob out"), (hdet.Eps(), "SGD have no 'eps': leave the knob out"),
     (hdet.GroupValue("rho"), "have no 'rho'"), (hdet.GroupValue("nesterov"), "which is no number"),
     (hdet.GroupValue("dampening"), "begin above 0"),
+    (hdet.WeightDecay(), r"no parameter group has a weight_decay to explore.*begin above 0 .*trainers is 0"),
 ]  # fmt: skip
 
 

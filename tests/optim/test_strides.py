@@ -54,6 +54,19 @@ def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
     assert all(t.stride() == conv(ours).stride() for t in state.values() if t.dim() == 4)
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_muon_steps_convolutions_by_adamw(max_grad_norm: float | None) -> None:
+    trained = []
+    for channels_last in (False, True):
+        net = model(channels_last)
+        optimizer = hdet.FusedMuon(
+            net.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.dim() == 2, max_grad_norm=max_grad_norm, adamw_lr=1e-2
+        )
+        trained.append(train(net, optimizer))
+    for a, b in zip(*(net.parameters() for net in trained), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"master_weights": "fp32"}, {"master_weights": "split"}, {"moment_dtype": torch.bfloat16}, {"moment_dtype": "8bit"}],
@@ -123,6 +136,28 @@ def test_replicas_and_their_mean() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_line_begins_at_masters_that_lie_otherwise() -> None:
+    """A model that becomes channels_last after its state has been loaded."""
+    before = nn.Parameter(torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1)).bfloat16())
+    stored = hdet.FusedAdamW([before], lr=1e-2, weight_decay=0.0, master_weights="fp32")
+    before.grad = torch.ones_like(before)
+    stored.step()
+    made = []
+    for channels_last in (False, True):
+        param = nn.Parameter(before.detach().clone())
+        sets = [param, param.detach().clone()]
+        optimizer = hdet.FusedAdamW([param], lr=1e-2, weight_decay=0.0)
+        optimizer.set_replicas(2, lambda p, sets=sets: sets, storage="displacement")
+        optimizer.load_state_dict(copy.deepcopy(stored.state_dict()))
+        if channels_last:
+            for tensor in sets:
+                tensor.data = tensor.data.to(memory_format=torch.channels_last)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        made.append([*sets, optimizer.state[param]["base"]])
+    assert all(map(torch.equal, *made))
+
+
 def test_a_gradient_that_lies_otherwise_is_refused_by_name() -> None:
     net = model()
     optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
@@ -132,6 +167,15 @@ def test_a_gradient_that_lies_otherwise_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"gradient of parameter 0 has the strides \(27, 9, 3, 1\).*\(27, 1, 9, 3\).*memory_format"):
         optimizer.step()
     assert torch.equal(weight, before)
+
+
+def test_copies_that_lie_otherwise_are_refused_when_they_are_given() -> None:
+    net = model()
+    optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
+    sets = {p: [p, p.detach().contiguous().clone()] for p in net.parameters()}
+    with pytest.raises(ValueError, match=r"copy 1 of .* strides \(27, 9, 3, 1\), the parameter \(27, 1, 9, 3\): .*clone"):
+        optimizer.set_replicas(2, lambda p: sets[p])
+    assert optimizer.num_replicas == 1
 
 
 def test_memory_with_gaps_is_refused_as_before() -> None:

@@ -158,8 +158,11 @@ def test_resume_by_state_dict(case, first, tmp_path):
 def test_state_is_plain_data(case):
     """No optimizer, bound method, tensor or class of ours inside: numbers, strings, lists and dicts alone."""
     toy = Toy(case.optimizer)
+    every = min(2, case.steps // 2)  # a run of one cycle is warned of
     with pytest.warns(UserWarning, match="one replica"):
-        scheduler = hdet.OneCycleAutoLR(toy.optimizer, **case.arguments, model_sync_interval=2, enable_auto_lr=True, auto_lr_warmup_steps=0)
+        scheduler = hdet.OneCycleAutoLR(
+            toy.optimizer, **case.arguments, model_sync_interval=every, enable_auto_lr=True, auto_lr_warmup_steps=0
+        )
     if case.steps > 2:
         for _ in range(3):
             scheduler.step(toy.step())
@@ -199,3 +202,11 @@ def test_callers_tensors_are_not_kept():
         scheduler.step()
     after = [{key: group[key] for key in before[0]} for group in toy.optimizer.param_groups]
     assert exact([list(group.values()) for group in after]) == exact([list(group.values()) for group in before])
+
+
+@pytest.mark.parametrize("wrong", ["AutoLR", hdet.AutoLR, hdet.SoftmaxController])
+def test_a_controller_that_is_none_is_refused_by_name_with_several_groups(wrong):
+    toy = Toy(CASES[0].optimizer)
+    toy.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1e-3})
+    with pytest.raises(TypeError, match="controller must be an object"):
+        hdet.OneCycleAutoLR(toy.optimizer, 1e-3, 10, controller=wrong)

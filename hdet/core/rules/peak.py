@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..controller import Controller
 from ..evidence import Evidence
 from ..plan import Decision
-from ..schema import FLAG, Kind, ListOf, Number
+from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, read
 from ..validate import within
 
 __all__ = ["LARGEST_T", "PeakController", "gated", "ratio"]
 
 LARGEST_T = 1e3
 """t is cut here: where the evidence does not scatter at all, any slope would be infinitely significant."""
+ENOUGH = 2
+"""Decisions near the peak. With fewer next to nothing can be corrected: a probe's rise needs two."""
 
 
 class PeakController(Controller):
     """Votes move a correction only near the schedule's peak: from ``begin`` of it on the way up to ``end`` of it on the way down.
 
     Before, the value is low on purpose and every vote says "higher"; after, a lower value is the point of the schedule. Once the
-    schedule has fallen below ``end`` the rule is idle. The correction multiplies the schedule and stays within [1 / bound, bound].
+    schedule has fallen below ``end`` the rule is idle, also where the peak lay within one cycle. If fewer than two decisions came before, it
+    warns. The correction multiplies the schedule and stays within [1 / bound, bound].
     """
 
     state_keys: Mapping[str, Kind] = {"warm": ListOf(FLAG, "seen"), "phase": ListOf(Number(), "seen")}
@@ -29,6 +34,8 @@ class PeakController(Controller):
     """[knob]: has the schedule been near its peak?"""
     phase: list[float]
     """[knob]: scheduled / peak when last seen."""
+    looks: list[int]
+    """[knob]: decisions near the peak; `ENOUGH` also where it was said that there were fewer."""
 
     def __init__(self, step: float, dead: float, scale: float, begin: float, end: float, bound: float, freeze_after: float | None) -> None:
         super().__init__(freeze_after)
@@ -50,18 +57,38 @@ class PeakController(Controller):
     def decide(self, evidence: Evidence) -> list[Decision]:
         """Where the schedule is now, then the rule's `vote`."""
         self.observe(evidence)
+        self.looks = [count + self.counts(k) for k, count in enumerate(self.looks)]
         return self.vote(evidence)
 
     def observe(self, evidence: Evidence) -> None:
         """Where the schedule is now: also where another controller decides, so that its peak is not missed."""
         if not self.warm:
             self.begin_run(len(evidence.knobs))
-        self.phase = [now / top if top > 0 else 1.0 for now, top in zip(evidence.scheduled, evidence.peak, strict=True)]
-        self.warm = [w or p >= self.begin for w, p in zip(self.warm, self.phase, strict=True)]
+        self.phase = _parts(evidence.scheduled, evidence.peak)
+        reached = _parts(evidence.highest or evidence.scheduled, evidence.peak)
+        self.warm = [w or p >= self.begin for w, p in zip(self.warm, reached, strict=True)]
+        missed = [k for k, count in enumerate(self.looks) if self.warm[k] and self.phase[k] < self.end and count < ENOUGH]
+        if missed and not self.frozen:
+            self.looks = [ENOUGH if k in missed else count for k, count in enumerate(self.looks)]
+            warnings.warn(
+                f"the schedule of {', '.join(evidence.knobs[k] for k in missed)} has fallen below {self.end:.0%} of its peak before the controller "
+                f"{self.name!r} has decided twice near it, which it does once in {evidence.sync_interval} steps: it rests from now on. Make cycles "
+                f"shorter, sync=hdet.Sync(...), so that two or more end between {self.begin:.0%} of the peak on the way up and {self.end:.0%} on the "
+                "way down",
+                stacklevel=2,
+            )
 
     def begin_run(self, knobs: int) -> None:
         """The state at the first decision, when the number of knobs is known; without knobs, that before it."""
-        self.warm, self.phase = [False] * knobs, [0.0] * knobs
+        self.warm, self.phase, self.looks = [False] * knobs, [0.0] * knobs, [0] * knobs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "looks": list(self.looks)}
+
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        values = super().check_state(state, knobs)
+        seen = len(values["warm"])
+        return {**values, **read(state, {"looks": Or(ListOf(COUNT, seen), [ENOUGH] * seen)}, f"{type(self).__name__}'s")}  # or older
 
     def vote(self, evidence: Evidence) -> list[Decision]:
         """One Decision per knob, by `decision`, or with `turn` for its factor."""
@@ -85,6 +112,11 @@ class PeakController(Controller):
         # Where something else (a cycle taken back) has put it outside, it may come back by moves of its own only.
         then = min(now + move, max(limit, now)) if move > 0 else max(now + move, min(-limit, now))
         return math.exp(then - now)
+
+
+def _parts(values: Sequence[float], peaks: Sequence[float]) -> list[float]:
+    """[knob]: of its peak."""
+    return [value / peak if peak > 0 else 1.0 for value, peak in zip(values, peaks, strict=True)]
 
 
 def ratio(slope: float, error: float) -> float:

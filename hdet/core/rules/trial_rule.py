@@ -20,11 +20,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
-from ..schema import COUNT, FLAG, Kind, ListOf, Number, Row
+from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row, read
 from ..validate import within
 
 __all__ = ["TRIALS", "Round", "TrialRule"]
@@ -110,6 +111,7 @@ class TrialRule(Controller):
 
     name = "auto"
     needs_replicas = False
+    plans_lengths = True
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
@@ -146,10 +148,14 @@ class TrialRule(Controller):
         """The step from which on the rate is the one that was decided: it rises in a straight line, and a check in between would be of the old one."""
         self.found: list[list[float]] = []
         """By check: between which rates the best peak is said to lie."""
+        self.edge = 0.0
+        """The rate of the arm that was the best in the last check, if it was the highest or the lowest one; else 0."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
         """The training loss of the first cycle, when there has been one."""
+        self._total = 0
+        """Steps of the run; 0 until that is known."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
 
@@ -169,20 +175,36 @@ class TrialRule(Controller):
 
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
+        if not self._total:
+            return "trials, when the length of the run is known"
         if not self.rounds:
-            return "too short a run for trials: the rate stays"
+            return self._too_short()
         if self.peaks:
             yours, now = self.peaks[-1]
-            between = "".join(f"best peak {low:.2g} to {high:.2g}; " for low, high in self.found[-1:])
+            between = f"{self._between()}; " if self.found else ""
             what = "kept" if now == yours else f"now {now:.2g}"
             return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
         at = [math.ceil(one.at * self._total) for one in self.rounds]
         return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute"
 
+    def _too_short(self) -> str:
+        """Why there are no rounds, and what would help."""
+        least = 3 * self._cost(ENOUGH)
+        steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self._total) / 100
+        says = f"too short a run for trials, the rate stays: {self._total} steps are below {steps}. Train longer"
+        # A trial is a part of the run that is left, too.
+        return f"{says}, or pass budget={budget:g}" if budget < 1 and LONGEST * (1 - ALONE.at) * self._total >= FEWEST else says
+
     def restart(self, now: Moment) -> None:
         """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once."""
         self._resumed = self.used > 0
         self._spend()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "edge": self.edge}
+
+    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
+        return {**super().check_state(state, knobs), **read(state, {"edge": Or(Number(0), 0.0)}, "TrialRule's")}  # or older
 
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
@@ -291,7 +313,7 @@ class TrialRule(Controller):
 
     def _look_at_schedule(self, evidence: Evidence) -> None:
         first = self._rates[0]
-        self.risen = self.risen or evidence.scheduled[first] >= RISEN * evidence.peak[first]
+        self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
         """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
@@ -331,11 +353,20 @@ class TrialRule(Controller):
         else:
             self._next()
         now = peak * 2.0**moved
-        low, high = now / 2.0**WITHIN, now * 2.0**WITHIN
-        self.found.append([low, high])
+        self.found.append([now / 2.0**WITHIN, now * 2.0**WITHIN])
+        self.edge = peak * 2.0**octave if octave else 0.0
         was = f"{peak * 2.0**octave:.2g} was the best" if octave else "no other was better"
         what = f"now {now:.2g}" if moved else "kept"
-        return moved, f"best peak {low:.2g} to {high:.2g}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
+        return moved, f"{self._between()}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
+
+    def _between(self) -> str:
+        """Where the last check says that the best peak lies. Beyond an arm nothing was tried, so nothing is said."""
+        low, high = self.found[-1]
+        if not self.edge:
+            return f"best peak {low:.2g} to {high:.2g}"
+        if self.edge**2 > low * high:
+            return f"best peak {low:.2g} to {self.edge:.2g} or more (higher was not tried)"
+        return f"best peak {self.edge:.2g} to {high:.2g} or less (lower was not tried)"
 
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""

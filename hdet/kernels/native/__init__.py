@@ -97,6 +97,9 @@ class Memory:
     def note(self, table: Tensor, placed: Tensor) -> None:
         """There is nothing to remember."""
 
+    def is_captured(self, placed: Tensor) -> bool:
+        return False
+
     def replayed(self, placed: Tensor) -> Tensor | None:
         """Nothing here is captured."""
         return None

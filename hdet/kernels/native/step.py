@@ -32,6 +32,7 @@ class NativeStepPlan:
         self.count = len(tensors.params[0])
         self.gradients = native._C.Gradients(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), list(tensors.params[0]))
         self.gradient_types = [native.DTYPES[param.dtype] for param in tensors.params[0]]  # as gradients mostly are
+        self._retyped = False  # the chunks' formats have changed, and the device does not know it
         self.chunks = self._chunks()
         self.placed_chunks = memory.place(self.chunks)
         self._describe()
@@ -164,9 +165,15 @@ class NativeStepPlan:
         types = [0 if g is None else native.DTYPES[g.dtype] for g in gradients] if unusual else self.gradients.types
         types = [new or old for new, old in zip(types, self.gradient_types, strict=True)]
         if types != self.gradient_types:  # rare: at the first step, if at all
-            self.gradient_types = types
+            self.gradient_types, self._retyped = types, True
             self.chunks.copy_(self._chunks())
-            self.memory.refresh(self.chunks, self.placed_chunks)
+        if self._retyped:  # perhaps by an earlier call, which was refused under capture
+            if self.memory.is_captured(self.placed_chunks):  # a replay goes on with the gradients that it was captured with
+                self.placed_chunks = self.memory.place(self.chunks)
+                self.plan.chunks = self.placed_chunks.data_ptr()
+            else:
+                self.memory.refresh(self.chunks, self.placed_chunks)
+            self._retyped = False
 
     def _take_options(self, options: StepOptions) -> None:
         plan = self.plan

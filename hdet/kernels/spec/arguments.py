@@ -31,8 +31,10 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def check_tensor(tensor: object, name: str, device: torch.device, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
-    """Accepts a dense, contiguous tensor of one of the dtypes with memory on `device`."""
+def check_tensor(
+    tensor: object, name: str, device: torch.device, dtypes: Sequence[torch.dtype] = FLOATS, any_strides: bool = False
+) -> None:
+    """Accepts a dense, contiguous tensor (or one of any strides) of one of the dtypes with memory on `device`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if is_traceable_wrapper_subclass(tensor):
@@ -43,7 +45,7 @@ def check_tensor(tensor: object, name: str, device: torch.device, dtypes: Sequen
         raise TypeError(f"{name} has the dtype {tensor.dtype}; it must be {_listed(dtypes)}: use .to({dtypes[0]})")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, but the first tensor is on {device}; one call works on one device")
-    if not tensor.is_contiguous():
+    if not (any_strides or tensor.is_contiguous()):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): use .contiguous()")
     if tensor.is_neg():
         raise ValueError(f"{name} is a negated view, whose memory holds the opposite of what it stands for: use .resolve_neg()")
@@ -219,13 +221,15 @@ def check_replicas(params: Sequence[Sequence[Tensor]], masters: Sequence[Column]
     check_apart(named)
 
 
-def _check_master_column(params: Sequence[Tensor], masters: Column, k: int, num_replicas: int) -> list[tuple[str, Tensor]]:
+def _check_master_column(
+    params: Sequence[Tensor], masters: Column, k: int, num_replicas: int, any_strides: bool = False
+) -> list[tuple[str, Tensor]]:
     if len(masters) != len(params):
         whose = f"masters of replica {k}" if num_replicas > 1 else "masters (or lower halves)"
         raise ValueError(f"{whose} has {len(masters)} entries, but there are {len(params)} tensors")
     named = [(i, f"master of {_of(i, k, num_replicas)}", master) for i, master in enumerate(masters) if master is not None]
     for i, name, master in named:
-        check_tensor(master, name, params[i].device, MASTER_TYPES)
+        check_tensor(master, name, params[i].device, MASTER_TYPES, any_strides)
         check_same_shape(master, params[i], name, "the parameter")
     _check_masters(params, masters, k, num_replicas)
     return [(name, master) for _, name, master in named]
@@ -249,10 +253,10 @@ def check_pairs(
         check_same_shape(destination, source, f"destination {i}", "its source")
     written = [(f"destination {i}", tensor) for i, tensor in enumerate(destinations)]
     if masters is not None:
-        written += _check_master_column(destinations, masters, 0, 1)
+        written += _check_master_column(destinations, masters, 0, 1, any_layout)
     read = [(f"source {i}", tensor) for i, tensor in enumerate(sources)]
     if source_lowers is not None:
-        read += _check_master_column(sources, source_lowers, 0, 1)
+        read += _check_master_column(sources, source_lowers, 0, 1, any_layout)
         for i, lower in enumerate(source_lowers):
             if lower is not None and lower.dtype != torch.int16:
                 raise TypeError(

@@ -59,6 +59,7 @@ class DeviceMemory:
         self.device = device
         self._tables: list[Tensor] = []
         self._bits: dict[int, Tensor] = {}  # by the table's address on the device
+        self._unsure: set[int] = set()  # tables that somebody began to bring there: an exception may have come between
         self._launched: set[Hashable] = set()
         self._streams: set[int] = set()  # those that have used the tables
         self._captured = 0  # so many of the first tables may be read by a CUDA graph
@@ -85,22 +86,29 @@ class DeviceMemory:
             self.note(table, placed)
 
     def differs(self, table: Tensor, placed: Tensor) -> bool:
-        """Whether `table` is not what place() returned for it, on the device. Raises RuntimeError if so under capture, when nothing can be
-        brought there."""
-        mirror = self._bits.get(placed.data_ptr())
+        """Whether `table` may not be what place() returned for it, on the device: then it is to be brought there, and `note` follows. Raises
+        RuntimeError if so under capture, when nothing can be."""
+        place = placed.data_ptr()
+        mirror = None if place in self._unsure else self._bits.get(place)
         if mirror is not None and torch.equal(_bits(table), mirror):
             return False
         if _capturing(self.device):
             _refuse("gradients have moved, or hyperparameters have changed, since the last step")
+        self._unsure.add(place)
         return True
 
     def note(self, table: Tensor, placed: Tensor) -> None:
         """The device has this table now, or a copy or a kernel that brings it is on its way."""
         self._bits[placed.data_ptr()] = _bits(table).clone()
+        self._unsure.discard(placed.data_ptr())
+
+    def is_captured(self, placed: Tensor) -> bool:
+        """Has a CUDA graph captured what place() returned?"""
+        return any(table is placed for table in self._tables[: self._captured])
 
     def replayed(self, placed: Tensor) -> Tensor | None:
         """A copy in host memory of what place() returned, if a CUDA graph has captured it and none is being captured now; else None."""
-        if not any(table is placed for table in self._tables[: self._captured]) or _capturing(self.device):
+        if not self.is_captured(placed) or _capturing(self.device):
             return None
         return self._bits[placed.data_ptr()].view(placed.dtype).clone()
 

@@ -326,3 +326,13 @@ def test_a_captured_step_is_replayed_with_its_own_gradients_and_todays_settings(
     expected = before[0] - 0.5 * settings[0].multipliers[0] * gradients[0] / (gradients[0].abs() + 1)
     torch.testing.assert_close(problem.tensors.params[0][0], expected)
     assert torch.equal(problem.tensors.params[0][1], before[1])
+
+
+def test_a_captured_step_is_replayed_with_the_formats_of_its_own_gradients() -> None:
+    _, plan, gradients, settings = prepared()
+    state.capturing = True
+    plan.step(gradients, settings)
+    state.capturing = False
+    captured, formats = plan.placed_chunks, plan.placed_chunks.clone()
+    plan.step([g.bfloat16() for g in gradients], settings)
+    assert torch.equal(captured, formats) and plan.plan.chunks == plan.placed_chunks.data_ptr() != captured.data_ptr()
