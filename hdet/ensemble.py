@@ -162,6 +162,7 @@ class Ensemble:
         first, local = self.replicas.local[0], sync.gradients == "local"
         self._take_writes = partial(self.schedule.take_writes, self.engine)
         self._fan_out = FanOut(optimizer, self.knobs, first, self._on_cycle_start, skippable=local, take_writes=self._take_writes)
+        self._fan_out.begun = self.engine.step > 0
         self.replicas.attach(optimizer)
         self._begin_cycle()
 
@@ -570,6 +571,7 @@ class Ensemble:
         self._agreement.reset()
         self._lockstep, self.parted = self.replicas.count == 1, False
         self._fan_out.unknown(rewrite=lambda: self.schedule.write(self.engine))
+        self._fan_out.begun = self.engine.step > 0
         self.weights.loaded()
         self._snapshots.forget()
         self._panel.restart()

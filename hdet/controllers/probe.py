@@ -80,6 +80,18 @@ class ProbeController(RuledController):
         super().start(run)
         self.cycles = self._cycles(run)
 
+    def report(self) -> str:
+        """How often it probes; or that it rests."""
+        if self.rule.report() or not isinstance(self.rule, ProbeRule):
+            return self.rule.report()
+        if self.idle:
+            return "rests: nothing is measured any more, and what was found stays in force"
+        every = "cycle" if self.cycles == 1 else f"{self.cycles} cycles"
+        return (
+            f"all replicas score {self.losses.chunks} mini-batches once in every {every}; a value moves where |t| is above {self.rule.dead:g}, while the "
+            "schedule is near its peak"
+        )
+
     def plan(self, now: Moment) -> Plan:
         return self.rule.plan(now) if self.idle else replace(self.rule.plan(now), measure={PROBE: {"cycles": self.cycles}})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
-from .common import SCALED, losses_anew, needs_closure, require
+from .common import SCALED, losses_anew, needs_closure, require, states, step
 
 __all__ = ["Prepared", "prepare"]
 
@@ -107,7 +108,7 @@ class Prepared:
             batches, self._batches = self._batches, []
             # Of local replicas a scaler may skip one's step alone: they stay in step only if each counts each.
             if self._local or not self.accelerator.optimizer_step_was_skipped:
-                self.ensemble.step(closure=None if self.losses is None else partial(self._anew, batches))
+                step(self.ensemble, closure=None if self.losses is None else partial(self._anew, batches))
 
     def converge(self) -> None:
         """See `Ensemble.converge`; nothing where replicas are known to be equal."""
@@ -115,13 +116,22 @@ class Prepared:
             self.ensemble.converge()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Ensemble.state_dict`."""
-        return self.ensemble.state_dict()
+        """See `Ensemble.state_dict`; and on how many processes it was saved."""
+        [state] = states([self.ensemble])
+        return {**state, "processes": self.accelerator.num_processes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Ensemble.load_state_dict`."""
+        """See `Ensemble.load_state_dict`. Warns where a prepared scheduler has counted the steps of another number of processes."""
         self._batches = []
         self.ensemble.load_state_dict(state)
+        before, now, scheduler = state.get("processes"), self.accelerator.num_processes, self.ensemble.schedule.scheduler
+        if before not in (None, now) and isinstance(scheduler, accelerate.scheduler.AcceleratedScheduler) and not scheduler.split_batches:
+            warnings.warn(
+                f"the checkpoint was saved on {before} processes, and this run has {now}: accelerate steps a prepared scheduler once for each process, "
+                f"so its schedule stands at {before} times the steps done, and ends at another step than planned. Give the Ensemble torch's "
+                "scheduler, which accelerator.prepare has not had, in both runs: it counts steps of the optimizer",
+                stacklevel=2,
+            )
 
     def _anew(self, batches: list[Any]) -> torch.Tensor:
         accelerator, model, losses = self.accelerator, self.model, self.losses

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 from ..core.controller import Controller
 from ..ensemble import Ensemble
 
-__all__ = ["SCALED", "attributes_kept", "check_settings", "converge", "load", "losses_anew", "make", "needs_closure", "numbers", "require"]
+__all__ = [
+    "SCALED", "attributes_kept", "check_settings", "converge", "load", "losses_anew", "make", "needs_closure", "numbers", "require", "states", "step",
+]  # fmt: skip
 
 
 def require(name: str) -> Any:
@@ -30,7 +33,11 @@ def require(name: str) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Before anything is made. Raises TypeError for a setting that an Ensemble does not have, or that the framework gives it."""
+    """Before anything is made. Raises TypeError for what are no settings, and for one that an Ensemble does not have, or that the framework gives
+    it."""
+    if not isinstance(settings, Mapping):
+        name = settings.__name__ if isinstance(settings, type) else type(settings).__name__
+        raise TypeError(f"the settings of an hdet.Ensemble must be a dict by name, such as {{'controller': hdet.AutoLR}}, got {name}")
     known = inspect.signature(Ensemble).parameters.keys() - {"optimizer", "scheduler"}
     unknown = sorted(settings.keys() - known)
     if unknown:
@@ -149,12 +156,46 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None)))
 
 
-# -- what is logged --------------------------------------------------------------------------------------------------------
+# -- a step, and what is logged ----------------------------------------------------------------------------------------------
+
+_FOUND: WeakKeyDictionary[Ensemble, dict[str, float]] = WeakKeyDictionary()
+"""What the last cycle that has measured something has found, as `numbers` gives it: a framework logs when it likes."""
+
+
+def step(ensemble: Ensemble, *args: Any, **kwargs: Any) -> None:
+    """`Ensemble.step`. Each move that a cycle's end brings is told, unless the controller does so itself."""
+    before = ensemble.history
+    ensemble.step(*args, **kwargs)
+    record = ensemble.history
+    if record is None or record is before:
+        return
+    by_knob = {f"hdet/{kind}/{knob}": x for kind in _MEASURED for knob, x in record[kind].items() if x is not None}
+    if by_knob:
+        _FOUND[ensemble] = {name: float(x) for name, x in by_knob.items()}
+    for knob, decision in zip(record["values"], record["record"]["decisions"], strict=True):
+        moved = decision["factor"] != 1 or decision["value"] is not None
+        if moved and not any(note.startswith(f"{knob}: ") for note in record["notes"]):
+            ensemble.tell(f"hdet, step {record['step']}: {_moved(record, knob, decision)}")
+
+
+_MEASURED = ("slopes", "errors", "t")
+"""Of a record, by knob; None where the cycle has not measured."""
+
+
+def _moved(record: Mapping[str, Any], knob: str, decision: Mapping[str, Any]) -> str:
+    """In words."""
+    slope, error, t = (record[kind][knob] for kind in _MEASURED)
+    why = [f"slope {slope:.3g}"] if slope is not None else []
+    why += [f"error {error:.3g}"] if error is not None else []
+    why += [f"t {t:.3g}"] if t is not None else []
+    how = f"times {decision['factor']:.4g}, " if decision["factor"] != 1 else ""
+    found = f" ({', '.join(why)})" if why else ""
+    return f"{knob}: {how}base value {record['values'][knob]:.4g}, correction {record['corrections'][knob]:.4g}{found}"
 
 
 def numbers(*ensembles: Ensemble, values: bool = False) -> dict[str, float]:
     """For a framework's log, by the names of `hdet.logging`, of one optimizer or of several: what a base value is corrected by, and this replica's
-    multiplier of it; with ``values`` the base value in force, too, where the framework does not log it."""
+    multiplier of it; what the controller has measured last; with ``values`` the base value in force, too, where the framework does not log it."""
     found: dict[str, float] = {}
     for number, ensemble in enumerate(ensembles):
         several = f"optimizer {number}/" if len(ensembles) > 1 else ""
@@ -164,6 +205,7 @@ def numbers(*ensembles: Ensemble, values: bool = False) -> dict[str, float]:
             **({"values": ensemble.values()} if values else {}),
         }
         found |= {f"{several}hdet/{kind}/{knob}": float(value) for kind, of in by_kind.items() for knob, value in of.items()}
+        found |= {f"{several}{name}": value for name, value in _FOUND.get(ensemble, {}).items()}
         found[f"{several}hdet/cycle"] = float(ensemble.cycle)
     return found
 
@@ -173,3 +215,17 @@ def converge(ensembles: Iterable[Ensemble]) -> None:
     for ensemble in ensembles:
         if not ensemble.in_sync:
             ensemble.converge()
+
+
+def states(ensembles: Iterable[Ensemble]) -> list[dict[str, Any]]:
+    """For a framework's checkpoint. A run that goes on from it without hdet cannot be warned, so this says what it will lack."""
+    found = []
+    for ensemble in ensembles:
+        for knob, correction in ensemble.corrections.items():
+            if correction != 1:
+                ensemble.tell(
+                    f"hdet, step {ensemble.engine.step}: saved with the correction {correction:.6g} of {knob}, which only hdet reads. To go on without "
+                    f"hdet, multiply your {knob} by it"
+                )
+        found.append(ensemble.state_dict())
+    return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..ensemble import Ensemble
-from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require
+from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetCallback"]
 
@@ -18,6 +20,7 @@ try:  # the same framework under two names, whose classes are different ones
 except ImportError:
     pytorch = require("pytorch_lightning")
 _Callback: Any = pytorch.Callback
+_LOG = logging.getLogger(f"{pytorch.__name__}.hdet")  # beside Lightning's own messages
 
 
 class HdetCallback(_Callback):
@@ -39,7 +42,7 @@ class HdetCallback(_Callback):
     Raises:
         TypeError: a setting that an Ensemble does not have.
         ValueError: when training begins: DeepSpeed or another strategy without replicas; with an AutoLR: several optimizers, float16, manual
-            optimization without ``losses``.
+            optimization without ``losses``, ReduceLROnPlateau.
     """
 
     def __init__(self, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
@@ -70,13 +73,15 @@ class HdetCallback(_Callback):
             trainer.optimizers,
             [{**length, **self.settings}] * len(trainer.optimizers),
             pl_module,
-            tell=pytorch.utilities.rank_zero_info,
+            tell=_tell,
             first=trainer.is_global_zero,
             states=self._states,
             no_copies={
                 f"{SCALED} 'bf16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
                 "scores batches, and a training_step that optimizes by hand cannot: pass losses=": self.losses is None
                 and not pl_module.automatic_optimization,
+                "trains copies of the run to the end of their schedule, and ReduceLROnPlateau has none, but steps by a metric: use a schedule of "
+                "steps": any(isinstance(config.scheduler, ReduceLROnPlateau) for config in trainer.lr_scheduler_configs),
             },
         )
         self._states, self._batches, self._steps = [], [], trainer.global_step
@@ -113,7 +118,7 @@ class HdetCallback(_Callback):
         self._steps = trainer.global_step
         batches, self._batches = self._batches, []
         for ensemble in self.ensembles:
-            ensemble.step(closure=lambda: self._anew(trainer, pl_module, batches))
+            step(ensemble, closure=lambda: self._anew(trainer, pl_module, batches))
         pl_module.log_dict(numbers(*self.ensembles, values=True), on_step=True, on_epoch=False)
 
     def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor:
@@ -143,7 +148,7 @@ class HdetCallback(_Callback):
         converge(self.ensembles)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ensembles": [ensemble.state_dict() for ensemble in self.ensembles]} if self.ensembles else {}
+        return {"ensembles": states(self.ensembles)} if self.ensembles else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._states = list(state_dict["ensembles"])
@@ -157,6 +162,17 @@ class HdetCallback(_Callback):
             save(*args, **kwargs)
 
         trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)
+
+
+@pytorch.utilities.rank_zero_only
+def _tell(line: str) -> None:
+    """Once: where the root logger had handlers before Lightning was imported, Lightning's messages go to its own handler and to the root's."""
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    above = _LOG
+    while above.propagate and above.parent is not None:
+        above = above.parent
+    (above if above.handlers else _LOG).handle(_LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, line, (), None))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 from ..ensemble import Ensemble
 from ..policies import Sync
 from ..replicas import Replicas
-from .common import check_settings, converge, load, make, numbers, require
+from .common import check_settings, converge, load, make, numbers, require, states, step
 
 __all__ = ["Wrapped", "wrap"]
 
@@ -125,7 +125,7 @@ class Wrapped:
                 ensemble.observe(loss, weight)
         try:
             for ensemble in self.ensembles:
-                ensemble.step(closure=None if closure is None else partial(self._anew, closure))
+                step(ensemble, closure=None if closure is None else partial(self._anew, closure))
         finally:
             self._put_back()
 
@@ -183,7 +183,7 @@ class Wrapped:
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own, and the Ensembles' beside it. After `converge`."""
-        return {**self.scheduler.state_dict(), "hdet": [ensemble.state_dict() for ensemble in self.ensembles]}
+        return {**self.scheduler.state_dict(), "hdet": states(self.ensembles)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Also one of the scheduler alone. See `Ensemble.load_state_dict`."""

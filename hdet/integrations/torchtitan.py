@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ensemble import Ensemble
 from ..replicas import Replicas
-from .common import attributes_kept, check_settings, converge, losses_anew, make, numbers, require
+from .common import attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
 
 __all__ = ["wrap"]
 
@@ -209,7 +209,7 @@ class _Driver:
     def step(self) -> None:
         parts, self._parts = self._parts, []
         for ensemble in self.ensembles:
-            ensemble.step(closure=partial(self._anew, parts))
+            step(ensemble, closure=partial(self._anew, parts))
 
     def _anew(self, parts: list[Any]) -> torch.Tensor:
         """The closure: the step's loss anew, with gradients where they are on, as the Trainer makes them."""
@@ -263,7 +263,7 @@ class _Driver:
         if not self.ensembles:
             return {"state": self._state}
         file = io.BytesIO()
-        torch.save([ensemble.state_dict() for ensemble in self.ensembles], file)
+        torch.save(states(self.ensembles), file)
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

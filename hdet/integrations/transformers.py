@@ -12,7 +12,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from .accelerate import look_again, torch_optimizer
-from .common import SCALED, attributes_kept, check_settings, losses_anew, make, numbers, require
+from .common import SCALED, attributes_kept, check_settings, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetMixin", "HdetTrainer"]
 
@@ -37,7 +37,7 @@ class HdetMixin(_Any):
     Args:
         ensemble: settings of the `hdet.Ensemble`, such as ``controller``, ``sync``, ``knobs``. ``controller`` and ``replicas`` may be
             functions of the model, as the Trainer calls it: ``hdet.AutoLR``, ``lambda model: hdet.Shadow(hdet.AutoLR(model))``.
-            ``log`` is called on the first process only.
+            ``log`` is called on the first process only. None: the Ensemble's own, which spreads the rate.
         args, kwargs: the Trainer's own.
 
     A loss is the Trainer's own: `compute_loss`, with its accumulation, tokens, label smoothing and autocast, also where it is computed anew for an
@@ -45,14 +45,23 @@ class HdetMixin(_Any):
     The Ensemble's state is in the checkpoint's ``scheduler.pt``, beside the scheduler's; a checkpoint of a plain Trainer loads, too.
 
     Raises:
-        TypeError: a setting that an Ensemble does not have.
+        TypeError: a setting that an Ensemble does not have; a class with HdetMixin behind the Trainer.
         ValueError: DeepSpeed, or another set-up without replicas; a scheduler that needs a metric; float16 with an AutoLR.
     """
 
     lr_scheduler: Any  # the Trainer's
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if _Trainer in order and order.index(_Trainer) < order.index(HdetMixin):
+            raise TypeError(
+                f"HdetMixin stands behind the Trainer in class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}), where its methods "
+                f"are not asked: write class {cls.__name__}(HdetMixin, ...)"
+            )
+
     def __init__(self, *args: Any, ensemble: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._hdet_settings = dict(ensemble or {})
+        self._hdet_settings = {} if ensemble is None else ensemble
         check_settings(self._hdet_settings)
         self._hdet: _Driver | None = None
         super().__init__(*args, **kwargs)
@@ -146,7 +155,7 @@ class _Driver:
 
     def step(self) -> None:
         assert self.ensemble is not None, "training_step comes first"
-        self.ensemble.step(self.loss, closure=self._losses)
+        step(self.ensemble, self.loss, closure=self._losses)
 
     def get_last_lr(self) -> list[Any]:
         """The base rates in force."""
@@ -155,7 +164,10 @@ class _Driver:
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own, and the Ensemble's beside it."""
         own: dict[str, Any] = self.scheduler.state_dict()
-        return own if self.ensemble is None else {**own, "hdet": self.ensemble.state_dict()}
+        if self.ensemble is None:
+            return own
+        [state] = states([self.ensemble])
+        return {**own, "hdet": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Kept until the Ensemble is made; a plain Trainer's is loaded at once."""

@@ -24,7 +24,8 @@ class FanOut:
     ``multipliers`` list, [replica][group] (hdet's fused ones), takes those of rates through it, for all sets of parameters that it steps.
     Knobs of the forward pass are moved by `exploring` only.
 
-    A step in which every group's rate is 0 moves nothing and is passed through: checkpoint libraries make an optimizer's state so.
+    A step in which every group's rate is 0 moves nothing and is passed through: checkpoint libraries make an optimizer's state so. It counts where
+    the run's own schedule begins at 0, as a warm-up may.
 
     Args:
         first_replica: number of the (first) replica that the optimizer steps, by which a fused one draws random numbers.
@@ -49,6 +50,11 @@ class FanOut:
         self._stepping = False
         self._still = True
         """Did all rates stand at 0 in the last call of `take_stepped`?"""
+        self._stood = self._scheduled = False
+        self._norm_there: torch.Tensor | None = None
+        """Has a step been passed through since then, before any other? Were its rates of 0 nobody's but the schedule's?"""
+        self.begun = False
+        """Has there been a step at another rate than 0? Later ones at 0 count nothing."""
         self._awaits_state: Callable[[], None] = lambda: None  # ends the waiting
         self._first = first_replica
         self.explored: int | None = None
@@ -77,7 +83,13 @@ class FanOut:
             return inner(*args, **kwargs)
         self._stepping = True
         try:
-            return inner(*args, **kwargs) if self._stands_still() else self._fanned_out(inner, *args, **kwargs)
+            if not self._stands_still():
+                return self._fanned_out(inner, *args, **kwargs)
+            rates = [knob for knob in self.knobs if knob.key == "lr"]
+            self._stood, self._scheduled = not self.begun, bool(rates) and not any(knob.written() for knob in rates)
+            result = inner(*args, **kwargs)
+            self._norm_there = self._norm() if self._stood else None
+            return result
         finally:
             self._stepping = False
 
@@ -111,7 +123,7 @@ class FanOut:
                     stack.enter_context(knob.fanned_out(multiplier))
             result = inner(*args, **kwargs)
         self._note_gradient()  # where a closure has made them
-        self.stepped = True
+        self.stepped = self.begun = True
         return result
 
     def _check_passed(self) -> None:
@@ -135,7 +147,10 @@ class FanOut:
 
     def _note_gradient(self) -> None:
         if self.gradient_norm is None:
-            self.gradient_norm = gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
+            self.gradient_norm = self._norm()
+
+    def _norm(self) -> torch.Tensor:
+        return gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
 
     def averaged(self) -> None:
         """Replicas have been averaged: they are equal until the next step."""
@@ -144,7 +159,7 @@ class FanOut:
     def unknown(self, rewrite: Callable[[], None]) -> None:
         """Parameters may have been loaded: nothing is known of them, and earlier steps do not count. If the optimizer's state is loaded later,
         ``rewrite`` replaces its values by those of this run."""
-        self.moved, self._cycle_started, self.stepped = True, False, False
+        self.moved, self._cycle_started, self.stepped, self._stood = True, False, False, False
         self._awaits_state()
         self._awaits_state = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite()).remove
 
@@ -190,15 +205,23 @@ class FanOut:
     def take_stepped(self) -> bool:
         """Is there a step to count since the last call?"""
         stepped, self.stepped = self.stepped, False
-        if not self._skippable:
+        stood, self._stood = self._stood, False
+        if stepped or not (stood or self._skippable):
+            self._still = self._skippable and self._stands_still()
             return stepped
         # Of a step that was skipped nobody knows at which rate it would have been: the one that the last call has left, or today's.
         before, self._still = self._still, self._stands_still()
-        if stepped or (before and self._still):
-            return stepped
-        self._leave()
-        self.moved = True  # others have done the step
-        return True
+        if self._skippable:
+            counts = not (before and self._still and self.begun)
+        else:  # a checkpoint library has put its rates of 0 there, and the schedule's back
+            counts = self._scheduled or self._still
+        if counts:
+            self._leave()
+            self.moved = True  # others may have done the step
+            self.begun = self.begun or not (stood or self._still)
+            if self.gradient_norm is None:
+                self.gradient_norm = self._norm_there
+        return counts
 
     def close(self) -> None:
         """Multipliers are 1 from now on, and the wrapper is gone; if somebody has wrapped it in turn it stays without effect."""

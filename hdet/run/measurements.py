@@ -62,7 +62,10 @@ class Panel:
     def check_closure(self, closure: Closure | None) -> None:
         """Raises TypeError for a closure that is none, and for a step without one where it is needed; in the first step also where it will be."""
         if closure is not None and not callable(closure):
-            raise TypeError(f"closure must be a function, got {type(closure).__name__}: {COMPUTES}")
+            raise TypeError(
+                f"closure must be a function, got {type(closure).__name__}: {COMPUTES}. A loop with accelerate steps what "
+                "hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses) gives, with the batch"
+            )
         if closure is not None or (self._engine.step and not self._engine.plan.measure):
             return
         controller = self._engine.controller

@@ -77,7 +77,7 @@ class Schedule:
             for knob in self._moved:
                 knob.show_schedule()
             self.scheduler.step()
-            self._left = position(self.scheduler)
+            self._left = self._position()
             for knob in self._moved:
                 knob.take_schedule()
             self.note()
@@ -87,7 +87,7 @@ class Schedule:
         before, self._left = self._left, None
         if before is None or self._elsewhere is None:
             return
-        self._elsewhere = self._elsewhere + 1 if position(self.scheduler) > before else 0
+        self._elsewhere = self._elsewhere + 1 if self._position() > before else 0
         if self._elsewhere > 1:
             self._elsewhere = None
             warnings.warn(
@@ -95,6 +95,10 @@ class Schedule:
                 "Step it in one place only",
                 stacklevel=4,
             )
+
+    def _position(self) -> tuple[int, ...]:
+        """Of the scheduler; of a framework's, such as accelerate's, that of torch's inside of it."""
+        return sum(map(position, self._others.own_parts()), ())
 
     def write(self, engine: Engine) -> None:
         """Leave the corrected base values in their places. Rates come first: a product's decay follows its rate's correction."""

@@ -105,6 +105,10 @@ class TorchSchedulers:
         if self._own is None:
             built = self._optimizer is not None and any("initial_lr" in group for group in self._optimizer.param_groups)
             return self._alive() if built else []
+        return self.own_parts()
+
+    def own_parts(self) -> list[Any]:
+        """The Ensemble's own scheduler, and what it holds, if its class is a framework's."""
         return [self._own] if isinstance(self._own, LRScheduler) else [self._own, *_parts(getattr(self._own, "__dict__", {}).values())]
 
     # -- who there is ----------------------------------------------------------------------------------------------------

@@ -88,6 +88,25 @@ class Halved(hdet.Controller):
         return "halves once"
 
 
+class Measured(hdet.Controller):
+    """Halves the rate at the first cycle's end without a word, and says what it has measured there and at the second's."""
+
+    name = "measured"
+    needs_replicas = False
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        cycle = evidence.cycle
+        if cycle > 1:
+            return [hdet.Decision() for _ in evidence.knobs]
+        return [hdet.Decision(factor=(0.5, 1.0)[cycle], slope=0.25 + cycle, error=0.05, t=(5.0, 1.5)[cycle]) for _ in evidence.knobs]
+
+
+MOVED = "lr: times 0.5, base value {value:.4g}, correction 0.5 (slope 0.25, error 0.05, t 5)"
+"""What is told of it, after the step."""
+MEASURED = {"hdet/slopes/lr": 1.25, "hdet/errors/lr": 0.05, "hdet/t/lr": 1.5}
+"""What metrics have of it from the second cycle's end on."""
+
+
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """``function(*args)`` in this process, or on several ranks in an environment as torchrun makes it; the results by rank."""
     if world == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import hdet
 
-from .frameworks import Halved, accelerate_reset, equal, example, needs, on_ranks, weights
+from .frameworks import MOVED, Halved, Measured, accelerate_reset, equal, example, needs, on_ranks, weights
 
 needs("accelerate")
 import accelerate
@@ -293,6 +294,55 @@ def test_cycles_go_to_the_accelerators_trackers_and_notes_to_its_log(caplog: pyt
     assert [record.getMessage() for record in caplog.records] == ["[RANK 0] hdet, halved: halves once", "[RANK 0] hdet, step 5: lr: halved"]
 
 
+def test_moves_are_told_in_accelerates_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "accelerate.hdet")
+    with accelerate_reset():
+        loop = Loop({**SPREAD, "controller": Measured()}).train(STEPS)
+        moved = MOVED.format(value=0.5 * Loop(None).train(EVERY + 1).rates[-1])
+    assert [record.getMessage() for record in caplog.records] == [f"[RANK 0] hdet, step 5: {moved}"]
+    assert loop.ensemble.corrections["lr"] == 0.5
+
+
+def _double(prepared: bool) -> list[str]:
+    """The old scheduler.step() is left in the loop."""
+    loop = Loop({"knobs": [hdet.LearningRate(0)]}, prepared=prepared)
+    inner = loop.ensemble.step
+
+    def step(*args: Any) -> None:
+        inner(*args)
+        loop.scheduler.step()
+
+    loop.ensemble.step = step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.train(STEPS // 2)
+    return [str(one.message) for one in caught if "somebody else steps the scheduler" in str(one.message)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_scheduler_that_the_loop_steps_as_well_is_noticed_inside_a_prepared_one(world: int) -> None:
+    for prepared in (True, False):
+        assert [len(found) for found in on_ranks(_double, world, prepared)] == [1] * world
+
+
+def _saved_on_two(folder: str, prepared: bool) -> None:
+    loop = Loop({"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, prepared=prepared).train(6)
+    loop.accelerator.save_state(folder)
+
+
+def test_another_number_of_processes_and_a_prepared_scheduler_are_warned_of(tmp_path: Path) -> None:
+    for prepared in (True, False):
+        folder = str(tmp_path / f"{prepared}")
+        on_ranks(_saved_on_two, 2, folder, prepared)
+        with accelerate_reset(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop = Loop({"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, prepared=prepared)
+            loop.accelerator.load_state(folder)
+        told = [str(one.message) for one in caught if "saved on 2 processes, and this run has 1" in str(one.message)]
+        torchs = loop.scheduler.scheduler if prepared else loop.scheduler
+        assert (len(told), torchs.last_epoch, loop.ensemble.engine.step) == ((1, 12, 6) if prepared else (0, 6, 6))
+
+
 def test_what_cannot_work_is_refused_by_name() -> None:
     prepare = hdet.integrations.accelerate.prepare
     with accelerate_reset():
@@ -304,6 +354,10 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             ValueError, match="AcceleratedOptimizer is accelerate's wrapper.*pass the torch optimizer inside, its .optimizer"
         ):
             hdet.Ensemble(loop.optimizer, total_steps=STEPS)
+        bare = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
+        with pytest.raises(TypeError, match="got list.*A loop with accelerate steps what hdet.integrations.accelerate.prepare"):
+            bare.step(1.0, [torch.ones(1)])
+        bare.close()
         strange = hdet.Ensemble(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
         with pytest.raises(ValueError, match="has not prepared the Ensemble's optimizer: call accelerator.prepare before"):
             prepare(loop.accelerator, strange)

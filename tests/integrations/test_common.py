@@ -13,9 +13,9 @@ from torch import nn
 
 import hdet
 from hdet.core.sequential import SequentialController, Shadow
-from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, needs_closure, require
+from hdet.integrations.common import attributes_kept, check_settings, losses_anew, make, needs_closure, numbers, require, states, step
 
-from .frameworks import Halved
+from .frameworks import MEASURED, MOVED, Halved, Measured
 
 
 def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +70,35 @@ def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ensembles(model, count, {"controller": controller, "total_steps": 9000}, **others)
+
+
+def test_settings_are_a_dict() -> None:
+    for given, name in ((hdet.AutoLR, "AutoLR"), (Halved(), "Halved"), ([1], "list")):
+        with pytest.raises(TypeError, match=f"must be a dict by name, such as {{'controller': hdet.AutoLR}}, got {name}$"):
+            check_settings(given)  # type: ignore[arg-type]
+
+
+def test_moves_and_what_was_measured_are_told_and_logged_by_the_records_names() -> None:
+    model, lines, records = nn.Linear(1, 1), [], []
+    settings = {"controller": lambda module: Measured(), "sync": hdet.Sync(2), "log": lambda record, step: records.append(record)}
+    one, two = ensembles(model, 2, settings, tell=lines.append)
+    model(torch.ones(1)).backward()
+    seen = []
+    for _ in range(8):
+        one.optimizer.step()
+        step(one, 0.5)
+        seen.append({name: value for name, value in numbers(one).items() if name.split("/")[1] in ("slopes", "errors", "t")})
+    assert lines == [f"hdet, step 2: {MOVED.format(value=0.5)}"]
+    first = {"hdet/slopes/lr": 0.25, "hdet/errors/lr": 0.05, "hdet/t/lr": 5.0}
+    assert seen == [{}, first, first, *[MEASURED] * 5]  # it has measured nothing after the second cycle
+    for record, at in ((records[0], seen[1]), (records[1], seen[3])):
+        assert {f"hdet/{kind}/lr": record[kind]["lr"] for kind in ("slopes", "errors", "t")} == at
+    assert {name for name in numbers(one, two) if "/t/" in name} == {"optimizer 0/hdet/t/lr"}
+    states([two])
+    assert len(lines) == 1
+    [state] = states([one])
+    assert state == one.state_dict() and len(lines) == 2
+    assert lines[1].startswith("hdet, step 8: saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply")
 
 
 def test_losses_anew_are_summed_and_synchronised_once() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import hdet
 
 from ..distributed import RankError
-from .frameworks import Halved, equal, example, needs, on_ranks, weights
+from .frameworks import MEASURED, MOVED, Halved, Measured, equal, example, needs, on_ranks, weights
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -374,6 +374,33 @@ def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_lightnings_log
     assert equal([w for w, *_ in found]) and all(correction >= 2 for _, correction, *_ in found)
     lines = found[0][2]
     assert lines[0].startswith("hdet, auto: trials from step") and any("yours 0.001, now" in line for line in lines)
+
+
+def test_what_a_controller_measures_is_logged_and_its_moves_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    for name in ("", "lightning"):  # as where logging was configured before Lightning was imported
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        log = logging.getLogger(name or None)
+        monkeypatch.setattr(log, "handlers", [*log.handlers, handler])
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    trainer = fit(str(tmp_path), {**SPREAD, "controller": Measured()}, module=Net(schedule="epoch"))
+    assert [line for line in lines if line.startswith("hdet")] == [f"hdet, step 5: {MOVED.format(value=0.015)}"]
+    told = [{key: line[key] for key in MEASURED if key in line} for line in trainer.kept.lines if "hdet/cycle" in line]
+    assert told[:5] == [{}] * 4 + [{"hdet/slopes/lr": 0.25, "hdet/errors/lr": pytest.approx(0.05), "hdet/t/lr": 5.0}]
+    assert told[9:] == [pytest.approx(MEASURED)] * 3
+
+
+def test_auto_lr_refuses_a_scheduler_that_steps_by_a_metric(tmp_path: Path) -> None:
+    class Plateau(Net):
+        def configure_optimizers(self) -> Any:
+            [optimizer], _ = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation"}}
+
+    with pytest.raises(ValueError, match="'auto' trains copies.*ReduceLROnPlateau has none.*use a schedule of steps"):
+        fit(str(tmp_path), {"controller": hdet.AutoLR}, module=Plateau())
+    assert fit(str(tmp_path), {**SPREAD, "controller": Halved()}, module=Plateau()).hdet.ensemble.corrections["lr"] == 0.5
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 import hdet
 
-from .frameworks import Halved, Text, equal, example, llama, needs, on_ranks, weights
+from .frameworks import MEASURED, MOVED, Halved, Measured, Text, equal, example, llama, needs, on_ranks, weights
 
 needs("transformers", "accelerate")
 import transformers
@@ -246,6 +249,56 @@ def test_checkpoints_of_a_plain_trainer_go_on_here_and_ours_there(tmp_path: Path
     assert ours.ensemble.engine.step == STEPS
 
 
+def test_without_hdet_the_correction_of_a_checkpoint_is_lost_which_is_said_when_it_is_saved(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 8, "log_level": "info"}
+    with listening() as lines:
+        trained(str(tmp_path / "ours"), {**SPREAD, "controller": Halved()}, **saves)
+    said = "saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply your lr by it"
+    assert [line for line in lines if "saved" in line] == [f"hdet, step {step}: {said}" for step in (8, 12)]
+    saved = json.loads((tmp_path / "ours/checkpoint-8/trainer_state.json").read_text())
+    assert saved["log_history"][-1]["hdet/corrections/lr"] == 0.5
+    plain = trained(str(tmp_path / "plain"), None, **saves)
+    back = trained(str(tmp_path / "back"), None, str(tmp_path / "ours/checkpoint-8"), **saves)
+    assert logged(back, "learning_rate")[9:] == logged(plain, "learning_rate")[9:]
+
+
+# -- what it has decided ---------------------------------------------------------------------------------------------------
+
+
+def test_cycles_end_at_multiples_of_t_where_the_warm_up_begins_at_0(tmp_path: Path) -> None:
+    trainer = trained(str(tmp_path), {**SPREAD, "controller": Halved()}, warmup_steps=3)
+    assert [cycle for (cycle,) in logged(trainer, "hdet/cycle")] == [0.0] * 4 + [1.0] * 5 + [2.0] * 2 + [3.0]
+    assert trainer.ensemble.history["step"] == trainer.state.global_step == STEPS
+
+
+def test_what_a_controller_measures_is_logged_and_its_moves_are_told(tmp_path: Path) -> None:
+    with listening() as lines:
+        trainer = trained(str(tmp_path), {**SPREAD, "controller": Measured()}, lr_scheduler_type="constant", log_level="info")
+    assert lines == [f"hdet, step 5: {MOVED.format(value=0.005)}"]
+    log = [{key: line[key] for key in MEASURED if key in line} for line in trainer.state.log_history if "learning_rate" in line]
+    assert log[3:5] == [{}, {"hdet/slopes/lr": 0.25, "hdet/errors/lr": 0.05, "hdet/t/lr": 5.0}] and log[9:] == [MEASURED] * 3
+
+
+def _probed(folder: str) -> Any:
+    records: dict[int, Any] = {}
+    settings = {**SPREAD, "controller": _probe, "log": lambda record, step: records.update({step: record})}
+    with listening() as lines:
+        trainer = trained(folder, settings, lr_scheduler_type="constant", learning_rate=1e-4, max_steps=60, log_level="info")
+    return lines, records, trainer.state.log_history, trainer.ensemble.corrections["lr"], trainer.ensemble.engine.controller.report()
+
+
+def test_what_a_probe_decides_is_in_the_trainers_log(tmp_path: Path) -> None:
+    lines, records, log, correction, report = on_ranks(_probed, 2, str(tmp_path))[0]
+    moved = {step: record for step, record in records.items() if record["record"]["decisions"][0]["factor"] != 1}
+    assert moved and correction > 1 and "score 2 mini-batches once in every cycle; a value moves where |t| is above 2" in report
+    assert lines == [f"hdet, probe: {report}"] + [line for line in lines if "lr: times" in line]
+    for line, (step, record) in zip(lines[1:], moved.items(), strict=True):
+        assert line.startswith(f"hdet, step {step}: lr: times ") and f"t {record['t']['lr']:.3g})" in line
+    for line in log:
+        if line["step"] in records and "learning_rate" in line:
+            assert line["hdet/t/lr"] == records[line["step"]]["t"]["lr"]
+
+
 # -- losses anew -----------------------------------------------------------------------------------------------------------
 
 
@@ -295,25 +348,33 @@ def test_losses_and_gradients_are_computed_anew_as_the_trainer_has_made_them(tmp
         assert counted == {"a": [1]}
 
 
-def _auto(folder: str, lr: float, shadow: bool) -> Any:
-    def controller(model: Any) -> hdet.Controller:
-        auto = hdet.AutoLR(model, budget=0.6)
-        return hdet.Shadow(auto) if shadow else auto
-
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What hdet says in the Trainer's log."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: record.getMessage().startswith("hdet"))
     log = transformers.utils.logging.get_logger("transformers")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        settings = {"max_steps": 200, "learning_rate": lr, "gradient_accumulation_steps": 2, "logging_steps": 20, "log_level": "info"}
-        trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, **settings)
+        yield lines
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    return weights(trainer.model), trainer.ensemble.corrections["lr"], [line for line in lines if line.startswith("hdet")]
+
+
+def _auto(folder: str, lr: float, shadow: bool) -> Any:
+    def controller(model: Any) -> hdet.Controller:
+        auto = hdet.AutoLR(model, budget=0.6)
+        return hdet.Shadow(auto) if shadow else auto
+
+    with listening() as lines:
+        settings = {"max_steps": 200, "learning_rate": lr, "gradient_accumulation_steps": 2, "logging_steps": 20, "log_level": "info"}
+        trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, **settings)
+    return weights(trainer.model), trainer.ensemble.corrections["lr"], lines
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -340,6 +401,10 @@ def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="must be a dict by name, such as {'controller': hdet.AutoLR}, got AutoLR"):
+        HdetTrainer(llama(), args(tmp_path), train_dataset=Text(), ensemble=hdet.AutoLR)
+    with pytest.raises(TypeError, match=r"behind the Trainer in class Wrong\(Trainer, HdetMixin\).*write class Wrong\(HdetMixin, ...\)"):
+        type("Wrong", (transformers.Trainer, hdet.integrations.transformers.HdetMixin), {})
     with pytest.raises(TypeError, match="no setting 'controler' here, only controller, design"):
         HdetTrainer(llama(), args(tmp_path), train_dataset=Text(), ensemble={"controler": None})
     trainer = HdetTrainer(
