@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +19,6 @@ try:  # the same framework under two names, whose classes are different ones
 except ImportError:
     pytorch = require("pytorch_lightning")
 _Callback: Any = pytorch.Callback
-_LOG = logging.getLogger(f"{pytorch.__name__}.hdet")  # beside Lightning's own messages
 
 
 class HdetCallback(_Callback):
@@ -73,7 +71,7 @@ class HdetCallback(_Callback):
             trainer.optimizers,
             [{**length, **self.settings}] * len(trainer.optimizers),
             pl_module,
-            tell=_tell,
+            tell=pytorch.utilities.rank_zero_info,
             first=trainer.is_global_zero,
             states=self._states,
             no_copies={
@@ -162,17 +160,6 @@ class HdetCallback(_Callback):
             save(*args, **kwargs)
 
         trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)
-
-
-@pytorch.utilities.rank_zero_only
-def _tell(line: str) -> None:
-    """Once: where the root logger had handlers before Lightning was imported, Lightning's messages go to its own handler and to the root's."""
-    if not _LOG.isEnabledFor(logging.INFO):
-        return
-    above = _LOG
-    while above.propagate and above.parent is not None:
-        above = above.parent
-    (above if above.handlers else _LOG).handle(_LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, line, (), None))
 
 
 @contextmanager

@@ -107,7 +107,9 @@ def test_a_cycles_loss_is_the_mean_of_the_trainers(tmp_path: Path) -> None:
 
 def _probe(model: Any) -> hdet.Controller:
     batches = [{name: torch.stack([Text(4)[i][name] for i in range(4)]) for name in ("input_ids", "labels")}] * 2
-    return hdet.ProbeController(lambda model, batch: model(**batch).loss, batches, 2, model=model, interval=1)
+    return hdet.ProbeController(
+        lambda model, batch: model(**batch).loss, batches, 2, model=model, interval=1, rule=hdet.ProbeRule(end=0.0)
+    )  # does not rest
 
 
 FP16: dict[str, dict[str, Any] | None] = {
