@@ -81,16 +81,12 @@ class ProbeController(RuledController):
         self.cycles = self._cycles(run)
 
     def report(self) -> str:
-        """How often it probes; or that it rests."""
-        if self.rule.report() or not isinstance(self.rule, ProbeRule):
-            return self.rule.report()
+        """How often it probes, and what its rule says."""
+        said = self.rule.report()
         if self.idle:
-            return "rests: nothing is measured any more, and what was found stays in force"
+            return said
         every = "cycle" if self.cycles == 1 else f"{self.cycles} cycles"
-        return (
-            f"all replicas score {self.losses.chunks} mini-batches once in every {every}; a value moves where |t| is above {self.rule.dead:g}, while the "
-            "schedule is near its peak"
-        )
+        return "; ".join(filter(None, (f"all replicas score {self.losses.chunks} mini-batches once in every {every}", said)))
 
     def plan(self, now: Moment) -> Plan:
         return self.rule.plan(now) if self.idle else replace(self.rule.plan(now), measure={PROBE: {"cycles": self.cycles}})

@@ -54,6 +54,12 @@ class PeakController(Controller):
         """Frozen, or the schedule of every knob is past its peak for good."""
         return self.frozen or (bool(self.warm) and all(w and p < self.end for w, p in zip(self.warm, self.phase, strict=True)))
 
+    def report(self) -> str:
+        """When a value moves; or that nothing does any more."""
+        if self.idle:
+            return "rests: nothing is measured any more, and what was found stays in force"
+        return f"a value moves where |t| is above {self.dead:g}, while the schedule is near its peak"
+
     def decide(self, evidence: Evidence) -> list[Decision]:
         """Where the schedule is now, then the rule's `vote`."""
         self.observe(evidence)

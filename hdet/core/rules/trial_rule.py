@@ -75,6 +75,9 @@ ENOUGH = 24
 """Steps of a trial that a round is planned for."""
 SCANNED = 28
 """Steps of a scan at most: what is grossly wrong shows in them, and the rest of the budget tells more in the check."""
+LONG = 30_000
+"""Steps of a run from which on a scan is longer, in proportion. What 28 steps like is too far from what is best for a run of 100 000: one was raised by
+eight there from a good rate. (In three times as many steps again a rate that is far too low no longer looks worse.)"""
 CHECKED = 224
 """Steps of a check for which it takes all that is left of the budget. In fewer, pretrained weights look best at a rate that is far too low."""
 RAISES, LOWERS = 0.0025, 0.004
@@ -253,7 +256,7 @@ class TrialRule(Controller):
         pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
         left, arms = self.budget * self._total * pace - self.spent, len(self._octaves())
         if self.rounds[self.round].scan:
-            worth = min(left / 2, arms * self._cost(SCANNED))
+            worth = min(left / 2, arms * self._cost(int(SCANNED * max(1.0, self._total / LONG))))
         else:
             worth = max(left / (1 + AGAIN), min(left, arms * self._cost(CHECKED)))
         worth /= arms
