@@ -120,7 +120,9 @@ class Ensemble:
         clock = Clock(sync.every, warmup_steps, self.schedule.total_steps)
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
-        self.run = Run(clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local")
+        self.run = Run(
+            clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local", falls_to=self.schedule.falls_to()
+        )
         check_controller(controller, self.run)
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self.engine.schedule_step = self._schedule_step()

@@ -27,6 +27,8 @@ class AutoLR(RuledController):
         judge: ``(loss_fn, batches)``: held-out mini-batches and ``loss_fn(model, batch)`` -> scalar tensor. Then arms are scored by them. Give it
             where examples are seen many times: new weights always look good on what they were trained on.
         before_step: called between an arm's backward pass and its step, for what the loop does there, such as clipping.
+        falls_to: the part of its peak to which the schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None: the scheduler is asked.
+            To be given for one that is not torch's, or that is written by hand.
         place: "device" or "host": where the arms live, each a copy of all that is trained (of the parameters, masters, moments and buffers).
         freeze_after: see `Controller`.
 
@@ -40,11 +42,12 @@ class AutoLR(RuledController):
         budget: float = 0.03,
         judge: Judge | None = None,
         before_step: Callable[[], object] | None = None,
+        falls_to: float | None = None,
         place: str = "device",
         freeze_after: float | None = None,
     ) -> None:
         trials = Trials(model, judge, before_step, place)
-        rule = TrialRule(budget, trials.snapshots, judged=0 if judge is None else len(judge[1]), freeze_after=freeze_after)
+        rule = TrialRule(budget, trials.snapshots, 0 if judge is None else len(judge[1]), freeze_after, falls_to)
         super().__init__(rule, {TRIALS: trials})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge

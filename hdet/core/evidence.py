@@ -27,6 +27,8 @@ class Run:
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     local: bool = False
     """Does each replica step with gradients of its own?"""
+    falls_to: Sequence[float | None] = ()
+    """[knob]: the part of its highest value to which the untouched schedule falls afterwards; None (and empty) where that is not known."""
 
     @property
     def total_steps(self) -> int | None:

@@ -45,14 +45,14 @@ class Trials(Measurement):
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
     trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
-    reference over the first fifth, then falls to zero in a straight line. In the ``scores`` steps that follow, nothing of the arms moves, and
+    reference over the first fifth, then falls to zero in a straight line, or to a part of that. In the ``scores`` steps that follow, nothing of the arms moves, and
     the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of the judge, at the cycle's end.
 
     Arguments are those of `hdet.AutoLR`.
 
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
-    value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``. The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
+    value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which the arms' rates fall, by arm (None: all to 0). The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
 
     Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers.
     The run is left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
@@ -115,7 +115,7 @@ class Trials(Measurement):
         self._device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
-        settings = {"trial": 0, "multiples": [], "of": "peak", "origin": "", "steps": 1, "scores": 2, **(settings or {})}
+        settings = {"trial": 0, "multiples": [], "of": "peak", "origin": "", "steps": 1, "scores": 2, "ends": None, **(settings or {})}
         if settings == self._settings:  # it goes on
             return
         self._settings = settings
@@ -226,7 +226,7 @@ class Trials(Measurement):
             self.before_step()
         with ExitStack() as stack:
             for knob, cells, reference in self._rates:
-                factor = self._factor(position, self._settings["multiples"][number] * reference)
+                factor = self._factor(number, position, self._settings["multiples"][number] * reference)
                 stack.enter_context(knob.holding([value * factor for value in cells]))
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
@@ -251,11 +251,14 @@ class Trials(Measurement):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
 
-    def _factor(self, position: int, top: float) -> float:
-        """Of the run's rate, for an arm whose own is ``top`` times it."""
+    def _factor(self, number: int, position: int, top: float) -> float:
+        """Of the run's rate, for the arm of this number, whose own is ``top`` times it."""
         steps = self._settings["steps"]
         rise = max(1, round(RISE * steps))
-        return 1.0 + (top - 1.0) * (position / rise) if position <= rise else top * ((steps - position + 1) / (steps - rise + 1))
+        if position <= rise:
+            return 1.0 + (top - 1.0) * (position / rise)
+        end = 0.0 if self._settings["ends"] is None else self._settings["ends"][number]
+        return top * (end + (1.0 - end) * ((steps - position + 1) / (steps - rise + 1)))
 
     def _average_gradients(self) -> None:
         """Those of a loop that all-reduces them by hand are still this rank's own."""

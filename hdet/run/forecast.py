@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch.optim.lr_scheduler import (
@@ -25,7 +27,7 @@ from torch.optim.lr_scheduler import (
 from ..core.schema import Number
 from .torch_schedulers import StandIn, twin_on
 
-__all__ = ["RATE", "highest_factors", "rehearse"]
+__all__ = ["RATE", "falls_to", "highest_factors", "rehearse"]
 
 POINTS = 1000
 """in which a function of the step alone is looked at"""
@@ -50,11 +52,49 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
     return [factor if factor > 0 else 1.0 for factor in highest]
 
 
+def falls_to(scheduler: Any, total_steps: int) -> list[float] | None:
+    """The part of its highest rate to which a schedule falls afterwards, by group: 0 for a cosine to zero, 1 for a constant. Looked at in a hundred
+    places of the run; None for a scheduler that cannot be asked for them."""
+    scheduler = _torch_in(scheduler)
+    try:
+        asked: Any = twin_on(scheduler, StandIn(scheduler.optimizer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no optimizer steps
+            rates = [_rates_at(asked, step) for step in _places(0, total_steps, 100)]
+    except Exception:  # noqa: BLE001 - somebody's own class, or functions that know fewer steps
+        return None
+    parts = []
+    for of_group in zip(*rates, strict=True):
+        highest = max(of_group)
+        parts.append(max(0.0, min(of_group[of_group.index(highest) :]) / highest) if highest > 0 else 0.0)
+    return parts
+
+
+def _rates_at(scheduler: Any, step: int) -> list[float]:
+    """By group. Raises TypeError for one that knows no step but the next one."""
+    kind = type(scheduler)
+    if kind is SequentialLR:
+        part = bisect_right(scheduler._milestones, step)
+        return _rates_at(scheduler._schedulers[part], step - [0, *scheduler._milestones][part])
+    if kind is ChainedScheduler:  # each multiplies what the others leave
+        found, bases = [_rates_at(part, step) for part in scheduler._schedulers], scheduler._schedulers[0].base_lrs
+        return [base * prod(rate / base for rate in rates) for base, *rates in zip(bases, *found, strict=True)]
+    if kind is CosineAnnealingWarmRestarts:
+        scheduler.step(step)
+        return [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    scheduler.last_epoch = step
+    if kind in (LambdaLR, OneCycleLR):
+        return [float(rate) for rate in scheduler.get_lr()]
+    if kind in CLOSED:
+        return [float(rate) for rate in scheduler._get_closed_form_lr()]
+    raise TypeError(f"{kind.__name__} has no closed form")
+
+
 def rehearse(scheduler: Any, state: Mapping[str, Any], rates: Mapping[int, float], total_steps: int | None) -> None:
     """Loads ``state`` into a copy of torch's ``scheduler``, with ``rates`` in these groups and its own last ones in the others, and goes on from
     there: some steps, and to the end in a thousand places where a schedule can be asked for them. Raises ValueError if the copy raises, or sets
     what is no `RATE`. Nothing is done with one that runs somebody's functions."""
-    scheduler = scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
+    scheduler = _torch_in(scheduler)
     if not _torchs_own(scheduler):
         return
     try:
@@ -86,15 +126,19 @@ def _check(rates: Sequence[Any]) -> None:
         RATE.read(float(rate), "a rate of the schedule", {})
 
 
+def _torch_in(scheduler: Any) -> Any:
+    return scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
+
+
 def _torchs_own(scheduler: Any) -> bool:
     if type(scheduler) in (SequentialLR, ChainedScheduler):
         return all(map(_torchs_own, scheduler._schedulers))
     return type(scheduler) in (*CLOSED, OneCycleLR, CosineAnnealingWarmRestarts)
 
 
-def _places(first: int, end: int) -> list[int]:
+def _places(first: int, end: int, number: int = POINTS) -> list[int]:
     """Steps from ``first`` to below ``end``, as many as are worth asking for."""
-    return sorted({first + round(i * (end - 1 - first) / POINTS) for i in range(POINTS + 1)})
+    return sorted({first + round(i * (end - 1 - first) / number) for i in range(number + 1)})
 
 
 def _done(scheduler: Any) -> int:

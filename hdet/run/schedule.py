@@ -18,7 +18,7 @@ from ..knobs import Bound, GroupKnob
 from ..knobs.cells import content
 from ..replicas.agreement import ReplicaDisagreement, digest
 from ..replicas.layout import brief
-from .forecast import RATE, highest_factors, rehearse
+from .forecast import RATE, falls_to, highest_factors, rehearse
 from .torch_schedulers import REMEDY, TorchSchedulers, position
 
 __all__ = ["Schedule", "Scheduler", "plain"]
@@ -230,6 +230,16 @@ class Schedule:
             if self._highest is not None and isinstance(knob, GroupKnob) and knob.key == "lr":
                 peaks[k] *= self._highest[knob.indices[0]]
         return peaks, floors
+
+    def falls_to(self) -> list[float | None]:
+        """[knob]: the part of its highest value to which the untouched schedule falls afterwards: 0 for a cosine to zero, 1 for a constant. None where
+        that cannot be told, as of a schedule that is written by hand; and of what no scheduler moves."""
+        told = [] if self.total_steps is None else [falls_to(one, self.total_steps) for one in self._others.present()]
+        known = [parts for parts in told if parts is not None]
+        return [
+            known[0][knob.indices[0]] if len(known) == 1 and isinstance(knob, GroupKnob) and knob.key == "lr" else None
+            for knob in self.knobs
+        ]
 
     def highest(self) -> list[float]:
         """[knob]: of the untouched schedule, now and in the steps since `forget_highest`."""

@@ -22,9 +22,11 @@ CYCLE = {"total_steps": TOTAL, "sync_interval": 50, "knobs": ["lr", "decay"], "m
 NOISE = [0.001, -0.001, 0.0005, -0.0005]
 
 
-def started(total: int = TOTAL, **settings: Any) -> TrialRule:
+def started(total: int = TOTAL, says: float | None = 0.0, **settings: Any) -> TrialRule:
+    """``says``: to what part of its peak the schedule falls."""
     rule = TrialRule(**settings)
-    rule.start(Run(Clock(50, 0, total), [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)], 1, [0.0, 0.0]))
+    knobs = [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)]
+    rule.start(Run(Clock(50, 0, total), knobs, 1, [0.0, 0.0], falls_to=[says, None]))
     return rule
 
 
@@ -253,14 +255,28 @@ def test_a_check_waits_for_the_end_of_the_warm_up_but_not_for_ever() -> None:
     assert at(other, 3500) == Plan(spread=False) and other.idle
 
 
-def test_a_judge_lowers_a_rate_and_raises_it_only_where_it_has_hardly_learned_anything() -> None:
+@pytest.mark.parametrize("settings", [{"judged": 2}, {"says": 1.0}, {"says": 0.3}, {"says": None}, {"says": 0.0, "falls_to": 1.0}])
+def test_where_harm_shows_late_a_rate_is_lowered_and_raised_only_where_it_has_hardly_learned_anything(settings: dict[str, Any]) -> None:
+    """With a judge, and where the schedule does not fall, or nobody knows whether it does."""
     for arms, moved in (([2.9, 2.5, 2.2], 0), ([2.2, 2.5, 3.3], -1), ([3.99, 3.9, 3.0], 1)):
-        rule = past_scan(judged=2)
+        rule = past_scan(**settings)
         octaves, _, _ = tell(rule, at(rule, 600), 636, arms)
         assert octaves * moved > 0 or octaves == moved == 0
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("says", "given", "end"),
+    [(0.0, None, 0.0), (0.1, None, 0.0), (1.0, None, 1.0), (0.5, None, 0.5), (None, None, 0.0), (1.0, 0.0, 0.0), (None, 0.7, 0.7)],
+)
+def test_arms_fall_as_the_schedule_does(says: float | None, given: float | None, end: float) -> None:
+    """To zero, where it is not known that the run ends higher; and in a scan so does the highest, which shows how much there is to learn."""
+    rule = started(says=says, falls_to=given)
+    assert at(rule, 0).measure[TRIALS]["ends"] == [end, end, 0.0]
+    tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8])
+    assert at(rule, 600).measure[TRIALS]["ends"] == [end] * 3
 
 
 def test_its_state_is_plain_and_goes_on() -> None:
@@ -295,7 +311,7 @@ def test_a_run_in_which_it_could_not_work_is_refused() -> None:
 def test_with_an_engine_corrections_follow(exponent: int, total: int) -> None:
     rule = TrialRule(keep=lambda arms, origin: dict.fromkeys(map(arm, range(arms)), SnapshotOf()))
     engine = Engine([KnobSpec("lr", 0.0)], 1, Clock(50, 0, total), rule)
-    rule.start(Run(engine.clock, engine.knobs, 1, [0.0]))
+    rule.start(Run(engine.clock, engine.knobs, 1, [0.0], falls_to=[0.0]))
     best = 2.0**exponent  # of the peak
     while engine.step < total:
         while not engine.tick():

@@ -32,11 +32,12 @@ class Tries(hdet.Controller):
     needs_replicas = False
 
     def __init__(
-        self, trials: Trials, multiples: tuple[float, ...] = (0.5, 1.0, 4.0), of: str = "base", end: Any = None, length: int | None = None
-    ) -> None:
+        self, trials: Trials, multiples: tuple[float, ...] = (0.5, 1.0, 4.0), of: str = "base", end: Any = None, length: int | None = None,
+        falls_to: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.measurements = {"trials": trials}
-        self.settings = {"multiples": list(multiples), "of": of, "steps": STEPS, "scores": SCORES}
+        self.settings = {"multiples": list(multiples), "of": of, "steps": STEPS, "scores": SCORES, "ends": [falls_to] * len(multiples)}
         self.keep: dict[str, SnapshotOf] = trials.snapshots(len(multiples))
         self.length, self.end, self.told = length, end, []  # type: ignore[var-annotated]
 
@@ -57,13 +58,15 @@ def noisy() -> nn.Module:
 
 def tries(rank: int = 0, **settings: Any) -> Run:
     of_trials = {key: settings.pop(key) for key in ("judge", "before_step", "place") if key in settings}
-    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end", "length") if key in settings}
+    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end", "length", "falls_to") if key in settings}
     net = settings.pop("net", None) or noisy()
     controller = settings.pop("wrap", lambda it: it)(Tries(Trials(net, **of_trials), **of_rule))
     return Run(rank, net=net, controller=controller, closure=True, spread=0.0, **settings)
 
 
-def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base", ranks: int = 1) -> tuple[nn.Module, list[float]]:
+def by_hand(
+    multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base", ranks: int = 1, falls_to: float = 0.0
+) -> tuple[nn.Module, list[float]]:
     """An arm, as a loop of its own from the beginning of the run, on the mean gradient of so many; its scores."""
     net = model()
     run = Run(net=copy.deepcopy(net), optimizer=optimizer, spread=0.0)
@@ -72,7 +75,9 @@ def by_hand(multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "b
     own = optimizer(net.parameters(), lr=first, weight_decay=0.0)
     own.param_groups[0].update({key: value for key, value in run.optimizer.param_groups[0].items() if key not in ("params", "lr")})
     for i in range(STEPS):
-        own.param_groups[0]["lr"] = first + (top - first) * ((i + 1) / rise) if i < rise else top * ((STEPS - i) / (STEPS - rise + 1))
+        own.param_groups[0]["lr"] = (
+            first + (top - first) * ((i + 1) / rise) if i < rise else top * (falls_to + (1 - falls_to) * ((STEPS - i) / (STEPS - rise + 1)))
+        )
         own.zero_grad()
         torch.stack([loss_of(net, batch(100 * i + rank)) for rank in range(ranks)]).mean().backward()
         own.step()
@@ -91,6 +96,12 @@ def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, leng
     assert not any(run.controller.told[:-1])
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
         assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
+
+
+@pytest.mark.parametrize("falls_to", [0.25, 1.0])
+def test_an_arm_ends_at_the_part_of_its_rate_that_is_asked_for(falls_to: float) -> None:
+    run = tries(net=model(), multiples=(4.0,), falls_to=falls_to).steps(STEPS + SCORES)
+    assert run.controller.told[-1] == [[0.0, *by_hand(4.0, falls_to=falls_to)[1]]]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])

@@ -91,6 +91,8 @@ RAISED = 3.0
 LITTLE = 0.3
 """The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
+FALLS = 0.2
+"""The part of its peak to which a schedule falls, or below, in the end: what a high rate costs in noise is mostly gone then."""
 FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
@@ -110,6 +112,8 @@ class TrialRule(Controller):
         judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial. With a judge
             there are few examples, of which a high rate learns all there is sooner, and overfits sooner, which shows later: a rate is raised
             only where it has hardly learned anything.
+        falls_to: the part of its peak to which the schedule falls afterwards, in [0, 1]; None: what the scheduler says (`Run.falls_to`). Where
+            it stays above `FALLS`, or that is not known, a rate is raised only where it has hardly learned anything, as with a judge.
     """
 
     name = "auto"
@@ -128,9 +132,18 @@ class TrialRule(Controller):
         keep: Callable[[int, str], Mapping[str, SnapshotOf]] = lambda arms, origin: {},
         judged: int = 0,
         freeze_after: float | None = None,
+        falls_to: float | None = None,
     ) -> None:
         super().__init__(freeze_after)
         self.budget, self.judged, self._keep = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, keep
+        self._told = None if falls_to is None else within(falls_to, "falls_to", "[0, 1]", "it is a part of the schedule's peak")
+        self.falls_to: float | None = None
+        """The part of its peak to which the schedule falls, when the run is known."""
+        self.end = 0.0
+        """The part of its rate with which an arm ends: 0, unless the schedule is known not to fall."""
+        self.wary = judged > 0
+        """Is a rate raised only where it has hardly learned anything? More of what a high rate costs shows later than a trial lasts: where few
+        examples are overfitted, or where the schedule does not fall, so that in the end its noise is there."""
         self.rounds: Sequence[Round] = ()
         """Those that the budget affords."""
         self.round = 0
@@ -174,6 +187,9 @@ class TrialRule(Controller):
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
         affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
         self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
+        self.falls_to = _highest([run.falls_to[k] for k in self._rates] if run.falls_to else [None]) if self._told is None else self._told
+        self.end = self.falls_to if self.falls_to is not None and self.falls_to > FALLS else 0.0
+        self.wary = self.judged > 0 or self.falls_to is None or self.end > 0
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
@@ -188,7 +204,15 @@ class TrialRule(Controller):
             what = "kept" if now == yours else f"now {now:.2g}"
             return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
         at = [math.ceil(one.at * self._total) for one in self.rounds]
-        return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute"
+        return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute{self._wary_of()}"
+
+    def _wary_of(self) -> str:
+        """What of the schedule keeps rates from being raised."""
+        if self.falls_to is None:
+            return ". Nobody knows to what the schedule falls (AutoLR's falls_to=), so the rate is raised only where it hardly learns"
+        if self.falls_to > FALLS:
+            return f". The schedule falls to {self.falls_to:.0%} of its peak only, so the rate is raised only where it hardly learns"
+        return ""
 
     def _too_short(self) -> str:
         """Why there are no rounds, and what would help."""
@@ -278,7 +302,11 @@ class TrialRule(Controller):
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self.rounds[self.round].scan
         of, origin = ("peak", ORIGIN) if scan else ("base", "")
-        settings = {"trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores}
+        # The scan's higher arm is to show how much there is to learn, not the noise that its rate would leave.
+        ends = [0.0 if scan and multiple > 1 else self.end for multiple in multiples]
+        settings = {
+            "trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores, "ends": ends,
+        }  # fmt: skip
         # What breaks in a scan is taken back by it.
         keep = self._keep(len(multiples), origin)
         return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=keep, judged=not scan or self._fixed)
@@ -349,7 +377,7 @@ class TrialRule(Controller):
             _better(best, same)
             and gain >= worth
             and mean(same) - mean(other) < gain / 2  # where both sides are better the run is about to break
-            and not (self.judged and octave > 0 and not self._far_behind(same, best))
+            and not (self.wary and octave > 0 and not self._far_behind(same, best))
         ):
             moved = PART * octave
             self._repeat(lowered=False)
@@ -397,6 +425,12 @@ def _steps(worth: float) -> int:
 
 def _scores(steps: int) -> int:
     return min(max(steps // SCORED, SCORES[0]), SCORES[1])
+
+
+def _highest(parts: Sequence[float | None]) -> float | None:
+    """None if one of them is."""
+    known = [part for part in parts if part is not None]
+    return max(known) if len(known) == len(parts) else None
 
 
 def _by_arm(rows: Sequence[Sequence[float]], arms: int) -> list[list[float]]:
