@@ -1,6 +1,6 @@
 """AutoLR against the same start's fixed rate, each seed by itself: where does it help, and does it ever harm?
 
-    python -m benchmarks.evidence.auto [--workloads llama ...] [--half development|test] [--lengths 10000] [--starts -4 0 4] [--seeds 1]
+    python -m benchmarks.evidence.auto [--workloads llama ...] [--half development|test|high] [--lengths 10000] [--starts -4 0 4] [--seeds 1]
                                        [--budget 0.03] [--jobs 2] [--quick] [--json FILE]
 
 Starts are exponents of 2 times the rate that people would write first. The table has, for each start, what is missing of (untrained - best): of
@@ -31,7 +31,7 @@ from . import command, fixed_rates
 from .problems import Batch, Problem
 from .runs import Record, Task, identity, read
 from .training import Method, Parts, plain, train
-from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, TEST, WORKLOADS
+from .workloads import DEVELOPMENT, HIGH, OPTIMIZERS, SCHEDULES, TEST, WORKLOADS
 
 RESULTS = "benchmarks/results/evidence/auto.jsonl"
 
@@ -40,6 +40,7 @@ class Kept(Exception):
     """No trial is to come, and none has changed anything."""
 
 
+HALVES = {"development": DEVELOPMENT, "test": TEST, "high": HIGH}
 HARM = 0.5
 """Percent of (untrained - best) by which a run may be worse than the fixed one of its start."""
 
@@ -178,12 +179,12 @@ def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, 400 steps, two starts", seeds=1)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="in the place of a half")
-    parser.add_argument("--half", choices=("development", "test"), default="development")
+    parser.add_argument("--half", choices=HALVES, default="development", help="high: schedules that do not fall to zero")
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000])
     parser.add_argument("--starts", type=int, nargs="+", default=[-4, 0, 4])
     parser.add_argument("--budget", type=float, default=0.03)
     options = command.parsed(parser, arguments, workloads=["small"], lengths=[400], starts=[-4, 0], seeds=1, budget=0.3)
-    options.workloads = options.workloads or list(DEVELOPMENT if options.half == "development" else TEST)
+    options.workloads = options.workloads or list(HALVES[options.half])
     wanted = list(tasks(options))
     alone = argparse.Namespace(json=None if options.quick else fixed_rates.RESULTS, jobs=options.jobs)
     fixed = command.complete(fixed_rates.run, [{k: task[k] for k in task if k != "budget"} for task in wanted], fixed_rates.key, alone)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .language import EXPERTS, LLAMA, RECURRENT
 from .sequences import CONVOLUTIONS, SORTING
 from .tables import REGRESSION, SMALL, small_judge
 
-__all__ = ["DEVELOPMENT", "OPTIMIZERS", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
+__all__ = ["DEVELOPMENT", "HIGH", "OPTIMIZERS", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
@@ -41,10 +41,13 @@ def _shape(name: str, part: float) -> float:
     """Of the peak, at a part of the run in [0, 1)."""
     if part < WARMUP:
         return part / WARMUP
+    if name == "constant":
+        return 1.0
     if name == "wsd":
         return min(1.0, (1 - part) / 0.2)
     after = (part - WARMUP) / (1 - WARMUP)
-    return 1 - after if name == "linear" else 0.5 * (1 + math.cos(math.pi * after))
+    cosine = 0.5 * (1 + math.cos(math.pi * after))
+    return {"linear": 1 - after, "cosine": cosine, "tenth": 0.1 + 0.9 * cosine}[name]
 
 
 def _schedule(name: str) -> Callable[[Optimizer, int], LRScheduler]:
@@ -56,7 +59,7 @@ def _one_cycle(optimizer: Optimizer, steps: int) -> LRScheduler:
     return OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=steps)
 
 
-SCHEDULES = {**{name: _schedule(name) for name in ("cosine", "wsd", "linear")}, "one-cycle": _one_cycle}
+SCHEDULES = {**{name: _schedule(name) for name in ("cosine", "wsd", "linear", "constant", "tenth")}, "one-cycle": _one_cycle}
 
 
 @dataclass(frozen=True)
@@ -115,4 +118,10 @@ TEST = _named(
 )
 """Made after the rule was frozen, and run once with it (docs/evidence.md tells of former halves): a rule that is changed again needs
 others."""
-WORKLOADS = {**DEVELOPMENT, **TEST}
+HIGH = {
+    f"{name}-{schedule}": replace({**DEVELOPMENT, **TEST}[name], schedule=schedule)
+    for schedule in ("constant", "tenth")
+    for name in ("regression", "autoencoder", "clusters", "transfer", "heat", "pairs", "graphs", "diffusion", "digits")
+}
+"""Some of them with a schedule that does not fall to zero: one that stays at its peak, and a cosine to a tenth of it."""
+WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH}
