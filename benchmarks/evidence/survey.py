@@ -66,7 +66,7 @@ class Survey(hdet.Controller):
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         for row in evidence.measured.get(TRIALS, ()):
             if row is not None and self.todo:
-                losses = torch.tensor(row[1:]).view(len(OCTAVES), SCORES).tolist()
+                losses = torch.tensor(row[1 : 1 + len(OCTAVES) * SCORES]).view(len(OCTAVES), SCORES).tolist()
                 _, length = self.todo.pop(0)
                 self.told.append({"begins": evidence.step - length - SCORES, "steps": length, "losses": losses})
         return [hdet.Decision() for _ in evidence.knobs]

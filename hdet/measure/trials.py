@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ def arm(number: int) -> str:
 
 
 class Trials(Measurement):
-    """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial.
+    """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial; and how
+    many times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known).
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
     trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
@@ -121,6 +122,7 @@ class Trials(Measurement):
         self._settings = settings
         self._begin()
         snapshots, origin = self._watched.snapshots, self._settings["origin"]
+        self._from_here = not origin or self._settings["trial"] <= 1
         if origin:
             snapshots.take(RUN)
             snapshots.restore(origin)
@@ -133,6 +135,10 @@ class Trials(Measurement):
         self._position = 0
         self._losses: dict[tuple[int, int], torch.Tensor | None] = {}  # by score and arm
         self._broken: set[int] = set()
+        self._from_here = True
+        """Do arms begin with what the run begins the cycle with? Then the run's first step is one of theirs."""
+        self._went = torch.zeros(2, dtype=torch.float64)
+        """Squares of what the first step moved: the run's, and that of an arm at its rate."""
         self._averages: bool | None = None
         self._rates: list[tuple[Any, list[float], float]] = []
 
@@ -149,13 +155,14 @@ class Trials(Measurement):
         if not self._settings:  # parameters were loaded after the cycle's beginning
             return
         self._position += 1
-        position, steps, arms = self._position, self._settings["steps"], range(len(self._settings["multiples"]))
+        position, steps = self._position, self._settings["steps"]
         training, scoring = position <= steps, steps < position <= steps + self._settings["scores"]
         if not training and (not scoring or self.judge is not None):
             return
         if position == 1:
             self._rates = [self._rate_of(k, knob) for k, knob in enumerate(self._watched.knobs) if knob.key == "lr"]
-        snapshots = self._watched.snapshots
+        snapshots, multiples = self._watched.snapshots, self._settings["multiples"]
+        weights = [value.clone() for value in self._values()] if position == 1 and self._from_here else []
         # DDP's gradients may be views of its buckets, into which the arms' are written too.
         shared = getattr(self.model, "gradient_as_bucket_view", False)
         gradients = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in self._touched]
@@ -163,12 +170,13 @@ class Trials(Measurement):
         looks = position % max(1, steps // LOOKS) == 0 or position == steps
         lost = []
         try:
-            for number in arms:
+            for number, multiple in enumerate(multiples):
                 if number in self._broken:
                     continue
                 snapshots.restore(arm(number))
                 if training:
-                    lost.append((number, self._tried(number, partial(self._train, closure, number, position))))
+                    with self._beside_the_run(number, weights) if weights and multiple == 1 else nullcontext():
+                        lost.append((number, self._tried(number, partial(self._train, closure, number, position))))
                     snapshots.take(arm(number))
                 else:
                     self._losses[position - steps - 1, number] = self._tried(number, partial(self._score, closure))
@@ -186,6 +194,22 @@ class Trials(Measurement):
         self._watched.snapshots.restore(RUN)
         reshard(self._bare)
         torch.clear_autocast_cache()
+
+    @contextmanager
+    def _beside_the_run(self, number: int, weights: list[torch.Tensor]) -> Iterator[None]:
+        """Around an arm's first step: how far it goes, and how far the run went. ``weights``: the run's after that step; they are written over."""
+        values = self._values()
+        run = _square_between(weights, values)
+        torch._foreach_copy_(weights, values)
+        yield
+        scale = self._factor(number, 1, self._rates[0][2])
+        self._went = torch.stack([run, _square_between(weights, values) / scale**2])
+
+    def _values(self) -> list[torch.Tensor]:
+        """What steps move in 32 bits or more; in fewer a small step is rounding."""
+        masters = self._watched.masters[0]()
+        held = [p if m is None else m for p, m in zip(self._parameters, masters, strict=True)]
+        return [part.detach() for part in local_parts(held) if part.is_floating_point() and part.element_size() >= 4 and part.numel()]
 
     def _rate_of(self, k: int, knob: Any) -> tuple[Any, list[float], float]:
         """(a knob, what its cells hold now, the reference by the base value that is in force). A group whose rate is 0 now does not move."""
@@ -288,7 +312,7 @@ class Trials(Measurement):
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(2 + arms * scores,) float64: is the run broken? 1, and the losses; zeros where this rank sees none."""
+        """(4 + arms * scores,) float64: is the run broken? 1, and the losses, zeros where this rank sees none; and what the first step moved."""
         if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
             return None
         if self.judge is not None:
@@ -299,10 +323,11 @@ class Trials(Measurement):
         if any(place not in self._losses and place[1] not in self._broken for place in whole):
             return None  # a score has raised, and the loop has gone on
         mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
+        went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
         if any(self._losses.get(place) is None and place[1] not in self._broken for place in whole):
-            return torch.cat([mark, mark.new_zeros(1 + len(whole))])
+            return torch.cat([mark, mark.new_zeros(1 + len(whole)), went])
         row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(place)) is None else loss.to(mark) for place in whole])
-        return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN)])
+        return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN), went])
 
     def _judge(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> None:
         snapshots = self._watched.snapshots
@@ -319,9 +344,20 @@ class Trials(Measurement):
             self._back_to_the_run()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """How many ranks of a replica hold weights that are not finite, and the losses' means over those that have seen any (ValueError: none)."""
+        """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), and how far
+        an arm went."""
         if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
             )
-        return [[row[0], *(min(x / row[1], BROKEN) for x in row[2:])] for row in rows]
+        return [
+            [row[0], *(min(x / row[1], BROKEN) for x in row[2:-2]), math.sqrt(row[-1] / row[-2]) if min(row[-2:]) > 0 else 1.0]
+            for row in rows
+        ]
+
+
+@torch.no_grad()
+def _square_between(ones: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+    """0-d float64: the square of the distance of two sets of weights. The first set is written over."""
+    torch._foreach_sub_(ones, others)
+    return torch.stack([norm.double() for norm in torch._foreach_norm(ones)]).square().sum()

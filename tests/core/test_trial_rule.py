@@ -36,11 +36,18 @@ def scored(arms: Sequence[float], scores: int) -> list[float]:
 
 
 def tell(
-    rule: TrialRule, plan: Plan, step: int, arms: Sequence[float] | None, correction: float = 1.0, broke: bool = False, **more: Any
+    rule: TrialRule,
+    plan: Plan,
+    step: int,
+    arms: Sequence[float] | None,
+    correction: float = 1.0,
+    broke: bool = False,
+    far: float = 1.0,
+    **more: Any,
 ) -> Any:
     """What it learns from a cycle whose arms have these losses: (octaves, note, ending)."""
-    scores = plan.measure[TRIALS]["scores"] if plan.measure else 1
-    rows = {TRIALS: [[float(broke), *scored(arms, scores)]]} if arms is not None and plan.measure else {}
+    scores = rule.judged or (plan.measure[TRIALS]["scores"] if plan.measure else 1)
+    rows = {TRIALS: [[float(broke), *scored(arms, scores), far]]} if arms is not None and plan.measure else {}
     values = {"peak": [1e-3, 0.1], "scheduled": [1e-3, 0.1], "values": [correction * 1e-3, 0.1], "corrections": [correction, 1.0]}
     learned = rule.learn(evidence(**{**CYCLE, **values, "step": step, "measured": rows, **more}))
     lr, decay = learned.decisions  # type: ignore[union-attr]
@@ -277,6 +284,26 @@ def test_arms_fall_as_the_schedule_does(says: float | None, given: float | None,
     assert at(rule, 0).measure[TRIALS]["ends"] == [end, end, 0.0]
     tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8])
     assert at(rule, 600).measure[TRIALS]["ends"] == [end] * 3
+
+
+@pytest.mark.parametrize("far", [0.1, 13.0])
+@pytest.mark.parametrize("first", [True, False])
+def test_where_arms_do_not_do_what_the_loop_does_nothing_follows_from_them(far: float, first: bool) -> None:
+    """A clip of which nobody has told AutoLR, for instance: both arms look far better than the rate in force."""
+    rule = started() if first else past_scan()
+    step = 0 if first else 600
+    plan = at(rule, step)
+    with pytest.warns(UserWarning, match=rf"{far:.2g} times as far as the run.*before_step=.*closure="):
+        assert tell(rule, plan, step + 100, [2.0, 2.5, 2.0], far=far) == (0, "", None)
+    assert rule.idle and "before_step=" in rule.report()
+    other = started()
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert other.idle and other.report() == rule.report()
+
+
+def test_a_step_that_is_a_little_longer_is_noise() -> None:
+    rule = past_scan()
+    assert tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.0], far=1.7)[0] > 0
 
 
 def test_its_state_is_plain_and_goes_on() -> None:

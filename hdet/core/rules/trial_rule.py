@@ -17,6 +17,7 @@ Later on in the run there is no check: there the rate that anneals soonest looks
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -93,6 +94,9 @@ LITTLE = 0.3
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
 FALLS = 0.2
 """The part of its peak to which a schedule falls, or below, in the end: what a high rate costs in noise is mostly gone then."""
+STRAYED = 2.0
+"""By which factor an arm's first step, at the run's own rate, may be longer or shorter than the run's. Two draws of dropout or noise differ by less;
+a clip that AutoLR has not been told of makes it ten."""
 FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
@@ -166,6 +170,8 @@ class TrialRule(Controller):
         """By check: between which rates the best peak is said to lie."""
         self.edge = 0.0
         """The rate of the arm that was the best in the last check, if it was the highest or the lowest one; else 0."""
+        self.strayed = 0.0
+        """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -198,6 +204,12 @@ class TrialRule(Controller):
             return "trials, when the length of the run is known"
         if not self.rounds:
             return self._too_short()
+        if self.strayed:
+            return (
+                f"no trials any more: with the same batch and rate, an arm went {self.strayed:.2g} times as far as the run in a step. Arms do not do what "
+                "the loop does: tell AutoLR what is between backward and step (before_step=, such as clipping), and give ensemble.step the loop's own "
+                "losses (closure=)"
+            )
         if self.peaks:
             yours, now = self.peaks[-1]
             between = f"{self._between()}; " if self.found else ""
@@ -228,10 +240,13 @@ class TrialRule(Controller):
         self._spend()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "edge": self.edge}
+        return {**super().state_dict(), "edge": self.edge, "strayed": self.strayed}
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        return {**super().check_state(state, knobs), **read(state, {"edge": Or(Number(0), 0.0)}, "TrialRule's")}  # or older
+        return {
+            **super().check_state(state, knobs),
+            **read(state, {"edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0)}, "TrialRule's"),
+        }  # or older
 
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
@@ -324,7 +339,14 @@ class TrialRule(Controller):
         steps = self.used
         self._spend()
         octaves = self._octaves()
-        arms = _by_arm([row[1:] for row in (told[:1] if self.judged else told)], len(octaves))
+        losses = 1 + len(octaves) * (self.judged or _scores(steps))
+        went = [far for row in told for far in row[losses:]]  # older records end with the losses
+        self.strayed = next((far for far in went if not 1 / STRAYED < far < STRAYED), 0.0)
+        if self.strayed:
+            self.round = len(self.rounds)
+            warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
+            return self._nothing(evidence)
+        arms = _by_arm([row[1:losses] for row in (told[:1] if self.judged else told)], len(octaves))
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
         by_octave = dict(zip(octaves, arms, strict=True))
