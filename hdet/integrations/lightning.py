@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..ensemble import Ensemble
-from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
+from .common import SCALED, attributes_kept, check_settings, converge, inside, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetCallback"]
 
@@ -101,8 +101,7 @@ class HdetCallback(_Callback):
     # -- a step ------------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        for ensemble in self.ensembles:
-            self._exploring.enter_context(ensemble.explore())
+        self._exploring.enter_context(inside(ensemble.explore() for ensemble in self.ensembles))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()

@@ -97,7 +97,7 @@ def test_moves_and_what_was_measured_are_told_and_logged_by_the_records_names() 
     states([two])
     assert len(lines) == 1
     [state] = states([one])
-    assert state == one.state_dict() and len(lines) == 2
+    assert state == one.state_dict() and len(lines) == 2 and states([one]) and len(lines) == 2  # once
     assert lines[1].startswith("hdet, step 8: saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply")
 
 
