@@ -112,9 +112,9 @@ def inside(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
-def needs_closure(controller: Controller | None) -> bool:
-    """Will it ask for losses of the current batch, by which copies of the run train?"""
-    return controller is not None and any(measurement.needs_closure for measurement in controller.measurements.values())
+def needs_closure(controller: object) -> bool:
+    """Will it ask for losses of the current batch, by which copies of the run train? What is no controller an Ensemble refuses."""
+    return isinstance(controller, Controller) and any(measurement.needs_closure for measurement in controller.measurements.values())
 
 
 def losses_anew(

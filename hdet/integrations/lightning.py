@@ -43,7 +43,7 @@ class HdetCallback(_Callback):
             optimization without ``losses``, ReduceLROnPlateau.
     """
 
-    def __init__(self, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
+    def __init__(self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
         check_settings(settings)
         self.losses, self.settings = losses, settings
         self.ensembles: list[Ensemble] = []
@@ -116,7 +116,8 @@ class HdetCallback(_Callback):
         batches, self._batches = self._batches, []
         for ensemble in self.ensembles:
             step(ensemble, closure=lambda: self._anew(trainer, pl_module, batches))
-        pl_module.log_dict(numbers(*self.ensembles, values=True), on_step=True, on_epoch=False)
+        for name, value in numbers(*self.ensembles, values=True).items():
+            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar="/corrections/" in name)
 
     def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor:
         with attributes_kept(module), _silent(module):

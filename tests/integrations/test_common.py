@@ -40,6 +40,8 @@ def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
     assert needs_closure(auto) and needs_closure(Shadow(auto)) and not needs_closure(controller) and not needs_closure(None)
     with pytest.raises(TypeError, match="no setting 'every' here, only controller, design, divergence"):
         check_settings({"every": 3})
+    with pytest.raises(TypeError, match="controller must be an object of a class from hdet.Controller, got 'auto': pass hdet.AutoLR"):
+        ensembles(model, 1, {"controller": "auto"})
     with pytest.raises(TypeError, match="no setting 'optimizer'"):
         check_settings({"optimizer": None})
 
