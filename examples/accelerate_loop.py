@@ -1,4 +1,4 @@
-"""AutoLR in a loop with accelerate: `python examples/accelerate_loop.py`, or `accelerate launch --num-processes 2 --cpu examples/accelerate_loop.py`.
+"""AutoLR in a loop with accelerate: `python examples/accelerate_loop.py`, or `torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
 
 A small regression with accumulation, clipping and a prepared scheduler, from a thirtieth of a good rate.
 """

@@ -54,6 +54,11 @@ class _Shown:
         return max((r["step"] for r in self.run.records), default=0)
 
     @property
+    def length(self) -> float:
+        """Steps of its charts."""
+        return max(1.0, float(self.run.config["steps"]), float(self.steps))
+
+    @property
     def cost(self) -> tuple[str, str]:
         """Of what the controller does beside the run: for the card, and as a sentence."""
         trials, end, cycles = self.run.trials, self.run.end, self.run.cycles
@@ -72,13 +77,13 @@ class _Shown:
 def page(runs: Sequence[RunFiles]) -> str:
     """The page. Raises RunFolderError if a record of a cycle is damaged."""
     shown = list(_named(runs))
-    end = max([1.0, *(float(one.run.config["steps"]) for one in shown), *(float(one.steps) for one in shown)])
+    end = max([1.0, *(one.length for one in shown)])
     names = ", ".join(one.name for one in shown)
     body = [f'<header><p class="over">hdet report: {safe(names)}</p>{_headline(shown)}</header>', _cards(shown)]
     body += [_losses(shown, end), _rates(shown, end)]
     for one in shown:
         if not one.run.is_fixed:
-            body += [f"<section><h2>{safe(one.name)}</h2>", *_belief(one, end), *_replicas(one, end), _events(one), "</section>"]
+            body += [f"<section><h2>{safe(one.name)}</h2>", *_belief(one), *_replicas(one), _events(one), "</section>"]
     body.append(_footer(shown))
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return template.substitute(title=safe(f"hdet report: {names}"), body="\n".join(filter(None, body)))
@@ -107,11 +112,14 @@ def _headline(shown: Sequence[_Shown]) -> str:
         first = f"{best.name} has no finite validation loss{' any more' if best.run.of('validation') else ' yet'}"
     else:
         first = f"{best.name} {where} a validation loss of {validation:.4f} nats per byte"
-        first += f", the lowest of {len(candidates)} runs" if len(candidates) > 1 else ""
-        fixed = [one.run.validation for one in shown if one.run.is_fixed and one.run.validation is not None]
-        if fixed and not best.run.is_fixed:
-            side = "below" if validation < fixed[0] else "above"
-            first += f", {abs(fixed[0] - validation):.4f} {side} the fixed schedule"
+        kind = " with a controller" * (len(candidates) < len(shown))
+        first += f", the lowest of {len(candidates)} runs{kind}" if len(candidates) > 1 else ""
+        fixed = next((one.run for one in shown if one.run.is_fixed and one.run.validation is not None), None)
+        if fixed is not None and fixed.validation is not None and not best.run.is_fixed:
+            side = "below" if validation < fixed.validation else "above"
+            first += f", {abs(fixed.validation - validation):.4f} {side} the fixed schedule"
+            other = [f"{fixed.config[key]} {key}" for key in ("steps", "replicas") if fixed.config.get(key) != best.run.config.get(key)]
+            first += f", which had {' and '.join(other)}" if other else ""
     yours, factor = best.yours, best.correction
     if best.run.is_fixed or factor == 1:
         rate = f"The learning rate stayed on its schedule, whose peak is {number(yours)}."
@@ -184,7 +192,9 @@ def _rates(shown: Sequence[_Shown], end: float) -> str:
         schedule: list[Point] = [(r["step"], r["lr"] / r["correction"], r["lr"] / r["correction"]) for r in train]
         series.append(Series(one.name, one.colour, _same(train, "lr")))
         known = str([one.run.config.get(key) for key in ("max_lr", "steps", "pct_start")])
-        schedules.setdefault(known, Series(f"schedule, peak {number(one.yours)}", "ink", schedule, "dashed"))
+        schedules.setdefault(
+            known, Series(f"schedule of {number(one.run.config['steps'])} steps, peak {number(one.yours)}", "ink", schedule, "dashed")
+        )
         peaks += [max((p[1] or 0 for p in points), default=0.0) for points in (series[-1].points, schedule)]
         rows = [(r["step"], r["lr"], p[1], r["correction"]) for r, p in zip(train, schedule, strict=True)]
         tables += table(f"{one.name}: rate", ["step", "base rate", "schedule", "correction"], rows)
@@ -198,9 +208,9 @@ def _rates(shown: Sequence[_Shown], end: float) -> str:
 # -- one run ---------------------------------------------------------------------------------------------------------------
 
 
-def _belief(one: _Shown, end: float) -> Iterator[str]:
+def _belief(one: _Shown) -> Iterator[str]:
     """What the controller believed: the peak that it holds to be right, its slopes, its trials."""
-    trials = one.run.trials
+    trials, end = one.run.trials, one.length
     peak: list[Point] = [(r["step"], one.yours * r["correction"], one.yours * r["correction"]) for r in one.run.of("train")]
     found: list[Point] = [(trial.last, *trial.found) for trial in trials if trial.found]
     slopes: list[tuple[float, float, float]] = []
@@ -256,7 +266,7 @@ def _trials(trials: Sequence[Trial]) -> str:
 _SIDES = (("lower", "s1", "multiplier below 1"), ("same", "s0", "multiplier 1"), ("higher", "s2", "multiplier above 1"))
 
 
-def _replicas(one: _Shown, end: float) -> Iterator[str]:
+def _replicas(one: _Shown) -> Iterator[str]:
     """Their losses, by which side of the base rate they trained on."""
     probed = any(record["probe"] for record in one.run.cycles)
     sides: dict[str, list[tuple[float, list[float]]]] = {side: [] for side, _, _ in _SIDES}
@@ -298,7 +308,7 @@ def _replicas(one: _Shown, end: float) -> Iterator[str]:
     near = max(values[len(values) // 2] if values else 0.0, 1e-9)
     scale = symlog([-values[-1], values[-1]] if values else [], 4 * near)
     numbers = table("Multiplier and loss of each replica", ["step", "multiplier: loss"], rows, words=True)
-    yield figure("Replicas", says, series, scale, end, "loss less the mean, linear near zero and logarithmic beyond", numbers)
+    yield figure("Replicas", says, series, scale, one.length, "loss less the mean, linear near zero and logarithmic beyond", numbers)
 
 
 _LOST = {"train": "training loss not finite", "validation": "validation loss not finite"}

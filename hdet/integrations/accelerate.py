@@ -12,7 +12,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from ..logging import scalars
-from .common import SCALED, losses_anew, needs_closure, require, states, step
+from .common import SCALED, converge, losses_anew, needs_closure, require, states, step
 
 __all__ = ["Prepared", "prepare"]
 
@@ -112,8 +112,7 @@ class Prepared:
 
     def converge(self) -> None:
         """See `Ensemble.converge`; nothing where replicas are known to be equal."""
-        if not self.ensemble.in_sync:
-            self.ensemble.converge()
+        converge([self.ensemble])
 
     def state_dict(self) -> dict[str, Any]:
         """See `Ensemble.state_dict`; and on how many processes it was saved."""

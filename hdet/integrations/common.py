@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from ..core.controller import Controller
 from ..ensemble import Ensemble
 
 __all__ = [
-    "SCALED", "attributes_kept", "check_settings", "converge", "load", "losses_anew", "make", "needs_closure", "numbers", "require", "states", "step",
+    "SCALED", "attributes_kept", "check_settings", "converge", "inside", "load", "losses_anew", "make", "needs_closure", "numbers", "require", "states", "step",
 ]  # fmt: skip
 
 
@@ -103,9 +103,18 @@ def load(ensembles: Sequence[Ensemble], states: Sequence[Mapping[str, Any]], bef
         ensemble.load_state_dict(state)
 
 
-def needs_closure(controller: Controller | None) -> bool:
-    """Will it ask for losses of the current batch, by which copies of the run train?"""
-    return controller is not None and any(measurement.needs_closure for measurement in controller.measurements.values())
+@contextmanager
+def inside(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All of them, such as each Ensemble's ``explore()``."""
+    with ExitStack() as entered:
+        for context in contexts:
+            entered.enter_context(context)
+        yield
+
+
+def needs_closure(controller: object) -> bool:
+    """Will it ask for losses of the current batch, by which copies of the run train? What is no controller an Ensemble refuses."""
+    return isinstance(controller, Controller) and any(measurement.needs_closure for measurement in controller.measurements.values())
 
 
 def losses_anew(
@@ -160,6 +169,8 @@ def _is_plain(value: Any) -> bool:
 
 _FOUND: WeakKeyDictionary[Ensemble, dict[str, float]] = WeakKeyDictionary()
 """What the last cycle that has measured something has found, as `numbers` gives it: a framework logs when it likes."""
+_SAVED: WeakKeyDictionary[Ensemble, dict[str, float]] = WeakKeyDictionary()
+"""The corrections with which it was last saved."""
 
 
 def step(ensemble: Ensemble, *args: Any, **kwargs: Any) -> None:
@@ -218,11 +229,12 @@ def converge(ensembles: Iterable[Ensemble]) -> None:
 
 
 def states(ensembles: Iterable[Ensemble]) -> list[dict[str, Any]]:
-    """For a framework's checkpoint. A run that goes on from it without hdet cannot be warned, so this says what it will lack."""
+    """For a framework's checkpoint. A run that goes on from it without hdet cannot be warned, so this says what it will lack, once."""
     found = []
     for ensemble in ensembles:
+        told, _SAVED[ensemble] = _SAVED.get(ensemble, {}), ensemble.corrections
         for knob, correction in ensemble.corrections.items():
-            if correction != 1:
+            if correction not in (1, told.get(knob)):
                 ensemble.tell(
                     f"hdet, step {ensemble.engine.step}: saved with the correction {correction:.6g} of {knob}, which only hdet reads. To go on without "
                     f"hdet, multiply your {knob} by it"

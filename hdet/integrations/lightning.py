@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..ensemble import Ensemble
-from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
+from .common import SCALED, attributes_kept, check_settings, converge, inside, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetCallback"]
 
@@ -43,7 +43,7 @@ class HdetCallback(_Callback):
             optimization without ``losses``, ReduceLROnPlateau.
     """
 
-    def __init__(self, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
+    def __init__(self, *, losses: Callable[[Any, Any], torch.Tensor] | None = None, **settings: Any) -> None:
         check_settings(settings)
         self.losses, self.settings = losses, settings
         self.ensembles: list[Ensemble] = []
@@ -101,8 +101,7 @@ class HdetCallback(_Callback):
     # -- a step ------------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        for ensemble in self.ensembles:
-            self._exploring.enter_context(ensemble.explore())
+        self._exploring.enter_context(inside(ensemble.explore() for ensemble in self.ensembles))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._exploring.close()
@@ -117,7 +116,8 @@ class HdetCallback(_Callback):
         batches, self._batches = self._batches, []
         for ensemble in self.ensembles:
             step(ensemble, closure=lambda: self._anew(trainer, pl_module, batches))
-        pl_module.log_dict(numbers(*self.ensembles, values=True), on_step=True, on_epoch=False)
+        for name, value in numbers(*self.ensembles, values=True).items():
+            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar="/corrections/" in name)
 
     def _anew(self, trainer: Any, module: Any, batches: list[tuple[Any, int]]) -> torch.Tensor:
         with attributes_kept(module), _silent(module):

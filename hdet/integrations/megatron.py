@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from ..ensemble import Ensemble
 from ..policies import Sync
 from ..replicas import Replicas
-from .common import check_settings, converge, load, make, numbers, require, states, step
+from .common import check_settings, converge, inside, load, make, numbers, require, states, step
 
 __all__ = ["Wrapped", "wrap"]
 
@@ -97,13 +97,9 @@ class Wrapped:
 
     # -- a step --------------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def explore(self) -> Iterator[None]:
+    def explore(self) -> AbstractContextManager[None]:
         """See `Ensemble.explore`: around ``forward_backward_func``, where other knobs than rates are explored."""
-        with ExitStack() as exploring:
-            for ensemble in self.ensembles:
-                exploring.enter_context(ensemble.explore())
-            yield
+        return inside(ensemble.explore() for ensemble in self.ensembles)
 
     def step(self, increment: int, losses: Losses = (), closure: Callable[[], Losses] | None = None) -> None:
         """After an ``optimizer.step()`` that was successful, in the place of ``scheduler.step(increment)``.
@@ -129,12 +125,8 @@ class Wrapped:
         finally:
             self._put_back()
 
-    @contextmanager
-    def _rescheduling(self) -> Iterator[None]:
-        with ExitStack() as writing:
-            for ensemble in self.ensembles:
-                writing.enter_context(ensemble.rescheduling())
-            yield
+    def _rescheduling(self) -> AbstractContextManager[None]:
+        return inside(ensemble.rescheduling() for ensemble in self.ensembles)
 
     def _anew(self, closure: Callable[[], Losses]) -> torch.Tensor | None:
         """The closure: the step's losses, of the weights that are there now; with gradients where they are on, as Megatron's step takes them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ensemble import Ensemble
 from ..replicas import Replicas
-from .common import attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
+from .common import attributes_kept, check_settings, converge, inside, losses_anew, make, numbers, require, states, step
 
 __all__ = ["wrap"]
 
@@ -201,9 +201,7 @@ class _Driver:
             for ensemble in self.ensembles:
                 ensemble.observe(local(loss.detach()) * tokens / weight.clamp(min=1e-9), weight)
 
-        with ExitStack() as exploring:
-            for ensemble in self.ensembles:
-                exploring.enter_context(ensemble.explore())
+        with inside(ensemble.explore() for ensemble in self.ensembles):
             yield observe
 
     def step(self) -> None:

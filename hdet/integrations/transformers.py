@@ -12,7 +12,7 @@ from torch import nn
 
 from ..ensemble import Ensemble
 from .accelerate import look_again, torch_optimizer
-from .common import SCALED, attributes_kept, check_settings, losses_anew, make, numbers, require, states, step
+from .common import SCALED, attributes_kept, check_settings, converge, losses_anew, make, numbers, require, states, step
 
 __all__ = ["HdetMixin", "HdetTrainer"]
 
@@ -128,8 +128,7 @@ class HdetMixin(_Any):
         super().log(logs, *args, **kwargs)
 
     def _hdet_converge(self) -> None:
-        if self.ensemble is not None and not self.ensemble.in_sync:
-            self.ensemble.converge()
+        converge(filter(None, [self.ensemble]))
 
 
 class HdetTrainer(HdetMixin, _Trainer):

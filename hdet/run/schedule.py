@@ -276,7 +276,8 @@ class Schedule:
         """The schedule's own values by knob, "scheduled", and the "scheduler"'s state; changes nothing. Raises ValueError for a state of another
         run, or a damaged one."""
         given = read(state, {"scheduler": Optional(Instance(Mapping))}, "ensemble's")["scheduler"]
-        total = getattr(self.scheduler, "total_steps", None)
+        own = {} if self.scheduler is None else plain(self.scheduler.state_dict())
+        total = own.get("total_steps", getattr(self.scheduler, "total_steps", None))  # accelerate's wrapper has it in its state only
         last = None if given is None else given.get("last_epoch")
         least = -RATE.high if type(last) is int and last == total else RATE.low  # after its last step a linear OneCycleLR is below 0
         scheduled = {knob.name: ListOf(_value_of(knob, least), len(knob.cells)) for knob in self.knobs}
@@ -290,7 +291,6 @@ class Schedule:
             raise ValueError(
                 f"the saved run has total_steps {reprlib.repr(given['total_steps'])}, this one {total!r}: build the scheduler as the saved run did"
             )
-        own = plain(self.scheduler.state_dict())
         torchs = type(self.scheduler).__module__.startswith(("torch.", "hdet."))
         # Of somebody's own class what its lists hold is its own business, and keys may come in the course of a run.
         kinds = {

@@ -275,6 +275,17 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert "a/hdet" in read.words("h2") and "b/hdet" in read.words("h2") and "the lowest of 2 runs" in read.words("h1")
 
 
+def test_runs_of_other_lengths_are_not_compared_in_silence(runs: Path, tmp_path: Path) -> None:
+    """And each has its own schedule in the legend, and charts of its own length."""
+    long = write(tmp_path / "long", cycles=80, replicas=2, loss=lambda cycle: 1.5)
+    read, text = page_of(runs / "fixed", long, runs / "probe")
+    said = "the lowest of 2 runs with a controller, [0-9.]+ below the fixed schedule, which had 400 steps and 4 replicas[.]"
+    assert re.search(said, read.words("h1")), read.words("h1")
+    assert all(f"schedule of {steps} steps, peak 0.0003" in read.words("li") for steps in (400, 800))
+    ends = [re.findall(r"<span[^>]*>(\d+)</span>", plot)[-1] for plot in re.findall(r'<div class="across".*?</div>', text)]
+    assert ends == ["800", "800", *["800"] * 3, *["400"] * 3], "all runs twice, then each run's own"
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [

@@ -114,8 +114,21 @@ def test_a_trial_that_is_lost_is_paid_for() -> None:
     at(rule, 0)
     rule.restart(Moment(0, 10, 10))
     assert rule.spent > 90 and rule.used == 0
+    assert rule.report().startswith(
+        "the trial that was under way when weights were loaded or taken back is lost, and paid for; trials from steps 0"
+    )
     assert at(rule, 10) == Plan(steps=1, spread=False)  # the cycle that was under way ends at once
     assert at(rule, 11).measure
+
+
+def test_it_says_so_where_no_trial_could_be_made() -> None:
+    rule = started(3000)
+    at(rule, 0)
+    assert rule.report().startswith("trials from steps 300")
+    at(rule, 2900)  # it waited for the schedule's peak
+    assert rule.idle and rule.report().startswith(
+        "no trial was made, the rate stays: one needs a schedule near its peak in the first 35% of the run"
+    )
 
 
 def test_the_budget_counts_the_judges_batches_and_the_optimizers_steps() -> None:

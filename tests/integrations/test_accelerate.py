@@ -41,7 +41,7 @@ class Loop:
 
     def __init__(
         self, ensemble: dict[str, Any] | None, *, prepared: bool = True, mixed: str = "no", alone: bool = False, steps: int = STEPS,
-        lr: float = 3e-2,
+        lr: float = 3e-2, one_cycle: bool = False,
     ) -> None:  # fmt: skip
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=mixed)
         if mixed == "fp16":  # a CPU computes in float32 then, without a word; this is what accelerate makes on a GPU
@@ -53,6 +53,8 @@ class Loop:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         each = self.accelerator.num_processes if prepared else 1  # a prepared scheduler is stepped so often
         scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps * each)
+        if one_cycle:
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps * each)
         loader = torch.utils.data.DataLoader(Numbers(4 * PARTS * (steps + 2) * self.accelerator.num_processes), batch_size=4)
         self.optimizer, self.loader = self.accelerator.prepare(optimizer, loader)
         self.model = model if alone else self.accelerator.prepare(model)  # gradients are local where there is no DDP
@@ -161,13 +163,13 @@ def test_replicas_differ_within_a_cycle_and_are_equal_where_a_state_is_saved(tmp
         assert of == pytest.approx([rate * (0.5 if step >= EVERY else 1) for step, rate in enumerate(schedule)], rel=1e-9)
 
 
-def _resumed(folder: str, at: int) -> Any:
+def _resumed(folder: str, at: int, one_cycle: bool) -> Any:
     settings = {**SPREAD, "controller": Halved()}
-    whole = Loop(settings).train(at)
+    whole = Loop(settings, one_cycle=one_cycle).train(at)
     whole.accelerator.save_state(folder)
     whole.train(STEPS)
     accelerate.state.AcceleratorState._reset_state()
-    resumed = Loop(settings)
+    resumed = Loop(settings, one_cycle=one_cycle)
     resumed.accelerator.load_state(folder)
     resumed.done = at
     resumed.train(STEPS)
@@ -175,9 +177,10 @@ def _resumed(folder: str, at: int) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("at", [EVERY, EVERY + 2])
-def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path, world: int, at: int) -> None:
-    for whole, resumed, rates_whole, rates_resumed in on_ranks(_resumed, world, str(tmp_path), at):
+@pytest.mark.parametrize(("at", "one_cycle"), [(EVERY, False), (EVERY + 2, False), (EVERY + 2, True)])
+def test_it_resumes_bit_for_bit_at_a_cycles_end_and_in_its_middle(tmp_path: Path, world: int, at: int, one_cycle: bool) -> None:
+    """A prepared OneCycleLR has its total_steps in its state alone."""
+    for whole, resumed, rates_whole, rates_resumed in on_ranks(_resumed, world, str(tmp_path), at, one_cycle):
         assert torch.equal(whole, resumed) and rates_whole == rates_resumed and len(rates_whole) == STEPS - at
 
 

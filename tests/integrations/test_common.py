@@ -40,6 +40,8 @@ def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
     assert needs_closure(auto) and needs_closure(Shadow(auto)) and not needs_closure(controller) and not needs_closure(None)
     with pytest.raises(TypeError, match="no setting 'every' here, only controller, design, divergence"):
         check_settings({"every": 3})
+    with pytest.raises(TypeError, match="controller must be an object of a class from hdet.Controller, got 'auto': pass hdet.AutoLR"):
+        ensembles(model, 1, {"controller": "auto"})
     with pytest.raises(TypeError, match="no setting 'optimizer'"):
         check_settings({"optimizer": None})
 
@@ -97,7 +99,7 @@ def test_moves_and_what_was_measured_are_told_and_logged_by_the_records_names() 
     states([two])
     assert len(lines) == 1
     [state] = states([one])
-    assert state == one.state_dict() and len(lines) == 2
+    assert state == one.state_dict() and len(lines) == 2 and states([one]) and len(lines) == 2  # once
     assert lines[1].startswith("hdet, step 8: saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply")
 
 

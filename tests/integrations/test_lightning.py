@@ -389,6 +389,7 @@ def test_what_a_controller_measures_is_logged_and_its_moves_are_told_once(tmp_pa
     told = [{key: line[key] for key in MEASURED if key in line} for line in trainer.kept.lines if "hdet/cycle" in line]
     assert told[:5] == [{}] * 4 + [{"hdet/slopes/lr": 0.25, "hdet/errors/lr": pytest.approx(0.05), "hdet/t/lr": 5.0}]
     assert told[9:] == [pytest.approx(MEASURED)] * 3
+    assert "hdet/corrections/lr" in trainer.progress_bar_metrics and "hdet/cycle" not in trainer.progress_bar_metrics
 
 
 def test_auto_lr_refuses_a_scheduler_that_steps_by_a_metric(tmp_path: Path) -> None:
@@ -450,6 +451,8 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, case: str, monkeypa
     if case == "unknown":
         with pytest.raises(TypeError, match="no setting 'controler' here"):
             HdetCallback(controler=None)
+        with pytest.raises(TypeError, match="positional argument"):
+            HdetCallback(hdet.AutoLR)  # would be losses=, and no controller
         return
     messages = {
         "deepspeed": "DeepSpeed's, which keeps one copy of the optimizer's state for all ranks",

@@ -256,7 +256,7 @@ def test_without_hdet_the_correction_of_a_checkpoint_is_lost_which_is_said_when_
     with listening() as lines:
         trained(str(tmp_path / "ours"), {**SPREAD, "controller": Halved()}, **saves)
     said = "saved with the correction 0.5 of lr, which only hdet reads. To go on without hdet, multiply your lr by it"
-    assert [line for line in lines if "saved" in line] == [f"hdet, step {step}: {said}" for step in (8, 12)]
+    assert [line for line in lines if "saved" in line] == [f"hdet, step 8: {said}"]  # and not once more at 12
     saved = json.loads((tmp_path / "ours/checkpoint-8/trainer_state.json").read_text())
     assert saved["log_history"][-1]["hdet/corrections/lr"] == 0.5
     plain = trained(str(tmp_path / "plain"), None, **saves)

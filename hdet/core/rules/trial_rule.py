@@ -104,6 +104,7 @@ AGAIN = 2
 WITHIN = 2.0
 """Octaves around the rate in force, within which the best one is said to lie. The scores would say more, and be wrong: what is best in some
 60 steps is up to three octaves below what is best for the run."""
+LOST = "the trial that was under way when weights were loaded or taken back is lost, and paid for; "
 
 
 class TrialRule(Controller):
@@ -180,6 +181,8 @@ class TrialRule(Controller):
         """Steps of the run; 0 until that is known."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
+        self._lost = False
+        """The same, since this process began."""
 
     def start(self, run: Run) -> None:
         """Raises ValueError where the run's length is not known, the controller has a warm-up, or no knob is a learning rate."""
@@ -200,6 +203,9 @@ class TrialRule(Controller):
 
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
+        return f"{LOST if self._lost else ''}{self._report()}"
+
+    def _report(self) -> str:
         if not self._total:
             return "trials, when the length of the run is known"
         if not self.rounds:
@@ -215,6 +221,11 @@ class TrialRule(Controller):
             between = f"{self._between()}; " if self.found else ""
             what = "kept" if now == yours else f"now {now:.2g}"
             return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
+        if self.idle:
+            return (
+                f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
+                f"{LONGEST:.0%} of what is left then"
+            )
         at = [math.ceil(one.at * self._total) for one in self.rounds]
         return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute{self._wary_of()}"
 
@@ -237,6 +248,7 @@ class TrialRule(Controller):
     def restart(self, now: Moment) -> None:
         """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once."""
         self._resumed = self.used > 0
+        self._lost = self._lost or self._resumed
         self._spend()
 
     def state_dict(self) -> dict[str, Any]:
