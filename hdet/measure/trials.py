@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
 from .measurement import Closure, Measurement, Watched
+from .seen import Seen
 from .weight_line import check_room
 
 __all__ = ["RUN", "Judge", "Trials", "arm"]
@@ -41,8 +42,9 @@ def arm(number: int) -> str:
 
 
 class Trials(Measurement):
-    """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial; and how
-    many times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known).
+    """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial; how many
+    times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known); and the
+    part of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has.
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
     trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
@@ -79,6 +81,7 @@ class Trials(Measurement):
         self.model, self.judge, self.before_step, self.place = model, judge, before_step, place
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
+        self._seen, self._window = Seen(), 0
         self._begin()
 
     @property
@@ -168,18 +171,26 @@ class Trials(Measurement):
         gradients = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in self._touched]
         snapshots.take(RUN)
         looks = position % max(1, steps // LOOKS) == 0 or position == steps
-        lost = []
+        lost, looked = [], False
         try:
             for number, multiple in enumerate(multiples):
                 if number in self._broken:
                     continue
                 snapshots.restore(arm(number))
+                with ExitStack() as watching:
+                    if not looked:  # the others are given the same
+                        looked = True
+                        watching.enter_context(self._seen.looking_at(self._bare))
+                    if weights and multiple == 1:
+                        watching.enter_context(self._beside_the_run(number, weights))
+                    found = self._tried(
+                        number, partial(self._train, closure, number, position) if training else partial(self._score, closure)
+                    )
                 if training:
-                    with self._beside_the_run(number, weights) if weights and multiple == 1 else nullcontext():
-                        lost.append((number, self._tried(number, partial(self._train, closure, number, position))))
+                    lost.append((number, found))
                     snapshots.take(arm(number))
                 else:
-                    self._losses[position - steps - 1, number] = self._tried(number, partial(self._score, closure))
+                    self._losses[position - steps - 1, number] = found
         finally:
             self._back_to_the_run()
             for parameter, gradient, values in gradients:
@@ -312,7 +323,8 @@ class Trials(Measurement):
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(4 + arms * scores,) float64: is the run broken? 1, and the losses, zeros where this rank sees none; and what the first step moved."""
+        """(6 + arms * scores,) float64: is the run broken? 1, and the losses, zeros where this rank sees none; what the first step moved; and how many
+        examples were seen before, of how many."""
         if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
             return None
         if self.judge is not None:
@@ -323,11 +335,15 @@ class Trials(Measurement):
         if any(place not in self._losses and place[1] not in self._broken for place in whole):
             return None  # a score has raised, and the loop has gone on
         mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
+        first = self._settings["trial"] <= 1
+        if first:
+            self._window = self._position
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
+        more = torch.cat([went, mark.new_tensor(self._seen.share(first))])
         if any(self._losses.get(place) is None and place[1] not in self._broken for place in whole):
-            return torch.cat([mark, mark.new_zeros(1 + len(whole)), went])
+            return torch.cat([mark, mark.new_zeros(1 + len(whole)), more])
         row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(place)) is None else loss.to(mark) for place in whole])
-        return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN), went])
+        return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN), more])
 
     def _judge(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> None:
         snapshots = self._watched.snapshots
@@ -344,16 +360,20 @@ class Trials(Measurement):
             self._back_to_the_run()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), and how far
-        an arm went."""
+        """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), how far an
+        arm went, and the part of the data that a step takes."""
         if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
             )
-        return [
-            [row[0], *(min(x / row[1], BROKEN) for x in row[2:-2]), math.sqrt(row[-1] / row[-2]) if min(row[-2:]) > 0 else 1.0]
-            for row in rows
-        ]
+        found = []
+        for broken, seeing, *losses, run, own, again, examples in rows:
+            far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
+            # If the first steps took a part p of the data, an example that comes later was among them with this probability, and of two that were
+            # among them one came again with half of it. Each of several ranks has looked at its own part alone.
+            part = seeing * again / examples * (2 if self._settings["trial"] <= 1 else 1) if examples else 0.0
+            found.append([broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window)])
+        return found
 
 
 @torch.no_grad()

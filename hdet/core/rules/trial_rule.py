@@ -97,6 +97,9 @@ FALLS = 0.2
 STRAYED = 2.0
 """By which factor an arm's first step, at the run's own rate, may be longer or shorter than the run's. Two draws of dropout or noise differ by less;
 a clip that AutoLR has not been told of makes it ten."""
+MANY = 12
+"""Times that a run sees its examples, beyond which a rate is not raised without a judge: with labels of which some are wrong, raised rates helped in
+runs of 10 epochs, and overfitted in those of 20 and more."""
 FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
@@ -173,6 +176,8 @@ class TrialRule(Controller):
         """The rate of the arm that was the best in the last check, if it was the highest or the lowest one; else 0."""
         self.strayed = 0.0
         """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
+        self.epochs = 0.0
+        """How often the run sees its examples, as far as they have come again."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -220,7 +225,12 @@ class TrialRule(Controller):
             yours, now = self.peaks[-1]
             between = f"{self._between()}; " if self.found else ""
             what = "kept" if now == yours else f"now {now:.2g}"
-            return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps"
+            many = (
+                f"; not raised, as examples come again, {self.epochs:.0f} times in this run, and there is no judge="
+                if self._overfits
+                else ""
+            )
+            return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps{many}"
         if self.idle:
             return (
                 f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
@@ -252,12 +262,12 @@ class TrialRule(Controller):
         self._spend()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "edge": self.edge, "strayed": self.strayed}
+        return {**super().state_dict(), "edge": self.edge, "strayed": self.strayed, "epochs": self.epochs}
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
         return {
             **super().check_state(state, knobs),
-            **read(state, {"edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0)}, "TrialRule's"),
+            **read(state, dict.fromkeys(("edge", "strayed", "epochs"), Or(Number(0), 0.0)), "TrialRule's"),
         }  # or older
 
     def _cost(self, steps: int) -> float:
@@ -352,17 +362,21 @@ class TrialRule(Controller):
         self._spend()
         octaves = self._octaves()
         losses = 1 + len(octaves) * (self.judged or _scores(steps))
-        went = [far for row in told for far in row[losses:]]  # older records end with the losses
+        went = [row[losses] for row in told if len(row) > losses]  # older records end with the losses
         self.strayed = next((far for far in went if not 1 / STRAYED < far < STRAYED), 0.0)
         if self.strayed:
             self.round = len(self.rounds)
             warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
             return self._nothing(evidence)
+        # Each replica has a part of the data of its own.
+        self.epochs = max(self.epochs, self._total * sum(row[losses + 1] for row in told if len(row) > losses + 1))
         arms = _by_arm([row[1:losses] for row in (told[:1] if self.judged else told)], len(octaves))
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
         by_octave = dict(zip(octaves, arms, strict=True))
-        if self.rounds[self.round].scan:
+        if self._overfits and in_force > peak:
+            moved, note, adopted = self._taken_back(peak / in_force)
+        elif self.rounds[self.round].scan:
             moved, note, adopted = self._scanned(by_octave, steps, broke=any(row[0] for row in told))
         else:
             moved, note, adopted = self._checked(by_octave, steps, in_force)
@@ -380,6 +394,20 @@ class TrialRule(Controller):
         first = self._rates[0]
         self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
+    @property
+    def _overfits(self) -> bool:
+        """Could a higher rate overfit, which shows when it is too late, and which no judge would see?"""
+        return not self.judged and self.epochs > MANY
+
+    def _taken_back(self, factor: float) -> Finding:
+        """A rise of a scan, which could not know."""
+        self._next()
+        return (
+            math.log2(factor),
+            f"examples come again, {self.epochs:.0f} times in this run: back to the rate of before, which overfits later",
+            None,
+        )
+
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
         """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
         below, above = min(arms), max(arms)
@@ -390,7 +418,7 @@ class TrialRule(Controller):
         if broke or _far_better(lower, same):
             self._repeat(lowered=True)
             return below, f"2^{below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm", "arm 0"
-        if above > 0 and not self.judged and _better(arms[above], same) and self._far_behind(same, arms[above]):
+        if above > 0 and not self.judged and not self._overfits and _better(arms[above], same) and self._far_behind(same, arms[above]):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
@@ -412,6 +440,7 @@ class TrialRule(Controller):
             and gain >= worth
             and mean(same) - mean(other) < gain / 2  # where both sides are better the run is about to break
             and not (self.wary and octave > 0 and not self._far_behind(same, best))
+            and not (self._overfits and octave > 0)
         ):
             moved = PART * octave
             self._repeat(lowered=False)
