@@ -13,7 +13,7 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
-from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
+from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, MANY, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
 from hdet.measure.trials import arm
 from tests.core.controller_runs import evidence
 
@@ -43,11 +43,12 @@ def tell(
     correction: float = 1.0,
     broke: bool = False,
     far: float = 1.0,
+    part: float = 0.0,
     **more: Any,
 ) -> Any:
     """What it learns from a cycle whose arms have these losses: (octaves, note, ending)."""
     scores = rule.judged or (plan.measure[TRIALS]["scores"] if plan.measure else 1)
-    rows = {TRIALS: [[float(broke), *scored(arms, scores), far]]} if arms is not None and plan.measure else {}
+    rows = {TRIALS: [[float(broke), *scored(arms, scores), far, part]]} if arms is not None and plan.measure else {}
     values = {"peak": [1e-3, 0.1], "scheduled": [1e-3, 0.1], "values": [correction * 1e-3, 0.1], "corrections": [correction, 1.0]}
     learned = rule.learn(evidence(**{**CYCLE, **values, "step": step, "measured": rows, **more}))
     lr, decay = learned.decisions  # type: ignore[union-attr]
@@ -317,6 +318,38 @@ def test_where_arms_do_not_do_what_the_loop_does_nothing_follows_from_them(far: 
 def test_a_step_that_is_a_little_longer_is_noise() -> None:
     rule = past_scan()
     assert tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.0], far=1.7)[0] > 0
+
+
+MANY_TIMES = 1.5 * MANY / TOTAL
+"""Of the data that a step takes, so that a run sees it more often than `MANY` times."""
+
+
+def test_where_examples_come_again_a_rate_is_not_raised_without_a_judge() -> None:
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0], part=MANY_TIMES)[0] == 0
+    assert tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])[0] == 0 and "examples come again, 18 times" in rule.report()
+    other = started()
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert other.epochs == rule.epochs == pytest.approx(1.5 * MANY)
+    rule = started()
+    tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8], part=MANY_TIMES)
+    assert tell(rule, at(rule, 600), 700, [2.2, 2.5, 3.3])[0] < 0  # lowered it may be
+
+
+def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+    assert tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)[0] == 0
+    moved, note, end = tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0], correction=2**RAISED, part=MANY_TIMES)
+    assert moved == -RAISED and "back to the rate of before" in note and end is None and rule.idle
+    assert rule.peaks[-1] == [1e-3, 1e-3]
+
+
+def test_a_few_epochs_and_a_judge_are_no_reason() -> None:
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0], part=0.5 * MANY_TIMES)[0] == RAISED
+    judged = past_scan(judged=2)
+    assert tell(judged, at(judged, 600), 636, [3.99, 3.9, 3.0], part=MANY_TIMES)[0] > 0
 
 
 def test_its_state_is_plain_and_goes_on() -> None:

@@ -1,0 +1,124 @@
+"""Examples that come again are noticed by what a model is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hdet
+from hdet.core.rules.trial_rule import MANY
+from hdet.measure.seen import Seen
+from tests.harness import Run, batch, losses_of, model
+
+from ..distributed import run_ranks
+from .test_trials import SCORES, STEPS, tries
+
+
+class Net(nn.Module):
+    """Takes anything."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def shares(*steps: Any, first: bool = True, seen: Seen | None = None) -> tuple[float, float]:
+    """``steps``: lists of calls, each with a function that makes it."""
+    seen, net = seen or Seen(), Net()
+    for calls in steps:
+        with seen.looking_at(net):
+            for call in calls:
+                call(net)
+    net(torch.randn(99, 9))  # nobody looks
+    return seen.share(first)
+
+
+def numbers(*rows: int, size: int = 5) -> torch.Tensor:
+    """(rows, size): a row for each of these numbers, which are its seed."""
+    return torch.stack([torch.randn(size, generator=torch.Generator().manual_seed(row)) for row in rows])
+
+
+def test_examples_are_known_again_whatever_their_place_and_company() -> None:
+    one, two = numbers(1, 2, 3, 4), numbers(9, 3, 8)
+    assert shares([lambda net: net(one)], [lambda net: net(two)]) == (1, 7)
+    seen = Seen()
+    shares([lambda net: net(one)], seen=seen)
+    assert shares([lambda net: net(two)], [lambda net: net(two)], first=False, seen=seen) == (2, 6)
+    assert shares(first=False, seen=seen) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int64, torch.uint8])
+def test_of_any_kind_and_however_they_are_given(kind: torch.dtype) -> None:
+    rows = (100 * numbers(1, 2, 3, size=64)).abs().to(kind)
+    assert shares([lambda net: net(rows[:2])], [lambda net: net({"ids": rows[1:], "mask": rows[1:] > 0})]) == (
+        0,
+        4,
+    )  # a mask more: another example
+    assert shares([lambda net: net({"ids": rows})], [lambda net: net(ids=rows.clone())], [lambda net: net((rows.view(3, 8, 8),))]) == (6, 9)
+
+
+def test_what_is_given_twice_in_a_step_counts_once() -> None:
+    one = numbers(1, 2, 3)
+    assert shares([lambda net: net(one), lambda net: net(one)], [lambda net: net(numbers(4, 5))]) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "few", [torch.arange(6), torch.arange(12).view(6, 2), torch.randn(6), torch.tensor(3.0), "no tensor", torch.empty(0, 4)]
+)
+def test_what_says_too_little_of_an_example_is_passed_over(few: Any) -> None:
+    assert shares([lambda net: net(few)], [lambda net: net(few)]) == (0, 0)
+
+
+def test_a_large_example_is_told_by_some_thousand_of_its_numbers() -> None:
+    one = numbers(1, 2, size=40_000)
+    other = one.clone()
+    other[0] += 1
+    assert shares([lambda net: net(one)], [lambda net: net(other)]) == (1, 4)
+
+
+# -- in a run ------------------------------------------------------------------------------------------------------------------
+
+
+def part(examples: int, rank: int = 0, **settings: Any) -> list[float]:
+    """By trial: the part of the data that a step takes, of so many batches that come again and again."""
+    run = tries(rank, net=model(), multiples=(1.0, 2.0), data=lambda key: batch(rank + 100 * (key // 100 % examples)), **settings)
+    run.steps(2 * (STEPS + SCORES))
+    return [row[-1] for told in run.controller.told for row in told or ()]
+
+
+def test_a_trial_says_which_part_of_the_data_a_step_takes() -> None:
+    window = STEPS + SCORES
+    assert part(10**6) == [0, 0]
+    first, second = part(7)  # all of them come twice in a trial
+    assert (first, second) == (pytest.approx(2 * 0.5 / window), pytest.approx(1 / window))
+
+
+def _ranks(rank: int, world: int) -> list[float]:
+    return part(7, rank, gradients="local", moments="keep")
+
+
+def test_each_rank_looks_at_its_own_examples() -> None:
+    found = run_ranks(_ranks, 2)
+    assert found[0] == found[1] and found[0] == pytest.approx(
+        2 * part(7)
+    )  # [trial, replica]: of each replica the part that its own steps take
+
+
+@pytest.mark.parametrize(("examples", "moves"), [(64, False), (10**9, True)])
+def test_a_rate_that_is_far_too_low_is_raised_only_where_examples_are_new(examples: int, moves: bool) -> None:
+    net = model()
+    run = Run(
+        net=net,
+        controller=lambda it: hdet.AutoLR(it, budget=0.3),
+        closure=True,
+        lr=1e-5,
+        total=1000,
+        data=lambda key: batch(key % examples),
+    )
+    run.losses = lambda data: losses_of(net, data)
+    run.steps()
+    rule = run.controller.rule
+    assert (rule.epochs > MANY) == (not moves) and (run.ensemble.corrections["lr"] > 1) == moves
+    assert ("judge=" in run.controller.report()) == (not moves)
