@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import auto, fixed_rates
-from benchmarks.evidence.workloads import DEVELOPMENT, HIGH, TEST, WORKLOADS, finetuning
+from benchmarks.evidence.workloads import DEVELOPMENT, HIGH, REPEATED, TEST, WORKLOADS, finetuning
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def hardly_pretrained(monkeypatch: Any) -> Any:
     finetuning.pretrained.cache_clear()
 
 
-@pytest.mark.parametrize("name", [*DEVELOPMENT, *TEST, "regression-constant", "heat-tenth"])
+@pytest.mark.parametrize("name", [*DEVELOPMENT, *TEST, "regression-constant", "heat-tenth", "rows-256"])
 def test_a_workload_trains(name: str) -> None:
     fixed_rates.untrained.cache_clear()
     line = fixed_rates.run(name, 0, seed=3, steps=40)
@@ -31,7 +31,7 @@ def test_a_workload_trains(name: str) -> None:
 
 
 def test_no_workload_is_in_both_halves() -> None:
-    assert not DEVELOPMENT.keys() & TEST.keys() and len(WORKLOADS) == len(DEVELOPMENT) + len(TEST) + len(HIGH)
+    assert not DEVELOPMENT.keys() & TEST.keys() and len(WORKLOADS) == len(DEVELOPMENT) + len(TEST) + len(HIGH) + len(REPEATED)
 
 
 def test_a_run_that_breaks_has_no_loss_and_counts_as_untrained() -> None:

@@ -23,9 +23,9 @@ from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
 from .images import AUTOENCODER, DIFFUSION, MIXER, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
 from .sequences import CONVOLUTIONS, SORTING
-from .tables import REGRESSION, SMALL, small_judge
+from .tables import REGRESSION, SMALL, flipped, small_judge
 
-__all__ = ["DEVELOPMENT", "HIGH", "OPTIMIZERS", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
+__all__ = ["DEVELOPMENT", "HIGH", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
@@ -124,4 +124,9 @@ HIGH = {
     for name in ("regression", "autoencoder", "clusters", "transfer", "heat", "pairs", "graphs", "diffusion", "digits")
 }
 """Some of them with a schedule that does not fall to zero: one that stays at its peak, and a cosine to a tenth of it."""
-WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH}
+REPEATED = _named(
+    Workload(replace(SMALL, name="small-unjudged"), "adamw-0.999", "linear", 1e-3),
+    *(Workload(flipped(rows), "adamw-0.999", "cosine", 1e-3) for rows in (256, 4096, 16_384, 32_768)),
+)
+"""Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge."""
+WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED}

@@ -16,6 +16,7 @@ from .groups import decaying_matrices
 ROWS, INPUTS = 32, 6
 WRONG = 0.15
 """part of the training labels that are flipped"""
+HELD_OUT = 4096
 JUDGED = 128
 """held-out rows of `SMALL` that judge, and do not validate"""
 
@@ -66,6 +67,41 @@ def _rows(seed: int, step: int) -> Batch:
 def _coin_losses(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
     return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
+
+
+@cache
+def _flipped(rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of 30 numbers and the signs of a network of them, and `HELD_OUT` further ones; of the first ones some have the wrong sign."""
+    generator = seeded("flipped", rows)
+    x = torch.randn(rows + HELD_OUT, 30, generator=generator)
+    inner, outer = torch.randn(64, 30, generator=generator) * 1.5 / 30**0.5, torch.randn(64, generator=generator) * 1.5 / 8
+    y = ((x @ inner.T).tanh() @ outer > 0).float()
+    wrong = torch.rand(len(x), generator=generator) < 0.15
+    wrong[rows:] = False
+    return x, torch.where(wrong, 1 - y, y)
+
+
+def _of_flipped(rows: int, seed: int, step: int) -> Batch:
+    """Epoch by epoch, each in an order of its own."""
+    x, y = _flipped(rows)
+    epoch, place = divmod(step * ROWS, rows)
+    chosen = torch.randperm(rows, generator=seeded("flipped", rows, seed, epoch))[place : place + ROWS]
+    return x[chosen], y[chosen]
+
+
+def flipped(rows: int) -> Problem:
+    """``rows`` examples, seen again and again, of which 15 % have the wrong label."""
+    return Problem(
+        name=f"rows-{rows}",
+        steps=1500,
+        batch_size=ROWS,
+        build=lambda seed: _network(seed, 30, 128),
+        groups=lambda model: decaying_matrices(model, 0.01),
+        batch=lambda seed, step: _of_flipped(rows, seed, step),
+        spare=lambda seed, step, number: _of_flipped(rows, seed, 10_000_000 + number),
+        losses=_coin_losses,
+        validate=lambda model: mean_loss(model, _coin_losses, [tuple(part[rows:] for part in _flipped(rows))]),
+    )
 
 
 REGRESSION = Problem(
