@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from hdet.kernels import StepOptions
+from hdet.kernels.spec.arguments import check_apart
 from hdet.kernels.spec.settings import check_group
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
@@ -26,7 +27,7 @@ from .moment_storage import dtype_for
 from .newton_schulz import Iteration
 from .split_params import split_groups
 from .state import Layout, adopt, kept_masters, state_sets
-from .step_plans import Hyper
+from .step_plans import Hyper, add_entries
 
 _ADJUST = (None, "original", "match_rms_adamw")
 _KEYS = {
@@ -204,6 +205,7 @@ class FusedMuon(FusedOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._skipped: Tensor | None = None
+        self._apart: Any = None  # addresses of parameters that do not overlap
 
     @ranged("hdet.optimizer.step")
     @torch._disable_dynamo
@@ -233,30 +235,37 @@ class FusedMuon(FusedOptimizer):
         rows = {device: self._rows(device, {matrix.group for matrix in matrices}) for device, matrices in steps}
         for _, matrices in steps:
             check_matrices(matrices, self.num_replicas)
+        self._check_apart(params, [*planned.places, *(matrix.place for _, matrices in steps for matrix in matrices)])
         options = self._clipped(params, own)
         planned.watch.check()
         self._skipped = None  # of AdamW alone the plan tells
         planned.step([None if group >= 0 else g for g, group in zip(own, group_of, strict=True)], absent, settings, options)
+        # All states are kept before the matrices are stepped: Newton-Schulz may run out of memory, and AdamW's moments are true then.
+        made = {matrix.param: matrix.entries for _, matrices in steps for matrix in matrices if matrix.entries}
+        add_entries(self.state, made)
+        if planned is not self._planned or made:
+            planned.write_back(self.state)
+            self._planned = planned
         for device, matrices in steps:
-            self._adopt((m.param, {**self.state.get(m.param, {}), **m.entries}) for m in matrices)
+            self._adopt((matrix.param, self.state[matrix.param]) for matrix in matrices)
             seed = self.seed if self.stochastic_rounding else None
             step = MatrixStep(rows[device], options(device), backend=self.backend, stochastic=seed, first_replica=self.first_replica)
             step(matrices)
             self._skipped = torch.zeros((), dtype=torch.float32, device=device) if step.skip is None else step.skip.float()
-            for matrix in matrices:
-                state = self.state[matrix.param]
-                state.update({key: value for key, value in matrix.entries.items() if value is not None})
-                for key in [key for key, value in matrix.entries.items() if value is None]:
-                    state.pop(key, None)
         if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:
                 if gradient is not None and shards.is_partial(gradient):
                     shards.local(gradient).zero_()
-        if planned is not self._planned:
-            planned.write_back(self.state)
-            self._planned = planned
         planned.watch.refresh()  # matrices with masters that were planned beside have been written to
         return loss
+
+    def _check_apart(self, params: list[Tensor], places: list[int]) -> None:
+        """No matrix shares memory with what AdamW steps. Each kind has been looked at by itself."""
+        sets = [(f"parameter {i}", tensor) for i in places for tensor in shards.locals_of(self._replicas_of(params[i]))]
+        tensors = [tensor for _, tensor in sets]
+        if self._apart is None or not self._apart.same(tensors):
+            check_apart(sets)
+            self._apart = lists.note_addresses(tensors)
 
     def _matrix(self, place: int, group: int, param: Tensor, gradient: Any) -> Matrix:
         sets, kept = self._replicas_of(param), self.state.get(param, {})

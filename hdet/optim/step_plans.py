@@ -120,11 +120,7 @@ class Planned:
 
     def write_back(self, container: dict[Tensor, dict[str, Any]]) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
-        for i, made in self.entries.items():
-            state = container.setdefault(self.params[i], {})
-            state.update(made)
-            for key in [key for key, value in made.items() if value is None]:
-                del state[key]
+        add_entries(container, {self.params[i]: made for i, made in self.entries.items()})
         self.entries = {}
         self.container, self.contents = container, lists.contents(container)
 
@@ -202,6 +198,15 @@ class Planned:
         self.hypers = hypers if plain else []
         self.multipliers, self.settings = [list(row) for row in multipliers], made
         return made
+
+
+def add_entries(container: dict[Tensor, dict[str, Any]], entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """What has been made for a first step goes into states; None: the entry goes."""
+    for param, made in entries.items():
+        state = container.setdefault(param, {})
+        state.update(made)
+        for key in [key for key, value in made.items() if value is None]:
+            del state[key]
 
 
 def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -296,3 +297,5 @@ def test_symmetric_products(
     )
     assert binary.instructions("HGMMA") > 0
     assert ("cp.async" in binary.ptx) == (length % 8 == 0)
+    # those of the tile's number alone: with 2^31 elements in a matrix their places need 64 bits
+    assert len(re.findall(r"m(?:ul|ad)\.lo\.s32", binary.ptx)) < 8
