@@ -16,6 +16,7 @@ from hdet.kernels.spec.arguments import check_apart
 from hdet.kernels.spec.settings import check_group
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from . import group_checks as groups
 from . import lists
@@ -229,9 +230,9 @@ class FusedMuon(FusedOptimizer):
         settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         pairs = enumerate(zip(gradients, params, strict=True))
         own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-        planned.check_all(own)  # of both kinds, before a norm is taken of them
+        laid = planned.laid_and_checked(own)  # of both kinds, before a norm is taken of them
         by_device = plans.by_device(params, [i for i, g in enumerate(own) if g is not None and group_of[i] >= 0])
-        steps = [(device, [self._matrix(i, group_of[i], params[i], own[i]) for i in places]) for device, places in by_device.items()]
+        steps = [(device, [self._matrix(i, group_of[i], params[i], laid[i]) for i in places]) for device, places in by_device.items()]
         rows = {device: self._rows(device, {matrix.group for matrix in matrices}) for device, matrices in steps}
         for _, matrices in steps:
             check_matrices(matrices, self.num_replicas)
@@ -271,7 +272,11 @@ class FusedMuon(FusedOptimizer):
         sets, kept = self._replicas_of(param), self.state.get(param, {})
         entries = self._layout_of_matrices(param).missing(kept, sets, moments=True)
         whole = {key: value for key, value in {**kept, **entries}.items() if value is not None}
-        return Matrix(place, group, param, shards.locals_of(sets), shards.local_state(whole, param), entries, gradient)
+        own, state = shards.locals_of(sets), shards.local_state(whole, param)
+        order = None if shards.is_sharded(param) else strides.memory_order(param)
+        if order is not None and order[:-2] == tuple(range(param.ndim - 2)):  # transposed: so is its direction
+            own, state = [strides.laid(tensor, order) for tensor in own], strides.laid_state(state, param)
+        return Matrix(place, group, param, own, state, entries, gradient)
 
     def _rows(self, device: torch.device, chosen: set[int]) -> dict[int, Row]:
         """What the groups say, checked."""

@@ -531,8 +531,12 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         optimizer.max_grad_norm = 1.0
         params[5].grad = torch.ones(6).to_sparse()
 
-    def lying(optimizer: FusedMuon, params: list[Parameter]) -> None:
-        params[0].data = torch.zeros(4, 6).mT
+    def with_gaps(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].data = torch.zeros(6, 8)[:, ::2]
+
+    def stacked_in_between(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[3].data = params[3].data.transpose(0, 1).contiguous().transpose(0, 1)
+        params[3].grad = torch.empty_like(params[3]).fill_(1.0)
 
     def double(optimizer: FusedMuon, params: list[Parameter]) -> None:
         params[0].grad = None
@@ -561,7 +565,8 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         ("multipliers of parameter group 0", below),
         ("shape", wide),
         ("the gradient of parameter 5 has the layout", sparse_vector),
-        ("not contiguous", lying),
+        ("parameter 0 of shape .* is not contiguous", with_gaps),
+        ("parameter 3 of shape .* is not contiguous", stacked_in_between),
         ("dtype torch.float64", double),
         ("overlap in memory", overlapping),
         ("parameter 6 and parameter 0 overlap in memory", overlapping_the_rest),
