@@ -158,7 +158,7 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
     check_accesses(check_code(launches[1][1], tmp_path), *stored.streams())
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5)])
+@pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5), ("adamw", 8)])
 def test_moments_in_8_bits(rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
     """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4. The largest of a block passes between threads."""
     stored = Stored(rule, first=U8, second=U8 if "exp_avg_sqs" in RULES[rule].moments else None, replicas=replicas)
