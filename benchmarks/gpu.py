@@ -1,16 +1,17 @@
-"""The command behind `make gpu`: runs every GPU test, times every operation on CUDA and Triton, prints one table and writes a file.
+"""The command behind `make gpu`: times every operation on CUDA and Triton, trains the main job, runs every GPU test, prints one table
+and writes a file.
 
     python -m benchmarks.gpu [--minutes 6.5] [--results FOLDER] [--no-tests] [--dry-run]
 
 Needs a GPU and fails at once where there is none. Nothing is fetched from anywhere. What the time does not allow is named and makes
 the exit status 1, as does a test that fails; the last line and "good" in the file say the same, for a pipe hides a status unless the
 shell is told otherwise (set -o pipefail; make gpu 2>&1 | tee log). --dry-run goes the same way on the CPU with small tensors, to try
-the command itself. Records are those of step.py, replicas.py and average.py (see compare.py).
+the command itself. Records are those of step.py, muon.py, average.py and replicas.py (see compare.py).
 
 The file is benchmarks/results/<device>.json. What grows while the command runs is in build/gpu: records.jsonl has each figure from the
-moment it is measured, tests.log is pytest's output. From a machine that is remote, or does not last, copy them:
+moment it is measured, job.log is the main job's output and tests.log pytest's. From a machine that is remote, or does not last, copy them:
 scp machine:hdet/benchmarks/results/*.json benchmarks/results/. Where a folder there is brought back by itself, name it,
-make gpu RESULTS=FOLDER: records.jsonl and tests.log grow there instead, and the file of results is copied into it.
+make gpu RESULTS=FOLDER: these three grow there instead, and the file of results is copied into it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 
 from hdet import kernels
 
-from . import average, compare, replicas, step
+from . import average, compare, muon, replicas, step
 
 ROOT = Path(__file__).resolve().parents[1]
 GROWING = ROOT / "build" / "gpu"
@@ -43,7 +44,12 @@ GRACE = 15.0
 """seconds until what was killed, or should have ended, is given up: a process that hangs in the driver cannot be killed"""
 WORKERS = 6
 """processes that share the GPU: what takes long is compiling for Triton"""
-BENCHMARKS = {"step": step, "replicas": replicas, "average": average}
+BENCHMARKS = {"step": step, "muon": muon, "average": average, "replicas": replicas}
+"""the last one has most records"""
+JOB = ("train", "--compare", "--coresident", "--overwrite")
+JOB_STEPS = {"cuda": 400, "cpu": 50}
+"""in place of 2000: enough to see that it trains"""
+JOB_SECONDS = 60.0
 COLUMNS = {
     "operation": "{:<58.58}",
     "shapes": "{:<16.16}",
@@ -64,6 +70,7 @@ TINY: dict[str, Any] = {
     "10 000 x 1 000": lambda: [(1 << 14,)] * 32,
     "one of 2^27": lambda: [(1 << 19,)],
 }
+TINY_MUON = {"width": 64, "blocks": 2, "tokens": 0}
 
 
 class Budget:
@@ -129,15 +136,31 @@ def run_pytest(arguments: list[str], budget: Budget, log: Path) -> tuple[int, st
     return status, log.read_bytes()[before:].decode(errors="replace")
 
 
+def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
+    """`hdet train --compare` with co-resident replicas on the device."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "hdet", *JOB, "--steps", str(JOB_STEPS[device]), "--device", device, "--out", str(GROWING / "job")]
+    print(f"job: {' '.join(command[1:])}", flush=True)
+    with log.open("wb") as file:
+        status = run_bounded(command, file, max(1.0, min(JOB_SECONDS, budget.left)))
+    output = log.read_text(errors="replace")
+    print(output[-3000:] if status else f"job: done, output in {log}", flush=True)
+    return {"passed": status == 0, "seconds": round(time.monotonic() - start, 1), "output": output[-3000:]}
+
+
 def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
-    """The command's exit status; 1, and it is killed with all its processes, where it takes longer. Does not wait for what cannot be
-    killed."""
+    """The command's exit status; 1 where it takes longer. It is interrupted then, so that pytest says what has failed so far, and killed
+    with all its processes. Does not wait for what cannot be killed."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its workers are in its session
+        process.send_signal(signal.SIGINT)
     log.write(b"\nstopped: no time was left\n")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its workers are in its session
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
@@ -223,19 +246,22 @@ def main() -> int:
     else:
         compare.SHAPES.clear()
         compare.SHAPES.update(TINY)
+        muon.SIZE.update(TINY_MUON)
     budget = Budget(arguments.minutes)
-    faulthandler.dump_traceback_later(60 * arguments.minutes + 4 * GRACE, exit=True)  # a benchmark that hangs in the driver hears no signal
+    faulthandler.dump_traceback_later(60 * arguments.minutes + 6 * GRACE, exit=True)  # a benchmark that hangs in the driver hears no signal
     growing = Path(arguments.results) if arguments.results else GROWING
     growing.mkdir(parents=True, exist_ok=True)
     print(f"{device_name(device)}, torch {torch.__version__}: {kernels.available()}", flush=True)
     # Benchmarks first: a test that hangs then costs no figure.
     records, missing = run_benchmarks(device, Budget(arguments.minutes * 0.6), Records(growing / "records.jsonl"))
+    job = run_job(device, budget, growing / "job.log")
     tests = None if arguments.no_tests else run_tests(device, budget, growing / "tests.log")
     print(table(records), flush=True)
     for what in missing:
         print(f"MISSING  {what}")
-    good = not missing and bool(records) and (tests is None or tests["passed"])
-    result = {"device": device_name(device), "torch": torch.__version__, "cuda": torch.version.cuda, "tests": tests, "missing": missing}
+    good = not missing and bool(records) and job["passed"] and (tests is None or tests["passed"])
+    result = {"device": device_name(device), "torch": torch.__version__, "cuda": torch.version.cuda}
+    result |= {"job": job, "tests": tests, "missing": missing}
     if device == "cuda":
         keep({"good": good, **result, "records": records}, arguments.results)
     print("make gpu: all done" if good else "make gpu: NOT everything passed", flush=True)

@@ -1,15 +1,18 @@
 """A step of FusedMuon on a transformer's blocks, beside torch.optim.Muon and AdamW, and how near both directions are to float64's. JSON lines.
 
-python -m benchmarks.muon [--width 384] [--blocks 12] [--rounds 7] [--device cpu|cuda] [--threads N] [--out FILE]
+python -m benchmarks.muon [--width 384] [--blocks 12] [--tokens 0] [--device cpu|cuda] [--threads N] [--out FILE]
 
 torch computes Newton-Schulz in bfloat16 on every device; hdet in float32 on a CPU, where bfloat16 is slower, and in bfloat16 elsewhere. So
-"ns_dtype" of a record is hdet's. The biases, the norms, and an embedding of 1024 rows go through AdamW, torch's with fused=True.
+"ns_dtype" of a record is hdet's. The biases, the norms, and the embeddings go through AdamW, torch's with fused=True.
+"newton_schulz_ms" is the part of hdet's step that products take, "whole_products_ms" the same with torch's products in the place of
+those that compute half of a symmetric one.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +22,17 @@ from torch.nn import Parameter
 from hdet import FusedMuon
 from hdet.optim import newton_schulz
 
-from .compare import Shapes, gpt2
+from .compare import Options, Shapes, free, gpt2, launches
 from .harness import alternate, alternate_on_cuda, emit
 
 USUAL = (3.4445, -4.7750, 2.0315)
 
 
-def model(width: int, blocks: int) -> tuple[Shapes, Shapes]:
-    """(matrices of the blocks, the rest): GPT-2's shapes without the table of tokens, which a vocabulary would decide."""
-    shapes = gpt2(width, blocks)[1:]
-    return [s for s in shapes[1:] if len(s) == 2], [s for s in shapes if len(s) == 1 or s == shapes[0]]
+def model(width: int, blocks: int, tokens: int) -> tuple[Shapes, Shapes]:
+    """(matrices of the blocks, the rest): GPT-2's shapes, with that many tokens."""
+    shapes = gpt2(width, blocks)
+    tables = [(tokens, width), shapes[1]] if tokens else shapes[1:2]
+    return [s for s in shapes[2:] if len(s) == 2], [*tables, *(s for s in shapes if len(s) == 1)]
 
 
 def owned(shapes: Shapes, gradients: list[Tensor], device: str) -> list[Parameter]:
@@ -38,44 +42,71 @@ def owned(shapes: Shapes, gradients: list[Tensor], device: str) -> list[Paramete
     return params
 
 
-def step(arguments: argparse.Namespace, ns_dtype: torch.dtype | None) -> dict[str, Any]:
-    matrices, rest = model(arguments.width, arguments.blocks)
-    of_matrices, of_rest = ([torch.randn(shape, device=arguments.device) for shape in shapes] for shapes in (matrices, rest))
-    ours = FusedMuon(
-        [
-            {"params": owned(matrices, of_matrices, arguments.device), "use_muon": True},
-            {"params": owned(rest, of_rest, arguments.device), "use_muon": False},
-        ],
-        ns_dtype=ns_dtype,
-    )
-    theirs = [
-        torch.optim.Muon(owned(matrices, of_matrices, arguments.device)),
-        torch.optim.AdamW(owned(rest, of_rest, arguments.device), fused=True),
-    ]
+def optimizer(matrices: list[Parameter], rest: list[Parameter], **options: Any) -> FusedMuon:
+    return FusedMuon([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}], **options)
+
+
+def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch.dtype | None) -> dict[str, Any]:
+    matrices, rest = model(width, blocks, tokens)
+    of_matrices, of_rest = options.randn(matrices), options.randn(rest)
+    made = [(owned(matrices, of_matrices, options.device), owned(rest, of_rest, options.device)) for _ in range(2)]
+    ours = optimizer(*made[0], ns_dtype=ns_dtype, backend=options.backend)
+    theirs = [torch.optim.Muon(made[1][0]), torch.optim.AdamW(made[1][1], fused=True)]
+    dtype = ns_dtype or (torch.float32 if options.device == "cpu" else torch.bfloat16)
+    how = newton_schulz.Iteration(USUAL, 5, 1e-7, dtype)
+    alike = [[x for x in of_matrices if tuple(sorted(x.shape)) == sides] for sides in sorted({tuple(sorted(s)) for s in matrices})]
 
     def in_torch() -> None:
         for optimizer in theirs:
             optimizer.step()
 
-    candidates = {"hdet": ours.step, "torch": in_torch}
-    if arguments.device == "cuda":
-        seconds = alternate_on_cuda(candidates, arguments.rounds)
-    else:
-        seconds = alternate(candidates, arguments.rounds, warmup=1)
+    def products(backend: str) -> None:
+        for batch in alike:
+            newton_schulz.orthogonalise(batch, how, backend)
+
+    candidates: dict[str, Callable[[], object]] = {
+        "hdet": ours.step,
+        "torch": in_torch,
+        "newton_schulz": lambda: products(options.backend),
+        "whole_products": lambda: products("torch"),
+    }
+    repeats = min(options.repeats, 7)
+    seconds = alternate_on_cuda(candidates, repeats) if options.device == "cuda" else alternate(candidates, repeats, warmup=1)
     ratio = statistics.median(one / other for one, other in zip(seconds["hdet"], seconds["torch"], strict=True))
     return {
         "benchmark": "muon",
-        "operation": "step",
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "operation": "muon and adamw, a step",
+        "shapes": f"{blocks} x {width}, {tokens} tokens",
+        "backend": options.backend,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        "width": arguments.width,
-        "blocks": arguments.blocks,
+        "width": width,
+        "blocks": blocks,
+        "tokens": tokens,
         "parameters_of_matrices": sum(torch.Size(shape).numel() for shape in matrices),
-        "ns_dtype": str(ns_dtype or (torch.float32 if arguments.device == "cpu" else torch.bfloat16)),
-        "hdet_ms": round(1e3 * statistics.median(seconds["hdet"]), 1),
-        "torch_ms": round(1e3 * statistics.median(seconds["torch"]), 1),
+        "ns_dtype": str(dtype),
+        **{f"{name}_ms": round(1e3 * statistics.median(values), 3) for name, values in seconds.items()},
         "ratio": round(ratio, 3),
     }
+
+
+SIZE = {"width": 768, "blocks": 12, "tokens": 50257}
+"""of what `make gpu` times: GPT-2 124M"""
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """What `make gpu` prints."""
+    if options.counting:
+        matrices, rest = model(64, 12, 0)
+        params = [owned(shapes, options.randn(shapes), options.device) for shapes in (matrices, rest)]
+        counted = launches(optimizer(*params, backend=options.backend).step)
+        records = [{"benchmark": "launches", "operation": "muon and adamw, a step", "backend": options.backend, "launches": counted}]
+    else:
+        records = [step(options, **SIZE, ns_dtype=None)]
+    for record in records:
+        emit(record)
+    free()
+    return records
 
 
 def exact(x: Tensor) -> Tensor:
@@ -113,7 +144,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=0, help="rows of the table of tokens")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", help="a file to append the lines to")
@@ -123,4 +154,4 @@ if __name__ == "__main__":
     for kind in ("normal", "steep"):
         emit(accuracy(given, kind), given.out)
     for dtype in (None, torch.bfloat16) if given.device == "cpu" else (None,):
-        emit(step(given, dtype), given.out)
+        emit(step(Options(given.device, "auto", quick=False), given.width, given.blocks, given.tokens, dtype), given.out)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hdet import FusedAdamW
+from hdet.optim import lists
+from hdet.optim.moment_storage import SMALLEST
 
 from .compare import Options, Shapes, compare, free, main, torch_adamw
 from .harness import emit
@@ -85,6 +87,25 @@ def clipped(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) 
     return compare(options, "clip + unscale + step + cast, bf16 with master", name, shapes, ours.step, in_torch, 30, **notes)
 
 
+def coded(options: Options, name: str, shapes: Shapes, notes: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Moments in 8 bits: gradient 4, parameter 8, moments 4: 16 bytes, and 28 of the tensors that are too small for codes.
+
+    In bfloat16, split, 14: gradient 2, parameter and its other half 8, moments 4. torch: float32 moments.
+    """
+    gradients, halves = options.randn(shapes, dtype), dtype == torch.bfloat16
+    ours = fused(options, options.randn(shapes, dtype), gradients, moment_dtype="8bit", master_weights="split" if halves else None)
+    theirs = torch_adamw(options.randn(shapes), options.randn(shapes))
+    elements = [torch.Size(shape).numel() for shape in shapes]
+    small = sum(count for count in elements if count < SMALLEST) / sum(elements)
+    operation = "adamw, 8 bits, bf16 split" if halves else "adamw, 8 bits"
+    return compare(options, operation, name, shapes, ours.step, theirs.step, (14 if halves else 16) + 12 * small, **notes)
+
+
+def coded_split(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
+    """`coded`, of bfloat16 parameters that are split."""
+    return coded(options, name, shapes, notes, torch.bfloat16)
+
+
 def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> dict[str, Any]:
     """bfloat16 throughout, rounded stochastically: 14 bytes. Bound by instructions, not by memory.
 
@@ -100,23 +121,45 @@ def low(options: Options, name: str, shapes: Shapes, notes: dict[str, Any]) -> d
 HOST = {
     "steady": "gradients at the same addresses in every step",
     "fresh": "at other addresses in every step, as zero_grad(set_to_none=True) leaves them",
+    "scheduled": "at other addresses, and with another rate, in every step",
     "one None": "one of them is None in every other step, as in a mixture of experts",
 }
 
 
+class Calls(torch.optim.Optimizer):
+    """Of hdet's step what torch does, and nothing else: into `step` and out, gradients, where these and the parameters lie, versions."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {})
+        self.params = params
+        self.places = lists.note_addresses(self.params)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        lists.note_addresses([gradient for gradient in lists.gradients(self.params) if gradient is not None])
+        self.places.same(self.params)
+        torch.autograd.graph.increment_version(self.params)
+
+
 def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
-    """A step on 300 tensors of one element each, nothing but the way from Python to the kernel and back, in each case of HOST."""
+    """A step on 300 tensors of one element each, nothing but the way from Python to the kernel and back, in each case of HOST.
+
+    `calls_us`: what torch itself takes of hdet's step.
+    """
     shapes: Shapes = [(1,)] * tensors
-    runs = {(case, side): _one_run(options, shapes, side) for case in HOST for side in ("hdet", "torch")}
+    runs = {(case, side): _one_run(options, shapes, side) for case in HOST for side in ("hdet", "torch", "calls")}
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for turn in range(-20, 200):
-        for (case, side), (step, params, sets) in runs.items():
-            for param, gradient in zip(params, sets[turn % 2 if case == "fresh" else 0], strict=True):
+        for (case, side), (optimizer, params, sets) in runs.items():
+            for param, gradient in zip(params, sets[turn % 2 if case in ("fresh", "scheduled") else 0], strict=True):
                 param.grad = gradient
+            if case == "scheduled":
+                optimizer.param_groups[0]["lr"] = 1e-4 * (1 + 1e-3 * turn)
             if case == "one None" and turn % 2:
                 params[tensors // 2].grad = None
             start = time.perf_counter()
-            step()
+            optimizer.step()
             if turn >= 0:
                 times[case, side].append(1e6 * (time.perf_counter() - start))
             if options.device == "cuda":
@@ -134,7 +177,8 @@ def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
                 "device": options.device,
                 "backend": options.backend,
                 "tensors": tensors,
-                "hdet_us": round(ours, 1),
+                "host_us": round(ours, 1),
+                "calls_us": round(medians[case, "calls"], 1),
                 "torch_us": round(theirs, 1),
                 "ratio": round(ours / theirs, 3),
                 "of_steady": round(ours / medians["steady", "hdet"], 2),
@@ -145,16 +189,22 @@ def host(options: Options, tensors: int = 300) -> list[dict[str, Any]]:
 
 
 def _one_run(options: Options, shapes: Shapes, side: str) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
-    """A step, its parameters, and two sets of gradients for them."""
+    """An optimizer, its parameters, and two sets of gradients for them."""
     sets = [options.randn(shapes) for _ in range(2)]
-    made = fused(options, options.randn(shapes), sets[0]) if side == "hdet" else torch_adamw(options.randn(shapes), sets[0])
-    return made.step, made.param_groups[0]["params"], sets
+    params = options.randn(shapes)
+    if side == "calls":
+        made: Any = Calls([torch.nn.Parameter(param) for param in params])
+    else:
+        made = fused(options, params, sets[0]) if side == "hdet" else torch_adamw(params, sets[0])
+    return made, made.param_groups[0]["params"], sets
 
 
 def run(options: Options) -> list[dict[str, Any]]:
     """All records."""
     records = [] if options.counting else host(options)
-    for benchmark, memory in ((adamw, 28), (mastered, 40), (split, 36), (low, 16), (clipped, 40)):
+    for benchmark, memory in (
+        (adamw, 28), (mastered, 40), (split, 36), (coded, 26), (coded_split, 24), (low, 16), (clipped, 40),
+    ):  # fmt: skip
         for name, shapes, notes in options.shapes(memory):
             if benchmark is adamw or options.wants(name):
                 records.append(benchmark(options, name, shapes, notes))

@@ -22,8 +22,8 @@ def tile_product(left, right, rows, columns, m, length, BLOCK: tl.constexpr, DEP
     depth = tl.arange(0, DEPTH)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     # rows beyond the last are read from the beginning, and what they give is not stored
-    rows = rows % m
-    columns = columns % m
+    rows = (rows % m).to(tl.int64)  # a matrix may have more elements than an int can count
+    columns = (columns % m).to(tl.int64)
     for start in range(0, length, DEPTH):
         live = start + depth < length
         x = tl.load(left + rows[:, None] * length + (start + depth)[None, :], mask=live[None, :], other=0.0)
@@ -50,11 +50,11 @@ def symmetric_product(
     total = tile_product(left + batch * m * length, right + batch * m * length, rows, columns, m, length, BLOCK, DEPTH) * alpha
     square = batch * m * m
     inside = (rows[:, None] < m) & (columns[None, :] < m)
-    place = rows[:, None] * m + columns[None, :]
+    place = rows[:, None].to(tl.int64) * m + columns[None, :]
     if ADDED:
         total += beta * tl.load(added + square + place, mask=inside, other=0.0).to(tl.float32)
     value = total.to(made.dtype.element_ty)
     tl.store(made + square + place, value, mask=inside)
     if row != column:
-        mirrored = columns[:, None] * m + rows[None, :]
+        mirrored = columns[:, None].to(tl.int64) * m + rows[None, :]
         tl.store(made + square + mirrored, tl.trans(value), mask=(columns[:, None] < m) & (rows[None, :] < m))

@@ -60,6 +60,7 @@ class LineWatch(VersionWatch):
 
 def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly: bool = False) -> None:
     """Replicas that were given the same values are together there. An element that is the base, rounded, stays it, unless `exactly`.
+    Replicas that are apart on their line stay where they are.
 
     Waits for the device. Raises ValueError, before anything is changed, for replicas that differ and are not on their line.
     """
@@ -72,7 +73,7 @@ def take_over(lines: Lines, rho_of: Callable[[Tensor], Sequence[float]], exactly
     read = torch.stack([pair.to(flags[0].device) for pair in flags]).tolist() if flags else []
     moved = []
     for (param, state), (fits, together) in zip(lines, read, strict=True):
-        if fits and not exactly:
+        if fits and not (exactly and together):
             continue
         if not together:
             raise ValueError(

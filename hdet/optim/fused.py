@@ -66,8 +66,10 @@ class FusedOptimizer(Optimizer):
     FusedMuon, too, but for its matrices.
 
     Parameters are float32, bfloat16 or float16, in any mixture, dense, in any order of dimensions (channels_last), as their
-    gradients must be, which are any of the three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. Options that choose between torch's implementations
-    (foreach, fused, capturable) are accepted and change nothing; amsgrad and differentiable are refused.
+    gradients must be, which are any of the three. Arithmetic is float32 everywhere. Whoever has no gradient is left alone. A gradient
+    that is a negated view (`is_neg()`) is refused in a first step. Later ones are not asked, to save a call for each: use resolve_neg()
+    in a hook where a model makes such views. Options that choose between torch's implementations (foreach, fused, capturable) are
+    accepted and change nothing; amsgrad and differentiable are refused.
 
     Args beside torch's:
         master_weights: what stands beside a parameter of 16 bits; float32 parameters need nothing. None: nothing, a step smaller than
@@ -378,7 +380,8 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters (or bases) become exactly what the parameters are: after writing to them in a way that is not noticed (see the class)."""
+        """Masters (or bases) become exactly what the parameters are: after writing to them in a way that is not noticed (see the class).
+        With storage="displacement" between averages nothing is written to, so nothing changes; what is, is refused as in a step."""
         if self._on_line:
             displacement.take_over(self._lines(), self._rho_of, exactly=True)
         for param, state in self.state.items():

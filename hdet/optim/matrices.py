@@ -43,7 +43,7 @@ class Row(NamedTuple):
 class Matrix:
     """A parameter of two dimensions and more, with a gradient: its last two are a matrix, those before number a stack of them.
 
-    `sets`, `state`, `gradient`: as they lie on this rank. `entries`: what is to be added to the optimizer's state after the step.
+    `sets`, `state`, `gradient`: as they lie on this rank, and transposed if the parameter is so in memory. `entries`: what is to be added to the optimizer's state after the step.
     """
 
     place: int

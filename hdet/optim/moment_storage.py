@@ -47,7 +47,16 @@ def zeros(name: str, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 def values_of(name: str, state: Mapping[str, Any], signed: bool) -> Tensor:
     """A moment as it is stored; codes as float32."""
     kept: Tensor = state[name]
-    return decode(kept, state[scale_key(name)].to(kept.device), signed) if kept.dtype == CODES else kept
+    return decode(kept, _scales(name, state).to(kept.device), signed) if kept.dtype == CODES else kept
+
+
+def _scales(name: str, state: Mapping[str, Any]) -> Tensor:
+    scales: Tensor | None = state.get(scale_key(name))
+    if scales is None:
+        raise ValueError(
+            f"{name} of a parameter's state is codes of 8 bits, but its {scale_key(name)} is missing: load a saved state, or delete {name}, too"
+        )
+    return scales
 
 
 def entries(name: str, values: Tensor, dtype: torch.dtype, signed: bool) -> dict[str, Tensor | None]:
@@ -61,6 +70,6 @@ def fits(name: str, state: Mapping[str, Any], param: Tensor, dtype: torch.dtype)
     """Is a moment stored so, where the parameter is?"""
     if state[name].dtype != dtype:
         return False  # and a float32 one, which is to be codes, has no scales
-    scales = [state[scale_key(name)]] if dtype == CODES else []
+    scales = [_scales(name, state)] if dtype == CODES else []
     on_device = all(t.device == param.device for t in (state[name], *scales))
     return on_device and alike(state[name], param) and all(t.is_contiguous() for t in scales)

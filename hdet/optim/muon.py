@@ -12,9 +12,11 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from hdet.kernels import StepOptions
+from hdet.kernels.spec.arguments import check_apart
 from hdet.kernels.spec.settings import check_group
 from hdet.profiling import ranged
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from . import group_checks as groups
 from . import lists
@@ -26,7 +28,7 @@ from .moment_storage import dtype_for
 from .newton_schulz import Iteration
 from .split_params import split_groups
 from .state import Layout, adopt, kept_masters, state_sets
-from .step_plans import Hyper
+from .step_plans import Hyper, add_entries
 
 _ADJUST = (None, "original", "match_rms_adamw")
 _KEYS = {
@@ -204,6 +206,7 @@ class FusedMuon(FusedOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._skipped: Tensor | None = None
+        self._apart: Any = None  # addresses of parameters that do not overlap
 
     @ranged("hdet.optimizer.step")
     @torch._disable_dynamo
@@ -227,42 +230,53 @@ class FusedMuon(FusedOptimizer):
         settings = planned.settings_of(self._hypers(), self.multipliers, self.decay_at == "base")
         pairs = enumerate(zip(gradients, params, strict=True))
         own = [None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}") for i, (g, p) in pairs]
-        planned.check_all(own)  # of both kinds, before a norm is taken of them
+        laid = planned.laid_and_checked(own)  # of both kinds, before a norm is taken of them
         by_device = plans.by_device(params, [i for i, g in enumerate(own) if g is not None and group_of[i] >= 0])
-        steps = [(device, [self._matrix(i, group_of[i], params[i], own[i]) for i in places]) for device, places in by_device.items()]
+        steps = [(device, [self._matrix(i, group_of[i], params[i], laid[i]) for i in places]) for device, places in by_device.items()]
         rows = {device: self._rows(device, {matrix.group for matrix in matrices}) for device, matrices in steps}
         for _, matrices in steps:
             check_matrices(matrices, self.num_replicas)
+        self._check_apart(params, [*planned.places, *(matrix.place for _, matrices in steps for matrix in matrices)])
         options = self._clipped(params, own)
         planned.watch.check()
         self._skipped = None  # of AdamW alone the plan tells
         planned.step([None if group >= 0 else g for g, group in zip(own, group_of, strict=True)], absent, settings, options)
+        # All states are kept before the matrices are stepped: Newton-Schulz may run out of memory, and AdamW's moments are true then.
+        made = {matrix.param: matrix.entries for _, matrices in steps for matrix in matrices if matrix.entries}
+        add_entries(self.state, made)
+        if planned is not self._planned or made:
+            planned.write_back(self.state)
+            self._planned = planned
         for device, matrices in steps:
-            self._adopt((m.param, {**self.state.get(m.param, {}), **m.entries}) for m in matrices)
+            self._adopt((matrix.param, self.state[matrix.param]) for matrix in matrices)
             seed = self.seed if self.stochastic_rounding else None
             step = MatrixStep(rows[device], options(device), backend=self.backend, stochastic=seed, first_replica=self.first_replica)
             step(matrices)
             self._skipped = torch.zeros((), dtype=torch.float32, device=device) if step.skip is None else step.skip.float()
-            for matrix in matrices:
-                state = self.state[matrix.param]
-                state.update({key: value for key, value in matrix.entries.items() if value is not None})
-                for key in [key for key, value in matrix.entries.items() if value is None]:
-                    state.pop(key, None)
         if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:
                 if gradient is not None and shards.is_partial(gradient):
                     shards.local(gradient).zero_()
-        if planned is not self._planned:
-            planned.write_back(self.state)
-            self._planned = planned
         planned.watch.refresh()  # matrices with masters that were planned beside have been written to
         return loss
+
+    def _check_apart(self, params: list[Tensor], places: list[int]) -> None:
+        """No matrix shares memory with what AdamW steps. Each kind has been looked at by itself."""
+        sets = [(f"parameter {i}", tensor) for i in places for tensor in shards.locals_of(self._replicas_of(params[i]))]
+        tensors = [tensor for _, tensor in sets]
+        if self._apart is None or not self._apart.same(tensors):
+            check_apart(sets)
+            self._apart = lists.note_addresses(tensors)
 
     def _matrix(self, place: int, group: int, param: Tensor, gradient: Any) -> Matrix:
         sets, kept = self._replicas_of(param), self.state.get(param, {})
         entries = self._layout_of_matrices(param).missing(kept, sets, moments=True)
         whole = {key: value for key, value in {**kept, **entries}.items() if value is not None}
-        return Matrix(place, group, param, shards.locals_of(sets), shards.local_state(whole, param), entries, gradient)
+        own, state = shards.locals_of(sets), shards.local_state(whole, param)
+        order = None if shards.is_sharded(param) else strides.memory_order(param)
+        if order is not None and order[:-2] == tuple(range(param.ndim - 2)):  # transposed: so is its direction
+            own, state = [strides.laid(tensor, order) for tensor in own], strides.laid_state(state, param)
+        return Matrix(place, group, param, own, state, entries, gradient)
 
     def _rows(self, device: torch.device, chosen: set[int]) -> dict[int, Row]:
         """What the groups say, checked."""

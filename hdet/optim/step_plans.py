@@ -87,8 +87,7 @@ class Planned:
         self.entries, self.places = entries, list(states)
         self.outside = set(range(len(params))).difference(states)
         self.sharded = any(map(shards.is_sharded, params))
-        orders = {i: strides.memory_order(shards.local(params[i])) for i in self.places}
-        self._orders = {i: order for i, order in orders.items() if order is not None}
+        self._orders = _orders(params, self.places)
         self.watch = watch
         self._addresses = lists.note_addresses(self._planned_of(params))
         self.hypers: list[Hyper] = []
@@ -120,11 +119,7 @@ class Planned:
 
     def write_back(self, container: dict[Tensor, dict[str, Any]]) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
-        for i, made in self.entries.items():
-            state = container.setdefault(self.params[i], {})
-            state.update(made)
-            for key in [key for key, value in made.items() if value is None]:
-                del state[key]
+        add_entries(container, {self.params[i]: made for i, made in self.entries.items()})
         self.entries = {}
         self.container, self.contents = container, lists.contents(container)
 
@@ -150,7 +145,7 @@ class Planned:
         if absent != self.absent:
             self._choose(absent)
         if self._orders:
-            gradients = self._laid(gradients)
+            gradients = self._laid(gradients, self._orders)
         if len(self.active) > 1:
             self._check_parts(gradients, options)
         for n, part in self.active:
@@ -169,15 +164,18 @@ class Planned:
             params = [strides.laid(shards.local(self.params[i]), self._orders.get(i)) for i in part.places]
             check_gradients([gradients[i] for i in part.places], params)
 
-    def check_all(self, gradients: list[Tensor | None]) -> None:
-        """For an optimizer that steps some parameters by other means than these plans: all of its gradients, as they lie on this rank."""
-        params = [strides.laid(shards.local(param), self._orders.get(i)) for i, param in enumerate(self.params)]
-        check_gradients(self._laid(gradients), params)
+    def laid_and_checked(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """For an optimizer that steps some parameters by other means than these plans: all of its gradients, as they lie on this rank and in
+        the order of their parameters' memory."""
+        orders = _orders(self.params, range(len(self.params)))
+        made = self._laid(gradients, orders)
+        check_gradients(made, [strides.laid(shards.local(param), orders.get(i)) for i, param in enumerate(self.params)])
+        return made
 
-    def _laid(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def _laid(self, gradients: list[Tensor | None], orders: Mapping[int, strides.Order]) -> list[Tensor | None]:
         """In the order in which their parameters lie in memory."""
         made = list(gradients)
-        for i, order in self._orders.items():
+        for i, order in orders.items():
             gradient = gradients[i]
             if gradient is None or gradient.layout != torch.strided or gradient.dim() != len(order):
                 continue  # what is wrong with it will be said
@@ -202,6 +200,21 @@ class Planned:
         self.hypers = hypers if plain else []
         self.multipliers, self.settings = [list(row) for row in multipliers], made
         return made
+
+
+def _orders(params: Sequence[Tensor], places: Iterable[int]) -> dict[int, strides.Order]:
+    """In which order those lie whose dimensions are not in order."""
+    found = {i: strides.memory_order(shards.local(params[i])) for i in places}
+    return {i: order for i, order in found.items() if order is not None}
+
+
+def add_entries(container: dict[Tensor, dict[str, Any]], entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """What has been made for a first step goes into states; None: the entry goes."""
+    for param, made in entries.items():
+        state = container.setdefault(param, {})
+        state.update(made)
+        for key in [key for key, value in made.items() if value is None]:
+            del state[key]
 
 
 def with_shards(tensors: Sequence[Tensor]) -> list[Tensor]:

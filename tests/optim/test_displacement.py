@@ -146,6 +146,18 @@ def test_what_is_written_to_all_replicas_becomes_the_base() -> None:
     assert all((state["base"] == 0.25).all() and not state["displacement"].any() for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_are_refreshed_in_the_middle_of_a_cycle(dtype: torch.dtype) -> None:
+    """Nobody has written to replicas that are apart: they stay on their line."""
+    params, optimizer, sets = on_line(dtype=dtype)
+    run(optimizer, params, range(2))
+    before = copy.deepcopy([sets, [state["base"] for state in optimizer.state.values()]])
+    optimizer.refresh_masters()
+    after = [sets, [state["base"] for state in optimizer.state.values()]]
+    assert_equal([*before[0][1], *before[0][2], *before[1]], [*after[0][1], *after[0][2], *after[1]])
+    run(optimizer, params, range(2, 3))
+
+
 def test_replicas_that_leave_the_line_are_refused_before_anything_changes() -> None:
     params, optimizer, sets = on_line()
     run(optimizer, params, range(2))

@@ -223,6 +223,19 @@ def test_what_is_refused() -> None:
 
 
 @EACH
+def test_codes_without_their_scales_are_refused_by_name(make: Make) -> None:
+    params, optimizer = made(make)
+    run(optimizer, params, range(1))
+    moment, before = next(key for key in optimizer.state[params[0]] if key != "step"), copy.deepcopy(params)
+    del optimizer.state[params[0]][f"{moment}_scale"]
+    with pytest.raises(ValueError, match=f"{moment} of a parameter's state is codes of 8 bits, but its {moment}_scale is missing: load"):
+        run(optimizer, params, range(1, 2))
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    del optimizer.state[params[0]][moment]
+    run(optimizer, params, range(1, 2))
+
+
+@EACH
 def test_a_skipped_step_changes_nothing(make: Make) -> None:
     params, optimizer = made(make, max_grad_norm=1.0)
     run(optimizer, params, range(2))

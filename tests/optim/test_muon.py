@@ -531,8 +531,12 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         optimizer.max_grad_norm = 1.0
         params[5].grad = torch.ones(6).to_sparse()
 
-    def lying(optimizer: FusedMuon, params: list[Parameter]) -> None:
-        params[0].data = torch.zeros(4, 6).mT
+    def with_gaps(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[0].data = torch.zeros(6, 8)[:, ::2]
+
+    def stacked_in_between(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[3].data = params[3].data.transpose(0, 1).contiguous().transpose(0, 1)
+        params[3].grad = torch.empty_like(params[3]).fill_(1.0)
 
     def double(optimizer: FusedMuon, params: list[Parameter]) -> None:
         params[0].grad = None
@@ -542,6 +546,9 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
 
     def overlapping(optimizer: FusedMuon, params: list[Parameter]) -> None:
         params[2].data = params[0].data
+
+    def overlapping_the_rest(optimizer: FusedMuon, params: list[Parameter]) -> None:
+        params[6].data = params[0].data.view(-1)[:21].view(7, 3)
 
     def of_inference(optimizer: FusedMuon, params: list[Parameter]) -> None:
         with torch.inference_mode():
@@ -558,9 +565,11 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         ("multipliers of parameter group 0", below),
         ("shape", wide),
         ("the gradient of parameter 5 has the layout", sparse_vector),
-        ("not contiguous", lying),
+        ("parameter 0 of shape .* is not contiguous", with_gaps),
+        ("parameter 3 of shape .* is not contiguous", stacked_in_between),
         ("dtype torch.float64", double),
         ("overlap in memory", overlapping),
+        ("parameter 6 and parameter 0 overlap in memory", overlapping_the_rest),
         ("inference mode", of_inference),
     ]
     for message, change in cases:
@@ -573,6 +582,35 @@ def test_what_a_step_refuses_before_anything_is_changed() -> None:
         refused((ValueError, TypeError), message, optimizer.step)  # type: ignore[arg-type]
         assert_equal(params, before)
         assert all(state.keys() <= {"replica_params"} for state in optimizer.state.values())
+
+
+def test_states_of_a_first_step_outlive_a_failure_in_newton_schulz() -> None:
+    """AdamW has been stepped by then: what it stepped has its moments, and the matrices are as before a first step."""
+    (ours, theirs), before = (parameters(), parameters()), parameters()
+    a, b = make(ours), make(theirs)
+    with mock.patch.object(matrices, "orthogonalise", side_effect=MemoryError), pytest.raises(MemoryError):
+        run(a, ours, range(1))
+    run(b, theirs, range(1))
+    assert_equal(ours, [*before[:MATRICES], *theirs[MATRICES:]])
+    for one, other in zip(ours[MATRICES:], theirs[MATRICES:], strict=True):
+        assert_equal(list(a.state[one].values()), list(b.state[other].values()))
+    assert all(not a.state[matrix]["step"] for matrix in ours[:MATRICES])
+    run(a, ours, range(1, 2))
+    assert [float(a.state[param]["step"]) for param in ours] == [1.0] * MATRICES + [2.0] * (len(ours) - MATRICES)
+
+
+def test_nothing_is_planned_again_when_a_matrix_gets_its_first_gradient() -> None:
+    params = parameters()
+    optimizer = make(params)
+    for step in range(4):
+        for param, gradient in zip(params, gradients(step), strict=True):
+            param.grad = gradient
+        if step < 2:
+            params[0].grad = None
+        with mock.patch.object(optimizer, "_plan", wraps=optimizer._plan) as planned:
+            optimizer.step()
+        assert planned.called == (step == 0)
+    assert optimizer.state[params[0]]["step"] == 2
 
 
 def test_a_momentum_of_another_shape_is_refused_before_anything_is_changed() -> None:

@@ -54,6 +54,40 @@ def test_channels_last_is_trained_as_by_torch(rule: str, backend: str) -> None:
     assert all(t.stride() == conv(ours).stride() for t in state.values() if t.dim() == 4)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "moment_dtype": "8bit"}, {"master_weights": "fp32"}], ids=str)
+def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
+    """A matrix of either shape, a stack of them, and a vector, in two replicas; beside the same that are contiguous."""
+    shapes, dtype = [(80, 60), (60, 80), (3, 50, 60), (7,)], torch.bfloat16 if "master_weights" in options else torch.float32
+
+    def trained(transposed: bool) -> tuple[list[nn.Parameter], Any]:
+        def lying(x: Tensor) -> Tensor:
+            return x.mT.contiguous().mT if transposed and x.dim() > 1 else x
+
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(lying(torch.randn(shape, generator=generator).to(dtype))) for shape in shapes]
+        groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+        optimizer = hdet.FusedMuon(groups, lr=0.1, **options)
+        optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
+        optimizer.multipliers = [[0.8, 0.8], [1.2, 1.2]]
+        for step in range(4):
+            for param in params:
+                param.grad = lying(torch.randn(param.shape, generator=generator).to(dtype))
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+        return params, optimizer
+
+    (ours, a), (_, b) = trained(True), trained(False)
+    assert ours[0].stride() == (1, 80) == a.state[ours[0]]["momentum_buffer"].stride()
+    for k in range(2):
+        for one, other in zip(a.replica_parameters(k), b.replica_parameters(k), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-2 if dtype == torch.bfloat16 or "moment_dtype" in options else 1e-5)
+    wrong = ours[0].grad = ours[0].grad.contiguous()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="the gradient of parameter 0 has the strides"):
+        a.step()
+    assert wrong is ours[0].grad
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 def test_muon_steps_convolutions_by_adamw(max_grad_norm: float | None) -> None:
     trained = []

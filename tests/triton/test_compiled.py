@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -157,7 +158,7 @@ def test_steps(stored: Stored, launches: list[tuple[str, Any]], tmp_path: Path) 
     check_accesses(check_code(launches[1][1], tmp_path), *stored.streams())
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5)])
+@pytest.mark.parametrize(("rule", "replicas"), [("adamw", 1), ("adamw", 5), ("adamw", 8)])
 def test_moments_in_8_bits(rule: str, replicas: int, launches: list[tuple[str, Any]], tmp_path: Path) -> None:
     """One launch; parameters and gradient in vectors of 16 bytes, codes in those of 4. The largest of a block passes between threads."""
     stored = Stored(rule, first=U8, second=U8 if "exp_avg_sqs" in RULES[rule].moments else None, replicas=replicas)
@@ -296,3 +297,5 @@ def test_symmetric_products(
     )
     assert binary.instructions("HGMMA") > 0
     assert ("cp.async" in binary.ptx) == (length % 8 == 0)
+    # those of the tile's number alone: with 2^31 elements in a matrix their places need 64 bits
+    assert len(re.findall(r"m(?:ul|ad)\.lo\.s32", binary.ptx)) < 8

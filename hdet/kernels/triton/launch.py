@@ -17,8 +17,9 @@ TABLE_BLOCK = 2048
 """numbers of a table, or of a norm, that one program takes at a time"""
 DERIVED = 256
 """tensors whose hyperparameters one program derives"""
-REGISTERS = 128
-"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own"""
+REGISTERS, CODED_REGISTERS = 128, 168
+"""a thread's, in kernels for several replicas, where ptxas would rather spill than take more than a threshold of its own. Blocks of codes
+stay in registers until their largest number is known: four, or three programs of 4 warps on a multiprocessor"""
 
 COMPILER = {"enable_fp_fusion": False}
 """for every kernel: no contraction, so that results have the bits of the native backends"""
@@ -32,9 +33,9 @@ def block_for(longest: int) -> int:
     return max(16, triton.next_power_of_2(min(longest, t.CHUNK_ELEMENTS))) if interpreted else BLOCK
 
 
-def registers_for(replicas: int) -> dict[str, int]:
+def registers_for(replicas: int, coded: bool = False) -> dict[str, int]:
     """An option for ptxas, where there is ptxas."""
-    return {"maxnreg": REGISTERS} if replicas > 1 and torch.version.hip is None else {}
+    return {"maxnreg": CODED_REGISTERS if coded else REGISTERS} if replicas > 1 and torch.version.hip is None else {}
 
 
 class Memory(DeviceMemory):

@@ -190,7 +190,8 @@ class TritonStepPlan:
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         tables = (chunks, self.placed_gradients, self.addresses, self.ids)
         derived = (self.rows, self.replica_rows, self.control, self.random)
-        self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers_for(variant.replicas))
+        registers = registers_for(variant.replicas, coded=variant.exp_avg == t.FORMATS[CODES])
+        self.memory.launch(update, len(chunks), *tables, *derived, V=variant, **registers)
 
 
 class TritonRankOnePlan(OnLine, TritonStepPlan):

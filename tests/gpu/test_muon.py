@@ -1,0 +1,100 @@
+"""FusedMuon on a GPU: its Triton kernel beside float64, its step beside the one on a CPU, and without waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from hdet.optim import FusedMuon, newton_schulz
+
+from ..kernels.cases import why_not
+from .test_optimizers import refusing_to_wait
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(96, 64), (64, 96), (3, 40, 72), (70,), (33, 5)]
+MATRICES = 3
+USUAL = (3.4445, -4.7750, 2.0315)
+
+
+@pytest.fixture
+def device() -> str:
+    reason = why_not("triton")
+    if reason is not None:
+        pytest.skip(reason)
+    return "cuda"
+
+
+@pytest.mark.parametrize(("batch", "m", "length"), [(1, 64, 64), (2, 35, 50), (3, 200, 808), (2, 768, 3072), (1, 1000, 1003)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_symmetric_products(batch: int, m: int, length: int, dtype: torch.dtype, device: str) -> None:
+    """Tiles of both sizes, cut and whole; rows that begin at multiples of 16 bytes, and others. To one rounding."""
+    from hdet.kernels.triton import symmetric_products
+
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(batch, m, length, generator=generator) / length**0.5).to(device, dtype)
+    gram = symmetric_products.product(x, x, None, 1.0, 0.0)
+    assert torch.equal(gram, gram.mT)
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, **near)
+    square = symmetric_products.product(gram, gram, gram, 2.0, -0.5)
+    torch.testing.assert_close(square.double(), 2 * gram.double() @ gram.double() - 0.5 * gram.double(), **near)
+
+
+@pytest.mark.parametrize("shape", [(768, 3072), (768, 768), (100, 60)])
+def test_directions(shape: tuple[int, int], device: str) -> None:
+    """In bfloat16 as near to float64's as torch's Muon is, which computes the whole products."""
+    from torch.optim._muon import _zeropower_via_newtonschulz as torchs
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
+    s = values / values.square().sum().sqrt()
+    for _ in range(5):
+        s = USUAL[0] * s + USUAL[1] * s**3 + USUAL[2] * s**5
+    exact = left @ torch.diag(s) @ right
+    (ours,) = newton_schulz.orthogonalise([x], newton_schulz.Iteration(USUAL, 5, 1e-7, torch.bfloat16))
+    ours_off, theirs_off = (float((made.double() - exact).norm() / exact.norm()) for made in (ours, torchs(x, USUAL, 5, 1e-7)))
+    assert ours_off < 1.2 * theirs_off < 0.03
+
+
+def stepped(device: str, waits: bool = True, **options: Any) -> list[torch.Tensor]:
+    """The parameters after some steps."""
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+    gradients = [[torch.randn(shape, generator=generator).to(device) for shape in SHAPES] for _ in range(5)]
+    optimizer = FusedMuon(
+        [{"params": params[:MATRICES], "use_muon": True}, {"params": params[MATRICES:], "use_muon": False}],
+        lr=0.02,
+        adamw_lr=1e-3,
+        **options,
+    )
+
+    def step(made: list[torch.Tensor]) -> None:
+        for param, gradient in zip(params, made, strict=True):
+            param.grad = gradient
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.step()
+
+    step(gradients[0])
+    if waits:
+        for made in gradients[1:]:
+            step(made)
+    else:
+        with refusing_to_wait():
+            for made in gradients[1:]:
+                step(made)
+    return [param.detach().cpu() for param in params]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"moment_dtype": torch.bfloat16}], ids=str)
+def test_the_steps_of_a_cpu(options: dict[str, Any], device: str) -> None:
+    for ours, theirs in zip(*(stepped(place, ns_dtype=torch.float32, **options) for place in (device, "cpu")), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3 if options else 1e-4, atol=1e-3 if "moment_dtype" in options else 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "moment_dtype": "8bit"}], ids=str)
+def test_a_step_never_waits(options: dict[str, Any], device: str) -> None:
+    assert all(param.isfinite().all() for param in stepped(device, waits=False, **options))
