@@ -49,8 +49,8 @@ class Controller:
     knob_per_group = False
     """Does `OneCycleAutoLR` give it a knob for each parameter group, as published? Else one for all."""
     state_keys: Mapping[str, Kind] | Sequence[str] = ()
-    """Attributes that are the state, and their kinds (hdet/core/schema.py), against which a state is checked before it is loaded. Names
-    alone: numbers, booleans, and lists of them. Hyperparameters are not state."""
+    """Attributes that are the state, and their kinds (hdet/core/schema.py), against which a state is checked before it is loaded; what
+    older states lack is an `Or`. Names alone: numbers, booleans, and lists of them. Hyperparameters are not state."""
     freeze_after: float | None = None
     frozen = False
 
@@ -147,7 +147,7 @@ class Controller:
 
     def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
         """The values of `state_keys` in it; changes nothing, and leaves out further keys. ``knobs``: how many, where that is known. Raises
-        ValueError if a key is missing, or its value of another kind."""
+        ValueError if a key is missing that is no `Or`, or its value of another kind."""
         kinds = self.state_keys if isinstance(self.state_keys, Mapping) else dict.fromkeys(self.state_keys, Plain())
         return read(state, {"frozen": Or(FLAG, False), **kinds}, f"{type(self).__name__}'s", knobs)
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from ..evidence import Evidence
 from ..plan import Decision
-from ..schema import Kind, ListOf, Number, Or, Row, read
+from ..schema import Kind, ListOf, Number, Or, Row
 from .peak import LARGEST_T, PeakController, gated, ratio
 from .regression import mean_and_error, slopes, unexplained
 
@@ -56,7 +55,9 @@ class ProbeRule(PeakController):
     name = "probe"
     measures = (PROBE,)
     regresses = judges_held_out = True
-    state_keys: Mapping[str, Kind] = {**PeakController.state_keys, "last": ListOf(Number(-LARGEST_T, LARGEST_T), "seen")}
+    state_keys: Mapping[str, Kind] = {
+        **PeakController.state_keys, "last": ListOf(Number(-LARGEST_T, LARGEST_T), "seen"), "noise": Or(Row(Number(0), Number(0)), [0.0, 0.0]),
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -105,13 +106,6 @@ class ProbeRule(PeakController):
             self.noise = [FORGET * self.noise[0] + squares, FORGET * self.noise[1] + free]
         variance = self.noise[0] / self.noise[1] if self.noise[1] > 0 else 0.0
         return [math.sqrt(variance * x) for x in spread], free == 0 or self.noise[1] >= KNOWN
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "noise": list(self.noise)}
-
-    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        older = Or(Row(Number(0), Number(0)), [0.0, 0.0])
-        return {**super().check_state(state, knobs), **read(state, {"noise": older}, "ProbeRule's")}
 
     def _move(self, t: float, before: float, scale: float) -> float:
         """Change of ln(correction) for this vote and the one before it: of two for a rise the weaker."""
