@@ -13,7 +13,8 @@ from hdet.core.clock import Clock
 from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
-from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, MANY, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
+from hdet.core.rules.rises import MANY
+from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
 from hdet.measure.trials import arm
 from tests.core.controller_runs import evidence
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.rules.trial_rule import MANY
+from hdet.core.rules.rises import MANY
 from hdet.measure.seen import Seen
 from tests.harness import Run, batch, losses_of, model
 

@@ -21,13 +21,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
 
 from ..controller import Controller
 from ..evidence import Evidence, Run
 from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
-from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row, read
+from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import within
+from .rises import Rises
 
 __all__ = ["TRIALS", "Round", "TrialRule"]
 
@@ -92,14 +92,9 @@ RAISED = 3.0
 LITTLE = 0.3
 """The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
-FALLS = 0.2
-"""The part of its peak to which a schedule falls, or below, in the end: what a high rate costs in noise is mostly gone then."""
 STRAYED = 2.0
 """By which factor an arm's first step, at the run's own rate, may be longer or shorter than the run's. Two draws of dropout or noise differ by less;
 a clip that AutoLR has not been told of makes it ten."""
-MANY = 12
-"""Times that a run sees its examples, beyond which a rate is not raised without a judge: with labels of which some are wrong, raised rates helped in
-runs of 10 epochs, and overfitted in those of 20 and more."""
 FARTHER = 2.0
 """Octaves by which the higher arm of a scan lies farther off when it is repeated."""
 AGAIN = 2
@@ -107,7 +102,6 @@ AGAIN = 2
 WITHIN = 2.0
 """Octaves around the rate in force, within which the best one is said to lie. The scores would say more, and be wrong: what is best in some
 60 steps is up to three octaves below what is best for the run."""
-LOST = "the trial that was under way when weights were loaded or taken back is lost, and paid for; "
 
 
 class TrialRule(Controller):
@@ -117,11 +111,9 @@ class TrialRule(Controller):
         budget: the part of the run's compute that trials may take, in (0, 1). What cannot be learned within it is left alone: below some
             2 800 steps at 3 %, everything.
         keep: the snapshots that a plan with so many arms, and an origin, needs.
-        judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial. With a judge
-            there are few examples, of which a high rate learns all there is sooner, and overfits sooner, which shows later: a rate is raised
-            only where it has hardly learned anything.
-        falls_to: the part of its peak to which the schedule falls afterwards, in [0, 1]; None: what the scheduler says (`Run.falls_to`). Where
-            it stays above `FALLS`, or that is not known, a rate is raised only where it has hardly learned anything, as with a judge.
+        judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial.
+        falls_to: the part of its peak to which the schedule falls afterwards, in [0, 1]; None: what the scheduler says (`Run.falls_to`). When a
+            rate is raised depends on it and on the judge (`Rises`).
     """
 
     name = "auto"
@@ -131,7 +123,7 @@ class TrialRule(Controller):
     state_keys: Mapping[str, Kind] = {
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
-        "peaks": ListOf(Row(Number(), Number())),
+        "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
     }  # fmt: skip
 
     def __init__(
@@ -144,14 +136,9 @@ class TrialRule(Controller):
     ) -> None:
         super().__init__(freeze_after)
         self.budget, self.judged, self._keep = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, keep
-        self._told = None if falls_to is None else within(falls_to, "falls_to", "[0, 1]", "it is a part of the schedule's peak")
+        self._given = None if falls_to is None else within(falls_to, "falls_to", "[0, 1]", "it is a part of the schedule's peak")
         self.falls_to: float | None = None
         """The part of its peak to which the schedule falls, when the run is known."""
-        self.end = 0.0
-        """The part of its rate with which an arm ends: 0, unless the schedule is known not to fall."""
-        self.wary = judged > 0
-        """Is a rate raised only where it has hardly learned anything? More of what a high rate costs shows later than a trial lasts: where few
-        examples are overfitted, or where the schedule does not fall, so that in the end its noise is there."""
         self.rounds: Sequence[Round] = ()
         """Those that the budget affords."""
         self.round = 0
@@ -177,7 +164,7 @@ class TrialRule(Controller):
         self.strayed = 0.0
         """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
         self.epochs = 0.0
-        """How often the run sees its examples, as far as they have come again."""
+        """`Rises.epochs`."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -201,14 +188,13 @@ class TrialRule(Controller):
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
         affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
         self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
-        self.falls_to = _highest([run.falls_to[k] for k in self._rates] if run.falls_to else [None]) if self._told is None else self._told
-        self.end = self.falls_to if self.falls_to is not None and self.falls_to > FALLS else 0.0
-        self.wary = self.judged > 0 or self.falls_to is None or self.end > 0
+        self.falls_to = _highest([run.falls_to[k] for k in self._rates] if run.falls_to else [None]) if self._given is None else self._given
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
         """What it is going to do, in a sentence; or what it has found."""
-        return f"{LOST if self._lost else ''}{self._report()}"
+        lost = "the trial that was under way when weights were loaded or taken back is lost, and paid for; " if self._lost else ""
+        return f"{lost}{self._report()}"
 
     def _report(self) -> str:
         if not self._total:
@@ -225,27 +211,14 @@ class TrialRule(Controller):
             yours, now = self.peaks[-1]
             between = f"{self._between()}; " if self.found else ""
             what = "kept" if now == yours else f"now {now:.2g}"
-            many = (
-                f"; not raised, as examples come again, {self.epochs:.0f} times in this run, and there is no judge="
-                if self._overfits
-                else ""
-            )
-            return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps{many}"
+            return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps{self._rises.found()}"
         if self.idle:
             return (
                 f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
                 f"{LONGEST:.0%} of what is left then"
             )
         at = [math.ceil(one.at * self._total) for one in self.rounds]
-        return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute{self._wary_of()}"
-
-    def _wary_of(self) -> str:
-        """What of the schedule keeps rates from being raised."""
-        if self.falls_to is None:
-            return ". Nobody knows to what the schedule falls (AutoLR's falls_to=), so the rate is raised only where it hardly learns"
-        if self.falls_to > FALLS:
-            return f". The schedule falls to {self.falls_to:.0%} of its peak only, so the rate is raised only where it hardly learns"
-        return ""
+        return f"trials from steps {', '.join(map(str, at))}, of at most {self.budget:.0%} of the run's compute{self._rises.forecast()}"
 
     def _too_short(self) -> str:
         """Why there are no rounds, and what would help."""
@@ -260,15 +233,6 @@ class TrialRule(Controller):
         self._resumed = self.used > 0
         self._lost = self._lost or self._resumed
         self._spend()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "edge": self.edge, "strayed": self.strayed, "epochs": self.epochs}
-
-    def check_state(self, state: Any, knobs: int | None = None) -> dict[str, Any]:
-        return {
-            **super().check_state(state, knobs),
-            **read(state, dict.fromkeys(("edge", "strayed", "epochs"), Or(Number(0), 0.0)), "TrialRule's"),
-        }  # or older
 
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
@@ -340,7 +304,7 @@ class TrialRule(Controller):
         scan = self.rounds[self.round].scan
         of, origin = ("peak", ORIGIN) if scan else ("base", "")
         # The scan's higher arm is to show how much there is to learn, not the noise that its rate would leave.
-        ends = [0.0 if scan and multiple > 1 else self.end for multiple in multiples]
+        ends = [0.0 if scan and multiple > 1 else self._rises.end for multiple in multiples]
         settings = {
             "trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores, "ends": ends,
         }  # fmt: skip
@@ -358,23 +322,22 @@ class TrialRule(Controller):
         told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not told:
             return self._nothing(evidence)
-        steps = self.used
+        steps, octaves = self.used, self._octaves()
         self._spend()
-        octaves = self._octaves()
         losses = 1 + len(octaves) * (self.judged or _scores(steps))
-        went = [row[losses] for row in told if len(row) > losses]  # older records end with the losses
-        self.strayed = next((far for far in went if not 1 / STRAYED < far < STRAYED), 0.0)
+        # Older records end with the losses: arms went as far as the run, and no example has come again.
+        fars, parts = zip(*([*row[losses:], *(1.0, 0.0)[len(row) - losses :]] for row in told), strict=True)
+        self.strayed = next((far for far in fars if not 1 / STRAYED < far < STRAYED), 0.0)
         if self.strayed:
             self.round = len(self.rounds)
             warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
             return self._nothing(evidence)
-        # Each replica has a part of the data of its own.
-        self.epochs = max(self.epochs, self._total * sum(row[losses + 1] for row in told if len(row) > losses + 1))
+        self.epochs = max(self.epochs, self._total * sum(parts))  # each replica has a part of the data of its own
         arms = _by_arm([row[1:losses] for row in (told[:1] if self.judged else told)], len(octaves))
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
         by_octave = dict(zip(octaves, arms, strict=True))
-        if self._overfits and in_force > peak:
+        if self._rises.overfit and in_force > peak:
             moved, note, adopted = self._taken_back(peak / in_force)
         elif self.rounds[self.round].scan:
             moved, note, adopted = self._scanned(by_octave, steps, broke=any(row[0] for row in told))
@@ -395,18 +358,14 @@ class TrialRule(Controller):
         self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
     @property
-    def _overfits(self) -> bool:
-        """Could a higher rate overfit, which shows when it is too late, and which no judge would see?"""
-        return not self.judged and self.epochs > MANY
+    def _rises(self) -> Rises:
+        return Rises(self.judged > 0, self.falls_to, self.epochs)
 
     def _taken_back(self, factor: float) -> Finding:
         """A rise of a scan, which could not know."""
         self._next()
-        return (
-            math.log2(factor),
-            f"examples come again, {self.epochs:.0f} times in this run: back to the rate of before, which overfits later",
-            None,
-        )
+        note = f"examples come again, {self.epochs:.0f} times in this run: back to the rate of before, which overfits later"
+        return math.log2(factor), note, None
 
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
         """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
@@ -418,16 +377,12 @@ class TrialRule(Controller):
         if broke or _far_better(lower, same):
             self._repeat(lowered=True)
             return below, f"2^{below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm", "arm 0"
-        if above > 0 and not self.judged and not self._overfits and _better(arms[above], same) and self._far_behind(same, arms[above]):
+        if above > 0 and _better(arms[above], same) and self._rises.allowed(scan=True, far_behind=self._far_behind(same, arms[above])):
             self._repeat(lowered=False)
             return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
-        tried = " nor ".join(f"2^{octave:g}" for octave in arms if octave)
-        return (
-            0.0,
-            f"in {steps} steps from the start {'neither ' if above > 0 else 'not even '}{tried} times the rate is better: kept",
-            None,
-        )
+        tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms if octave)
+        return 0.0, f"in {steps} steps from the start {tried} times the rate is better: kept", None
 
     def _checked(self, arms: Mapping[float, Sequence[float]], steps: int, peak: float) -> Finding:
         """Of the ``peak`` in force."""
@@ -439,8 +394,7 @@ class TrialRule(Controller):
             _better(best, same)
             and gain >= worth
             and mean(same) - mean(other) < gain / 2  # where both sides are better the run is about to break
-            and not (self.wary and octave > 0 and not self._far_behind(same, best))
-            and not (self._overfits and octave > 0)
+            and (octave < 0 or self._rises.allowed(scan=False, far_behind=self._far_behind(same, best)))
         ):
             moved = PART * octave
             self._repeat(lowered=False)
