@@ -54,16 +54,10 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """The modules of hdet that ``module`` imports anywhere in its file, but for the type checker's sake."""
+    """The modules of hdet that ``module`` imports anywhere in its file, also for the type checker alone."""
     path, tree = sources()[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    typed = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    ]
-    checked = {id(inner) for node in typed for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if id(node) in checked:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[2] or LAZY for alias in node.names if alias.name.split(".")[0] == "hdet")
         elif isinstance(node, ast.ImportFrom):

@@ -1,6 +1,7 @@
-"""Muon's step on matrices: momentum, one orthogonal direction for all replicas, and their updates.
+"""Muon's step on matrices as they lie on this rank: momentum, one orthogonal direction for all replicas, and their updates.
 
-torch's multi-tensor calls, as next to the products of Newton-Schulz they take little. What lies over a mesh goes through `owners.py`.
+torch's multi-tensor calls, as next to the products of Newton-Schulz they take little. `owners.py` steps whole matrices and those that lie over a
+mesh by it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from hdet.kernels.spec import rounding
 from hdet.kernels.spec.arguments import check_step_tensors
 from hdet.tensors import dtensor as shards
 
-from . import owners
 from .moment_storage import entries, scale_key
 from .moment_storage import values_of as values_of_moment
 from .newton_schulz import Iteration, orthogonalise
@@ -43,7 +43,8 @@ class Row(NamedTuple):
 class Matrix:
     """A parameter of two dimensions and more, with a gradient: its last two are a matrix, those before number a stack of them.
 
-    `sets`, `state`, `gradient`: as they lie on this rank, and transposed if the parameter is so in memory. `entries`: what is to be added to the optimizer's state after the step.
+    `sets`, `state`, `gradient`: as they lie on this rank, and transposed if the parameter is so in memory. `entries`: what is to be added to the
+    optimizer's state.
     """
 
     place: int
@@ -83,7 +84,7 @@ def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
 
 
 class MatrixStep:
-    """One step of some matrices of one device."""
+    """The parts of one step of some matrices of one device."""
 
     def __init__(
         self,
@@ -102,14 +103,13 @@ class MatrixStep:
         self.scale = None if scale is None else (1.0 / scale.reshape(()).to(wide_dtype(scale.device))).float()
         self.zero = options.zero_gradients
 
-    def __call__(self, matrices: Sequence[Matrix]) -> None:
-        here: list[Matrix] = []
-        apart: list[Matrix] = []
-        for matrix in matrices:
-            (apart if owners.is_cut(matrix.param) else here).append(matrix)
-        for batch in self.batches(here):
+    def whole(self, matrices: Sequence[Matrix]) -> None:
+        """Directions and updates of matrices that this rank has all of."""
+        for batch in self.batches(matrices):
             self.update(batch, orthogonalise(self.directions(batch), self.rows[batch[0].group].how, self.backend))
-        owners.run(self, apart)
+
+    def end(self, matrices: Sequence[Matrix]) -> None:
+        """All of them are updated: counters, gradients, and versions."""
         steps = [matrix.state["step"] for matrix in matrices]
         torch._foreach_add_(steps, 1.0 if self.skip is None else 1.0 - self.skip.float())
         if self.zero:

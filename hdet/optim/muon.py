@@ -19,7 +19,7 @@ from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
 from . import group_checks as groups
-from . import lists
+from . import lists, owners
 from . import step_plans as plans
 from .finish import ShardedClip
 from .fused import FusedOptimizer, Options
@@ -251,7 +251,7 @@ class FusedMuon(FusedOptimizer):
             self._adopt((matrix.param, self.state[matrix.param]) for matrix in matrices)
             seed = self.seed if self.stochastic_rounding else None
             step = MatrixStep(rows[device], options(device), backend=self.backend, stochastic=seed, first_replica=self.first_replica)
-            step(matrices)
+            owners.run(step, matrices)
             self._skipped = torch.zeros((), dtype=torch.float32, device=device) if step.skip is None else step.skip.float()
         if self.zero_gradients:  # a gradient that was reduced first has been zeroed where it was reduced to
             for gradient in gradients:

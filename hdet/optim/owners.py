@@ -1,4 +1,4 @@
-"""Matrices that are cut over a mesh: each is put together on one rank, its owner, and its direction is cut again.
+"""One step of all matrices. One that is cut over a mesh is put together on one rank, its owner, and its direction is cut again.
 
 As in Moonlight's distributed Muon (Liu et al. 2025, Algorithm 1), but in a few rounds: the matrices of the next round are on their way while
 those of this one are computed. An element travels twice, in the dtype of Newton-Schulz.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,11 @@ from torch import Tensor
 
 from hdet.tensors import dtensor as shards
 
+from .matrices import Matrix, MatrixStep
 from .newton_schulz import orthogonalise, work
-
-if TYPE_CHECKING:
-    from .matrices import Matrix, MatrixStep
 
 _ROUNDS = 4
 """exchanges of a step, as far as an owner has so many matrices. More hide more, in smaller messages."""
-
-
-def is_cut(param: Tensor) -> bool:
-    """Does a rank hold less than whole matrices? A stack that is cut between its matrices (Shard(0) of three dimensions) is not."""
-    return any(_shard_dim(param, dim) >= param.ndim - 2 for dim in shards.sharding_dims(param, f"a matrix of shape {tuple(param.shape)}"))
 
 
 def _shard_dim(param: Any, mesh_dim: int) -> int:
@@ -38,20 +31,25 @@ def _shard_dim(param: Any, mesh_dim: int) -> int:
 
 
 def run(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
-    """Directions and updates of matrices that are cut. Collective over their meshes: all ranks have the same matrices in the same order."""
+    """One step of matrices, whole or cut. Collective over the meshes of those that are cut: all ranks have the same matrices in the same order."""
+    whole: list[Matrix] = []
     along: dict[tuple[Any, int], list[Matrix]] = {}
     several: list[Matrix] = []
     for matrix in matrices:
         given: Any = matrix.param
-        dims = shards.sharding_dims(given, "a matrix")
-        if len(dims) == 1 and type(given.placements[dims[0]]).__name__ == "Shard":
+        dims = shards.sharding_dims(given, f"a matrix of shape {tuple(given.shape)}")
+        if all(_shard_dim(given, dim) < given.ndim - 2 for dim in dims):  # also a stack that is cut between its matrices
+            whole.append(matrix)
+        elif len(dims) == 1 and type(given.placements[dims[0]]).__name__ == "Shard":
             along.setdefault((given.device_mesh, dims[0]), []).append(matrix)
         else:
             several.append(matrix)
+    step.whole(whole)
     for (mesh, dim), members in along.items():
         _Exchange(step, members, mesh, dim).run()
     for batch in step.batches(several):
         _gathered(step, batch)
+    step.end(matrices)
 
 
 def _gathered(step: MatrixStep, matrices: Sequence[Matrix]) -> None:
