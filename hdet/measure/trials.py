@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,15 +47,17 @@ class Trials(Measurement):
     part of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has.
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
-    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple`` times the
-    reference over the first fifth, then falls to zero in a straight line, or to a part of that. In the ``scores`` steps that follow, nothing of the arms moves, and
-    the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of the judge, at the cycle's end.
+    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple``
+    times the reference over the first fifth, then falls to zero in a straight line, or to a part of that. In the ``scores`` steps that follow,
+    nothing of the arms moves, and the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of
+    the judge, at the cycle's end.
 
     Arguments are those of `hdet.AutoLR`.
 
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
-    value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which the arms' rates fall, by arm (None: all to 0). The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
+    value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which the arms' rates fall, by arm
+    (None: all to 0). The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
 
     Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers.
     The run is left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
@@ -125,7 +127,7 @@ class Trials(Measurement):
         self._settings = settings
         self._begin()
         snapshots, origin = self._watched.snapshots, self._settings["origin"]
-        self._from_here = not origin or self._settings["trial"] <= 1
+        self._from_here = not origin or self._is_first
         if origin:
             snapshots.take(RUN)
             snapshots.restore(origin)
@@ -145,6 +147,11 @@ class Trials(Measurement):
         self._averages: bool | None = None
         self._rates: list[tuple[Any, list[float], float]] = []
 
+    @property
+    def _is_first(self) -> bool:
+        """Of the run's trials. Its origin is the run's own beginning, and in it examples are met that later ones may know."""
+        return bool(self._settings["trial"] <= 1)
+
     def release(self) -> None:
         self._settings = {}
         self._begin()
@@ -159,56 +166,59 @@ class Trials(Measurement):
             return
         self._position += 1
         position, steps = self._position, self._settings["steps"]
-        training, scoring = position <= steps, steps < position <= steps + self._settings["scores"]
-        if not training and (not scoring or self.judge is not None):
+        training, scores = position <= steps, 0 if self.judge is not None else self._settings["scores"]
+        if position > steps + scores:
             return
         if position == 1:
             self._rates = [self._rate_of(k, knob) for k, knob in enumerate(self._watched.knobs) if knob.key == "lr"]
-        snapshots, multiples = self._watched.snapshots, self._settings["multiples"]
         weights = [value.clone() for value in self._values()] if position == 1 and self._from_here else []
+        act = partial(self._train, closure, position) if training else partial(self._score, closure)
+        arms = [number for number in range(len(self._settings["multiples"])) if number not in self._broken]
+        found: dict[int, torch.Tensor | None] = {}
+        with self._gradients_kept(), self._run_kept():
+            for number in arms:
+                self._watched.snapshots.restore(arm(number))
+                looking = self._seen.looking_at(self._bare) if number == arms[0] else nullcontext()  # the others are given the same
+                with looking, self._first_step(number, weights):
+                    found[number] = self._tried(number, act)
+                if training:
+                    self._watched.snapshots.take(arm(number))
+                else:
+                    self._losses[position - steps - 1, number] = found[number]
+        if training and (position % max(1, steps // LOOKS) == 0 or position == steps):
+            self._look(found)
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
         # DDP's gradients may be views of its buckets, into which the arms' are written too.
         shared = getattr(self.model, "gradient_as_bucket_view", False)
         gradients = [(p, p.grad, p.grad.clone() if shared and p.grad is not None else None) for p in self._touched]
-        snapshots.take(RUN)
-        looks = position % max(1, steps // LOOKS) == 0 or position == steps
-        lost, looked = [], False
         try:
-            for number, multiple in enumerate(multiples):
-                if number in self._broken:
-                    continue
-                snapshots.restore(arm(number))
-                with ExitStack() as watching:
-                    if not looked:  # the others are given the same
-                        looked = True
-                        watching.enter_context(self._seen.looking_at(self._bare))
-                    if weights and multiple == 1:
-                        watching.enter_context(self._beside_the_run(number, weights))
-                    found = self._tried(
-                        number, partial(self._train, closure, number, position) if training else partial(self._score, closure)
-                    )
-                if training:
-                    lost.append((number, found))
-                    snapshots.take(arm(number))
-                else:
-                    self._losses[position - steps - 1, number] = found
+            yield
         finally:
-            self._back_to_the_run()
             for parameter, gradient, values in gradients:
                 parameter.grad = gradient
                 if gradient is not None and values is not None:
                     gradient.copy_(values)
-        if looks and training:
-            self._look(lost)
-
-    def _back_to_the_run(self) -> None:
-        """The run's next forward pass finds nothing of an arm's weights: neither gathered shards, which scoring leaves, nor cast copies."""
-        self._watched.snapshots.restore(RUN)
-        reshard(self._bare)
-        torch.clear_autocast_cache()
 
     @contextmanager
-    def _beside_the_run(self, number: int, weights: list[torch.Tensor]) -> Iterator[None]:
-        """Around an arm's first step: how far it goes, and how far the run went. ``weights``: the run's after that step; they are written over."""
+    def _run_kept(self) -> Iterator[None]:
+        """The run's next forward pass finds nothing of an arm's weights: neither gathered shards, which scoring leaves, nor cast copies."""
+        self._watched.snapshots.take(RUN)
+        try:
+            yield
+        finally:
+            self._watched.snapshots.restore(RUN)
+            reshard(self._bare)
+            torch.clear_autocast_cache()
+
+    @contextmanager
+    def _first_step(self, number: int, weights: list[torch.Tensor]) -> Iterator[None]:
+        """Around the first step of an arm at the run's rate: how far it goes, and how far the run went. ``weights``: the run's after that step, which
+        are written over; none: nothing to compare with."""
+        if not weights or self._settings["multiples"][number] != 1:
+            yield
+            return
         values = self._values()
         run = _square_between(weights, values)
         torch._foreach_copy_(weights, values)
@@ -231,11 +241,11 @@ class Trials(Measurement):
         peak = self._watched.peaks()[k] * knob.ratio(first)
         return knob, cells, peak / cells[first] if cells[first] > 0 and peak > 0 else 1.0
 
-    def _tried(self, number: int, act: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    def _tried(self, number: int, act: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
         """What an arm does, which may break in whatever way the model has: an error that neither its first step nor the run's own rate makes is
         taken for that. Of several ranks each would have to know: there the error stands."""
         try:
-            return act()
+            return act(number)
         except torch.OutOfMemoryError:
             raise
         except Exception:
@@ -244,7 +254,7 @@ class Trials(Measurement):
             self._broken.add(number)
             return torch.full((), math.nan)
 
-    def _train(self, closure: Closure, number: int, position: int) -> torch.Tensor | None:
+    def _train(self, closure: Closure, position: int, number: int) -> torch.Tensor | None:
         with random_states_kept(self._bare):
             self._clear()
             with torch.enable_grad():
@@ -308,14 +318,14 @@ class Trials(Measurement):
                 dist.all_reduce(gradient, group=group)
                 gradient.div_(replicas.count)
 
-    def _look(self, losses: Sequence[tuple[int, torch.Tensor | None]]) -> None:
-        """All ranks leave an arm together: in it they may communicate."""
+    def _look(self, losses: Mapping[int, torch.Tensor | None]) -> None:
+        """At the losses by arm. All ranks leave an arm together: in it they may communicate."""
         if losses:
-            lost = torch.stack([torch.zeros((), dtype=torch.bool) if loss is None else ~torch.isfinite(loss).cpu() for _, loss in losses])
+            lost = torch.stack([torch.tensor(False) if loss is None else ~torch.isfinite(loss).cpu() for loss in losses.values()])
             counts = self._watched.replicas.sum_rows(lost.double().to(self._device)).sum(0).tolist()
-            self._broken |= {number for (number, _), count in zip(losses, counts, strict=True) if count}
+            self._broken |= {number for number, count in zip(losses, counts, strict=True) if count}
 
-    def _score(self, closure: Closure) -> torch.Tensor | None:
+    def _score(self, closure: Closure, number: int) -> torch.Tensor | None:
         with eval_mode(self._bare):
             losses = self._asked(closure)
         return None if losses is None else losses.detach().double().mean()
@@ -330,34 +340,29 @@ class Trials(Measurement):
         if self.judge is not None:
             self._judge(*self.judge)
         scores = self._settings["scores"] if self.judge is None else len(self.judge[1])
-        arms = range(len(self._settings["multiples"]))
-        whole = [(score, number) for number in arms for score in range(scores)]
-        if any(place not in self._losses and place[1] not in self._broken for place in whole):
+        told = [(score, number) for number in range(len(self._settings["multiples"])) for score in range(scores)]
+        expected = [of for of in told if of[1] not in self._broken]
+        if any(of not in self._losses for of in expected):
             return None  # a score has raised, and the loop has gone on
         mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
-        first = self._settings["trial"] <= 1
-        if first:
+        if self._is_first:
             self._window = self._position
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
-        more = torch.cat([went, mark.new_tensor(self._seen.share(first))])
-        if any(self._losses.get(place) is None and place[1] not in self._broken for place in whole):
-            return torch.cat([mark, mark.new_zeros(1 + len(whole)), more])
-        row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(place)) is None else loss.to(mark) for place in whole])
+        more = torch.cat([went, mark.new_tensor(self._seen.share(self._is_first))])
+        if any(self._losses[of] is None for of in expected):
+            return torch.cat([mark, mark.new_zeros(1 + len(told)), more])
+        row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(of)) is None else loss.to(mark) for of in told])
         return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN), more])
 
     def _judge(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> None:
-        snapshots = self._watched.snapshots
-        snapshots.take(RUN)
-        try:
+        with self._run_kept():
             for number in range(len(self._settings["multiples"])):
                 if number not in self._broken:
-                    snapshots.restore(arm(number))
+                    self._watched.snapshots.restore(arm(number))
                     with eval_mode(self._bare):
                         for score, batch in enumerate(batches):
                             loss = self._asked(partial(loss_fn, self._bare, batch))
                             self._losses[score, number] = None if loss is None else loss.detach().double().mean()
-        finally:
-            self._back_to_the_run()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), how far an
@@ -371,7 +376,7 @@ class Trials(Measurement):
             far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
             # If the first steps took a part p of the data, an example that comes later was among them with this probability, and of two that were
             # among them one came again with half of it. Each of several ranks has looked at its own part alone.
-            part = seeing * again / examples * (2 if self._settings["trial"] <= 1 else 1) if examples else 0.0
+            part = seeing * again / examples * (2 if self._is_first else 1) if examples else 0.0
             found.append([broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window)])
         return found
 
