@@ -6,7 +6,7 @@ scoring all replicas on the same mini-batches takes away the noise of the data. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import truediv
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from ..converge import digest
 from ..core.validate import whole, within
 from ..profiling import ranged
+from ..tensors.buffers import tensors_in
 from ..tensors.dtensor import local_parts, reshard
 from ..tensors.eval_mode import eval_mode
 from .measurement import Measurement, Watched
@@ -138,7 +139,7 @@ class BatchLosses(Measurement):
                     losses = [self.loss_fn(self.model, batch) for batch in chosen]
             finally:
                 reshard(self.model)
-        marks = digest(list(_tensors_in(chosen)))[1:]
+        marks = digest(list(tensors_in(chosen)))[1:]
         if all(loss is None for loss in losses):
             return torch.cat([torch.zeros(1 + self.chunks, dtype=torch.float64, device=self._device), marks.to(self._device)])
         row = torch.stack([_scalar(loss) for loss in losses])
@@ -173,14 +174,3 @@ def _scalar(loss: Any) -> torch.Tensor:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return one number as a tensor, got {shape}: return the mean over the batch")
     return loss.detach().double().reshape(())
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors_in(value)

@@ -1,4 +1,4 @@
-"""Have examples been given to a model before? By the numbers that it is given, exactly, and without the data's help."""
+"""Has a model been given these examples before? Told by hashes of its inputs, without the data's help."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors.buffers import tensors_in
 from ..tensors.dtensor import is_sharded
 
 __all__ = ["Seen"]
@@ -22,8 +23,8 @@ _SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.in
 
 
 class Seen:
-    """Marks of examples, step by step: whole numbers of 64 bits that are equal for bitwise equal examples, and hardly ever for others. They stay on
-    the device until `share` is asked for."""
+    """Hashes of examples, step by step: int64, equal for bitwise equal examples, and hardly ever for others. They stay on the device until `share` is
+    asked for."""
 
     def __init__(self) -> None:
         self._first: torch.Tensor | None = None
@@ -35,8 +36,8 @@ class Seen:
         given: list[torch.Tensor] = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (marks := _marks([*args, *kwargs.values()])) is not None:
-                given.append(marks)
+            if (hashes := _hashes([*args, *kwargs.values()])) is not None:
+                given.append(hashes)
 
         hook = model.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -49,7 +50,7 @@ class Seen:
     def share(self, first: bool) -> tuple[float, float]:
         """(examples that have been seen before, of so many); then it forgets them. ``first``: seen in an earlier step of these, which are kept;
         else: seen in the steps that were kept. It waits for the device."""
-        steps, self._steps = [marks.unique() for marks in self._steps], []  # a model may be given an example twice in a step
+        steps, self._steps = [hashes.unique() for hashes in self._steps], []  # a model may be given an example twice in a step
         if not steps:
             return 0.0, 0.0
         together = torch.cat(steps)
@@ -61,17 +62,17 @@ class Seen:
 
 
 @torch.no_grad()
-def _marks(given: Sequence[Any]) -> torch.Tensor | None:
+def _hashes(given: Sequence[Any]) -> torch.Tensor | None:
     """(examples,) int64, of all tensors that have as many rows as the first one."""
     tensors = [
         tensor.detach()
-        for tensor in _tensors(given)
+        for tensor in tensors_in(given)
         if tensor.dim() and tensor.numel() and not tensor.is_complex() and not is_sharded(tensor)
     ]
     if not tensors:
         return None
     examples, known = len(tensors[0]), False
-    marks = torch.zeros(examples, dtype=torch.int64, device=tensors[0].device)
+    hashes = torch.zeros(examples, dtype=torch.int64, device=tensors[0].device)
     for number, tensor in enumerate(tensors):
         if len(tensor) != examples:
             continue
@@ -79,18 +80,8 @@ def _marks(given: Sequence[Any]) -> torch.Tensor | None:
         known = known or rows.shape[1] >= FEWEST[tensor.is_floating_point()]
         rows = rows[:, :: -(-rows.shape[1] // PICKED)].contiguous()
         words = rows.long() if rows.dtype == torch.bool else rows.view(_SAME_SIZE_INTEGER[rows.element_size()]).long()
-        marks = marks + (words * (_weights(words.device)[: words.shape[1]] + 2 * number)).sum(1)
-    return marks if known else None
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        hashes = hashes + (words * (_weights(words.device)[: words.shape[1]] + 2 * number)).sum(1)
+    return hashes if known else None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Buffers by module and name, and copies of tensors.
+"""Buffers by module and name, tensors in nested values, and copies of them.
 
 A forward pass may put a new tensor in a buffer's place (`self.count = self.count + 1`), and `model.double()` does. So buffers are looked up
 whenever they are needed.
@@ -6,7 +6,7 @@ whenever they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,15 @@ class Copy:
             return current
         made = self.values.to(self.device, copy=True)
         return made if self._layout is None else like(made, self._layout)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """However nested in mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for held in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(held)
 
 
 def keep(value: Any, on_host: bool = False, before: Any = None) -> Any:
