@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -53,7 +53,7 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
 
 
 def falls_to(scheduler: Any, total_steps: int) -> list[float] | None:
-    """The part of its highest rate to which a schedule falls afterwards, by group: 0 for a cosine to zero, 1 for a constant. Looked at in a hundred
+    """[group]: the part of its highest rate to which a schedule falls afterwards: 0 for a cosine to zero, 1 for a constant. Looked at in a hundred
     places of the run; None for a scheduler that cannot be asked for them."""
     scheduler = _torch_in(scheduler)
     try:
@@ -71,7 +71,7 @@ def falls_to(scheduler: Any, total_steps: int) -> list[float] | None:
 
 
 def _rates_at(scheduler: Any, step: int) -> list[float]:
-    """By group. Raises TypeError for one that knows no step but the next one."""
+    """[group], ``step`` steps after the beginning. ``scheduler``: a twin, which is moved. Raises TypeError for one that knows no step but the next."""
     kind = type(scheduler)
     if kind is SequentialLR:
         part = bisect_right(scheduler._milestones, step)
@@ -114,9 +114,8 @@ def rehearse(scheduler: Any, state: Mapping[str, Any], rates: Mapping[int, float
                 _check([group["lr"] for group in groups])
             asked = type(ahead) in (OneCycleLR, *CLOSED) and type(ahead) is not MultiStepLR  # plain data breaks that one's
             if asked and end is not None and done < end:
-                ask: Callable[[], Any] = ahead.get_lr if type(ahead) is OneCycleLR else ahead._get_closed_form_lr
-                for ahead.last_epoch in _places(done, end):
-                    _check(ask())
+                for step in _places(done, end):
+                    _check(_rates_at(ahead, step))
     except Exception as error:
         raise ValueError(f"the scheduler's state does not go on ({type(error).__name__}: {error}): it is damaged") from error
 
@@ -127,6 +126,7 @@ def _check(rates: Sequence[Any]) -> None:
 
 
 def _torch_in(scheduler: Any) -> Any:
+    """Torch's scheduler that hdet's own is."""
     return scheduler.torch_alone() if hasattr(scheduler, "torch_alone") else scheduler
 
 

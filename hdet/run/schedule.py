@@ -226,9 +226,9 @@ class Schedule:
     def peaks_and_floors(self) -> tuple[list[float], list[float]]:
         """Highest and lowest values of the untouched schedule, by knob."""
         peaks, floors = map(list, zip(*(knob.peak_and_floor() for knob in self.knobs), strict=True))
-        for k, knob in enumerate(self.knobs):
-            if self._highest is not None and isinstance(knob, GroupKnob) and knob.key == "lr":
-                peaks[k] *= self._highest[knob.indices[0]]
+        for k, factor in enumerate(self._by_knob(self._highest)):
+            if factor is not None:
+                peaks[k] *= factor
         return peaks, floors
 
     def falls_to(self) -> list[float | None]:
@@ -236,10 +236,12 @@ class Schedule:
         that cannot be told, as of a schedule that is written by hand; and of what no scheduler moves."""
         told = [] if self.total_steps is None else [falls_to(one, self.total_steps) for one in self._others.present()]
         known = [parts for parts in told if parts is not None]
-        return [
-            known[0][knob.indices[0]] if len(known) == 1 and isinstance(knob, GroupKnob) and knob.key == "lr" else None
-            for knob in self.knobs
-        ]
+        return self._by_knob(known[0] if len(known) == 1 else None)
+
+    def _by_knob(self, by_group: Sequence[float] | None) -> list[float | None]:
+        """[knob]: what is known of the rate of its first group; None of other knobs than rates."""
+        rates = (knob.indices[0] if isinstance(knob, GroupKnob) and knob.key == "lr" else None for knob in self.knobs)
+        return [None if by_group is None or index is None else by_group[index] for index in rates]
 
     def highest(self) -> list[float]:
         """[knob]: of the untouched schedule, now and in the steps since `forget_highest`."""
