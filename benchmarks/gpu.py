@@ -143,9 +143,9 @@ def run_job(device: str, budget: Budget, log: Path) -> dict[str, Any]:
     print(f"job: {' '.join(command[1:])}", flush=True)
     with log.open("wb") as file:
         status = run_bounded(command, file, max(1.0, min(JOB_SECONDS, budget.left)))
-    output = log.read_text(errors="replace")
-    print(output[-3000:] if status else f"job: done, output in {log}", flush=True)
-    return {"passed": status == 0, "seconds": round(time.monotonic() - start, 1), "output": output[-3000:]}
+    output = log.read_text(errors="replace")[-3000:]
+    print(output if status else f"job: done, output in {log}", flush=True)
+    return {"passed": status == 0, "seconds": round(time.monotonic() - start, 1), "output": output}
 
 
 def run_bounded(command: list[str], log: IO[bytes], seconds: float) -> int:
@@ -231,9 +231,11 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.5, help="for tests and benchmarks together, without the build")
+    parser.add_argument("--minutes", type=float, default=6.5, help="for benchmarks, the main job and tests together, without the build")
     parser.add_argument(
-        "--results", metavar="FOLDER", help="gets each figure as it is measured, pytest's output, and a copy of the results"
+        "--results",
+        metavar="FOLDER",
+        help="gets each figure as it is measured, what the main job and pytest print, and a copy of the results",
     )
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small tensors")
@@ -248,7 +250,8 @@ def main() -> int:
         compare.SHAPES.update(TINY)
         muon.SIZE.update(TINY_MUON)
     budget = Budget(arguments.minutes)
-    faulthandler.dump_traceback_later(60 * arguments.minutes + 6 * GRACE, exit=True)  # a benchmark that hangs in the driver hears no signal
+    # A benchmark that hangs in the driver hears no signal. The main job and both runs of pytest may each take two GRACEs to end.
+    faulthandler.dump_traceback_later(60 * arguments.minutes + 6 * GRACE, exit=True)
     growing = Path(arguments.results) if arguments.results else GROWING
     growing.mkdir(parents=True, exist_ok=True)
     print(f"{device_name(device)}, torch {torch.__version__}: {kernels.available()}", flush=True)

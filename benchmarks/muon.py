@@ -26,6 +26,9 @@ from .compare import Options, Shapes, free, gpt2, launches
 from .harness import alternate, alternate_on_cuda, emit
 
 USUAL = (3.4445, -4.7750, 2.0315)
+OPERATION = "muon and adamw, a step"
+SIZE = {"width": 768, "blocks": 12, "tokens": 50257}
+"""of what `make gpu` times: GPT-2 124M"""
 
 
 def model(width: int, blocks: int, tokens: int) -> tuple[Shapes, Shapes]:
@@ -57,8 +60,8 @@ def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch
     alike = [[x for x in of_matrices if tuple(sorted(x.shape)) == sides] for sides in sorted({tuple(sorted(s)) for s in matrices})]
 
     def in_torch() -> None:
-        for optimizer in theirs:
-            optimizer.step()
+        for one in theirs:
+            one.step()
 
     def products(backend: str) -> None:
         for batch in alike:
@@ -75,7 +78,7 @@ def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch
     ratio = statistics.median(one / other for one, other in zip(seconds["hdet"], seconds["torch"], strict=True))
     return {
         "benchmark": "muon",
-        "operation": "muon and adamw, a step",
+        "operation": OPERATION,
         "shapes": f"{blocks} x {width}, {tokens} tokens",
         "backend": options.backend,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
@@ -90,17 +93,13 @@ def step(options: Options, width: int, blocks: int, tokens: int, ns_dtype: torch
     }
 
 
-SIZE = {"width": 768, "blocks": 12, "tokens": 50257}
-"""of what `make gpu` times: GPT-2 124M"""
-
-
 def run(options: Options) -> list[dict[str, Any]]:
     """What `make gpu` prints."""
     if options.counting:
         matrices, rest = model(64, 12, 0)
         params = [owned(shapes, options.randn(shapes), options.device) for shapes in (matrices, rest)]
         counted = launches(optimizer(*params, backend=options.backend).step)
-        records = [{"benchmark": "launches", "operation": "muon and adamw, a step", "backend": options.backend, "launches": counted}]
+        records = [{"benchmark": "launches", "operation": OPERATION, "backend": options.backend, "launches": counted}]
     else:
         records = [step(options, **SIZE, ns_dtype=None)]
     for record in records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -17,6 +18,7 @@ ROWS, INPUTS = 32, 6
 WRONG = 0.15
 """part of the training labels that are flipped"""
 HELD_OUT = 4096
+"""rows that validate, where rows are generated"""
 JUDGED = 128
 """held-out rows of `SMALL` that judge, and do not validate"""
 
@@ -56,12 +58,15 @@ def _cells() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[train], torch.where(wrong, 1 - y, y)[train], x[held_out], y[held_out]
 
 
-def _rows(seed: int, step: int) -> Batch:
+def _of_epochs(x: Tensor, y: Tensor, step: int, *key: object) -> Batch:
     """Epoch by epoch, each in an order of its own."""
-    x, y, _, _ = _cells()
     epoch, place = divmod(step * ROWS, len(x))
-    chosen = torch.randperm(len(x), generator=seeded("small", seed, epoch))[place : place + ROWS]
+    chosen = torch.randperm(len(x), generator=seeded(*key, epoch))[place : place + ROWS]
     return x[chosen], y[chosen]
+
+
+def _rows(seed: int, step: int) -> Batch:
+    return _of_epochs(*_cells()[:2], step, "small", seed)
 
 
 def _coin_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -76,30 +81,24 @@ def _flipped(rows: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(rows + HELD_OUT, 30, generator=generator)
     inner, outer = torch.randn(64, 30, generator=generator) * 1.5 / 30**0.5, torch.randn(64, generator=generator) * 1.5 / 8
     y = ((x @ inner.T).tanh() @ outer > 0).float()
-    wrong = torch.rand(len(x), generator=generator) < 0.15
+    wrong = torch.rand(len(x), generator=generator) < WRONG
     wrong[rows:] = False
     return x, torch.where(wrong, 1 - y, y)
 
 
 def _of_flipped(rows: int, seed: int, step: int) -> Batch:
-    """Epoch by epoch, each in an order of its own."""
     x, y = _flipped(rows)
-    epoch, place = divmod(step * ROWS, rows)
-    chosen = torch.randperm(rows, generator=seeded("flipped", rows, seed, epoch))[place : place + ROWS]
-    return x[chosen], y[chosen]
+    return _of_epochs(x[:rows], y[:rows], step, "flipped", rows, seed)
 
 
 def flipped(rows: int) -> Problem:
-    """``rows`` examples, seen again and again, of which 15 % have the wrong label."""
-    return Problem(
+    """`SMALL`, with ``rows`` generated examples."""
+    return replace(
+        SMALL,
         name=f"rows-{rows}",
-        steps=1500,
-        batch_size=ROWS,
         build=lambda seed: _network(seed, 30, 128),
-        groups=lambda model: decaying_matrices(model, 0.01),
         batch=lambda seed, step: _of_flipped(rows, seed, step),
         spare=lambda seed, step, number: _of_flipped(rows, seed, 10_000_000 + number),
-        losses=_coin_losses,
         validate=lambda model: mean_loss(model, _coin_losses, [tuple(part[rows:] for part in _flipped(rows))]),
     )
 
@@ -113,7 +112,7 @@ REGRESSION = Problem(
     batch=lambda seed, step: _points((seed, step), ROWS),
     spare=lambda seed, step, number: _points((seed, "spare", number), ROWS),
     losses=_squares,
-    validate=lambda model: mean_loss(model, _squares, [_points(("validation",), 4096)]),
+    validate=lambda model: mean_loss(model, _squares, [_points(("validation",), HELD_OUT)]),
 )
 SMALL = Problem(
     name="small",
