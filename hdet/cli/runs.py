@@ -148,7 +148,8 @@ class Trial:
         """From the cycles in which it went on."""
         plan, last = _planned(records[0]), records[-1]
         evidence, said = last["record"].get("evidence"), "; ".join(last["notes"])
-        rows = [row[1:] for row in (evidence["measured"].get(TRIALS) or () if evidence else ()) if row]
+        told = 1 + int(plan["scores"]) * len(plan["multiples"])
+        rows = [row[1:told] for row in (evidence["measured"].get(TRIALS) or () if evidence else ()) if row]
         found = _FOUND.search(said)
         return cls(
             first=records[0]["record"]["moment"]["step"],

@@ -21,7 +21,7 @@ from hdet.cli.html_report import OPEN, page
 from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.run_files import CONFIG, HISTORY
 from hdet.cli.main import main
-from hdet.cli.runs import RunFiles, find_runs
+from hdet.cli.runs import RunFiles, Trial, find_runs
 
 from .harness import ROOT, Finished, one_line
 
@@ -238,6 +238,15 @@ def test_trials_are_told_beside_the_rate_in_force(runs: Path) -> None:
     [row] = next(rows for _, table in read.tables if (rows := [row for row in table if row and row[0] == "20 to 40"]))
     assert row[1].startswith("× 0.125: +1.000 ± 0.058\n× 4: broke\nlr: best peak 0.0002 to 0.0008")
     assert read.table("Best peak by trials") == [["40", "0.0002", "0.0008"]]
+
+
+def test_what_stands_behind_the_losses_is_none_of_them() -> None:
+    """How far an arm went, and the part of the data that a step takes; after a scan with two arms they would be a score of each."""
+    plan = {"trial": 2, "multiples": [0.125, 1.0], "steps": 28, "scores": 3}
+    told = {"moment": {"step": 0}, "plan": {"measure": {"trials": plan}}}
+    told["evidence"] = {"measured": {"trials": [[0.0, 3.0, 3.1, 3.2, 2.0, 2.1, 2.2, 1.0, 0.0]]}}
+    trial = Trial.read([{"step": 40, "notes": [], "record": told}])
+    assert trial.above == [pytest.approx((1.0, 0.0)), pytest.approx((0.0, 0.0))]
 
 
 def test_a_real_run_costs_what_its_controller_says(straight: Callable[[str], tuple[Path, Finished]]) -> None:
