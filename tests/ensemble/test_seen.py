@@ -52,10 +52,8 @@ def test_examples_are_known_again_whatever_their_place_and_company() -> None:
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int64, torch.uint8])
 def test_of_any_kind_and_however_they_are_given(kind: torch.dtype) -> None:
     rows = (100 * numbers(1, 2, 3, size=64)).abs().to(kind)
-    assert shares([lambda net: net(rows[:2])], [lambda net: net({"ids": rows[1:], "mask": rows[1:] > 0})]) == (
-        0,
-        4,
-    )  # a mask more: another example
+    masked = {"ids": rows[1:], "mask": rows[1:] > 0}
+    assert shares([lambda net: net(rows[:2])], [lambda net: net(masked)]) == (0, 4), "a mask more: another example"
     assert shares([lambda net: net({"ids": rows})], [lambda net: net(ids=rows.clone())], [lambda net: net((rows.view(3, 8, 8),))]) == (6, 9)
 
 
@@ -100,10 +98,8 @@ def _ranks(rank: int, world: int) -> list[float]:
 
 
 def test_each_rank_looks_at_its_own_examples() -> None:
-    found = run_ranks(_ranks, 2)
-    assert found[0] == found[1] and found[0] == pytest.approx(
-        2 * part(7)
-    )  # [trial, replica]: of each replica the part that its own steps take
+    one, other = run_ranks(_ranks, 2)  # [trial, replica]: of each replica the part that its own steps take
+    assert one == other == pytest.approx(2 * part(7))
 
 
 @pytest.mark.parametrize(("examples", "moves"), [(64, False), (10**9, True)])
