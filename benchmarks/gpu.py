@@ -45,7 +45,7 @@ GRACE = 15.0
 WORKERS = 6
 """processes that share the GPU: what takes long is compiling for Triton"""
 BENCHMARKS = {"step": step, "muon": muon, "average": average, "replicas": replicas}
-"""the last one has most records"""
+"""in this order: the last one has most records, and is cut short where time is"""
 JOB = ("train", "--compare", "--coresident", "--overwrite")
 JOB_STEPS = {"cuda": 400, "cpu": 50}
 """in place of 2000: enough to see that it trains"""
@@ -255,7 +255,7 @@ def main() -> int:
     growing = Path(arguments.results) if arguments.results else GROWING
     growing.mkdir(parents=True, exist_ok=True)
     print(f"{device_name(device)}, torch {torch.__version__}: {kernels.available()}", flush=True)
-    # Benchmarks first: a test that hangs then costs no figure.
+    # Benchmarks first, in a part of the time: a test that hangs then costs no figure.
     records, missing = run_benchmarks(device, Budget(arguments.minutes * 0.6), Records(growing / "records.jsonl"))
     job = run_job(device, budget, growing / "job.log")
     tests = None if arguments.no_tests else run_tests(device, budget, growing / "tests.log")

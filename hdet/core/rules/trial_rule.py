@@ -138,7 +138,7 @@ class TrialRule(Controller):
         self.budget, self.judged, self._keep = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, keep
         self._given = None if falls_to is None else within(falls_to, "falls_to", "[0, 1]", "it is a part of the schedule's peak")
         self.falls_to: float | None = None
-        """The part of its peak to which the schedule falls, when the run is known."""
+        """The part of its peak to which the schedule falls, when the run is known; None: of one of the rates that is not known."""
         self.rounds: Sequence[Round] = ()
         """Those that the budget affords."""
         self.round = 0
@@ -188,7 +188,9 @@ class TrialRule(Controller):
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
         affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
         self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
-        self.falls_to = _highest([run.falls_to[k] for k in self._rates] if run.falls_to else [None]) if self._given is None else self._given
+        falls = [self._given] if self._given is not None else [run.falls_to[k] if run.falls_to else None for k in self._rates]
+        known = [part for part in falls if part is not None]
+        self.falls_to = max(known) if len(known) == len(falls) else None
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
@@ -442,12 +444,6 @@ def _steps(worth: float) -> int:
 
 def _scores(steps: int) -> int:
     return min(max(steps // SCORED, SCORES[0]), SCORES[1])
-
-
-def _highest(parts: Sequence[float | None]) -> float | None:
-    """None if one of them is."""
-    known = [part for part in parts if part is not None]
-    return max(known) if len(known) == len(parts) else None
 
 
 def _by_arm(rows: Sequence[Sequence[float]], arms: int) -> list[list[float]]:
