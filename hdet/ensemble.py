@@ -381,7 +381,8 @@ class Ensemble:
 
     def _peaks_in_force(self) -> list[float]:
         peaks, _ = self.schedule.peaks_and_floors()
-        return [knob.scale.corrected(peak, self.engine.in_force(k)) for k, (knob, peak) in enumerate(zip(self.knobs, peaks, strict=True))]
+        # With the correction that was decided, also where a ramp is still on its way to it.
+        return [knob.scale.corrected(peak, by) for knob, peak, by in zip(self.knobs, peaks, self.engine.corrections, strict=True)]
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,29 +27,29 @@ class Seen:
 
     def __init__(self) -> None:
         self._first: torch.Tensor | None = None
-        self._steps: list[torch.Tensor] = []
+        self._steps: list[list[list[torch.Tensor | None]]] = []
+        """[step][call][input]: the hashes of its rows; None: of too few numbers to tell rows apart."""
 
     @contextmanager
     def looking_at(self, model: nn.Module) -> Iterator[None]:
         """Inside it what the model is given is one more step's examples. What has no first dimension of examples is passed over."""
-        given: list[torch.Tensor] = []
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (hashes := _hashes([*args, *kwargs.values()])) is not None:
-                given.append(hashes)
-
-        hook = model.register_forward_pre_hook(note, with_kwargs=True)
+        calls: list[list[torch.Tensor | None]] = []
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append([_hashes(one) for one in tensors_in([args, kwargs])]), with_kwargs=True
+        )
         try:
             yield
         finally:
             hook.remove()
-            if given:
-                self._steps.append(torch.cat(given))
+            self._steps.append(calls)
 
     def share(self, first: bool) -> tuple[float, float]:
         """(examples that have been seen before, of so many); then it forgets them. ``first``: seen in an earlier step of these, which are kept;
         else: seen in the steps that were kept. It waits for the device."""
-        steps, self._steps = [hashes.unique() for hashes in self._steps], []  # a model may be given an example twice in a step
+        every, self._steps = self._steps, []
+        constant = _constant([call for calls in every for call in calls])
+        found = [[hashes for call in calls if (hashes := _together(call, constant)) is not None] for calls in every]
+        steps = [torch.cat(hashes).unique() for hashes in found if hashes]  # a model may be given an example twice in a step
         if not steps:
             return 0.0, 0.0
         together = torch.cat(steps)
@@ -61,27 +60,42 @@ class Seen:
         return again, float(len(together))
 
 
-@torch.no_grad()
-def _hashes(given: Sequence[Any]) -> torch.Tensor | None:
-    """(examples,) int64, of all tensors that have as many rows as the first one."""
-    tensors = [
-        tensor.detach()
-        for tensor in tensors_in(given)
-        if tensor.dim() and tensor.numel() and not tensor.is_complex() and not is_sharded(tensor)
-    ]
-    if not tensors:
+def _constant(calls: Sequence[Sequence[torch.Tensor | None]]) -> set[int]:
+    """The inputs that are the same in each call, such as a mask, positions or the edges of a graph: they are no examples. All of them may be, where the
+    whole set is given in each step; then they are."""
+    inputs = range(max(map(len, calls), default=0))
+    same = {n for n in inputs if len(calls) > 1 and all(n < len(call) and _equal(call[n], calls[0][n]) for call in calls)}
+    return set() if len(same) == len(inputs) else same
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return (one is None) == (other is None) and (one is None or other is None or torch.equal(one, other))
+
+
+def _together(call: Sequence[torch.Tensor | None], constant: set[int]) -> torch.Tensor | None:
+    """(examples,) int64, of the inputs that have as many rows as most of them."""
+    told = [hashes for n, hashes in enumerate(call) if hashes is not None and n not in constant]
+    if not told:
         return None
-    examples, known = len(tensors[0]), False
-    hashes = torch.zeros(examples, dtype=torch.int64, device=tensors[0].device)
-    for number, tensor in enumerate(tensors):
-        if len(tensor) != examples:
-            continue
-        rows = tensor.reshape(examples, -1)
-        known = known or rows.shape[1] >= FEWEST[tensor.is_floating_point()]
-        rows = rows[:, :: -(-rows.shape[1] // PICKED)].contiguous()
-        words = rows.long() if rows.dtype == torch.bool else rows.view(_SAME_SIZE_INTEGER[rows.element_size()]).long()
-        hashes = hashes + (words * (_weights(words.device)[: words.shape[1]] + 2 * number)).sum(1)
-    return hashes if known else None
+    lengths = [len(hashes) for hashes in told]
+    rows = max(lengths, key=lengths.count)
+    # Each by an odd number of its own: two inputs that have changed places are another example.
+    parts = [hashes * (2 * n + 1) for n, hashes in enumerate(told) if len(hashes) == rows]
+    return torch.stack(parts).sum(0)
+
+
+@torch.no_grad()
+def _hashes(given: torch.Tensor) -> torch.Tensor | None:
+    """(rows,) int64."""
+    tensor = given.detach()
+    if not tensor.dim() or not tensor.numel() or tensor.is_complex() or is_sharded(tensor):
+        return None
+    rows = tensor.reshape(len(tensor), -1)
+    if rows.shape[1] < FEWEST[tensor.is_floating_point()]:
+        return None
+    rows = rows[:, :: -(-rows.shape[1] // PICKED)].contiguous()
+    words = rows.long() if rows.dtype == torch.bool else rows.view(_SAME_SIZE_INTEGER[rows.element_size()]).long()
+    return (words * _weights(words.device)[: words.shape[1]]).sum(1)
 
 
 @functools.cache

@@ -144,6 +144,8 @@ class Trials(Measurement):
         """Do arms begin with what the run begins the cycle with? Then the run's first step is one of theirs."""
         self._went = torch.zeros(2, dtype=torch.float64)
         """Squares of what the first step moved: the run's, and that of an arm at its rate."""
+        self._began: torch.Tensor | None = None
+        """The loss of the first batch, before any step."""
         self._averages: bool | None = None
         self._rates: list[tuple[Any, list[float], float]] = []
 
@@ -185,6 +187,8 @@ class Trials(Measurement):
                     self._watched.snapshots.take(arm(number))
                 else:
                     self._losses[position - steps - 1, number] = found[number]
+        if position == 1:
+            self._began = found.get(arms[0]) if arms else None
         if training and (position % max(1, steps // LOOKS) == 0 or position == steps):
             self._look(found)
 
@@ -333,7 +337,7 @@ class Trials(Measurement):
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(6 + arms * scores,) float64: is the run broken? 1, and the losses, zeros where this rank sees none; what the first step moved; and how many
+        """(7 + arms * scores,) float64: is the run broken? 1, the losses, and that before the first step, zeros where this rank sees none; what that moved; and how many
         examples were seen before, of how many."""
         if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
             return None
@@ -348,7 +352,8 @@ class Trials(Measurement):
         if self._is_first:
             self._window = self._position
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
-        more = torch.cat([went, mark.new_tensor(self._seen.share(self._is_first))])
+        began = mark.new_zeros(1) if self._began is None else torch.nan_to_num(self._began.reshape(1).to(mark), nan=BROKEN, posinf=BROKEN)
+        more = torch.cat([began, went, mark.new_tensor(self._seen.share(self._is_first))])
         if any(self._losses[of] is None for of in expected):
             return torch.cat([mark, mark.new_zeros(1 + len(told)), more])
         row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(of)) is None else loss.to(mark) for of in told])
@@ -366,18 +371,20 @@ class Trials(Measurement):
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), how far an
-        arm went, and the part of the data that a step takes."""
+        arm went, the part of the data that a step takes, and the mean loss before the arms' first step."""
         if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
             )
         found = []
-        for broken, seeing, *losses, run, own, again, examples in rows:
+        for broken, seeing, *losses, began, run, own, again, examples in rows:
             far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
             # If the first steps took a part p of the data, an example that comes later was among them with this probability, and of two that were
             # among them one came again with half of it. Each of several ranks has looked at its own part alone.
             part = seeing * again / examples * (2 if self._is_first else 1) if examples else 0.0
-            found.append([broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window)])
+            found.append(
+                [broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window), min(began / seeing, BROKEN)]
+            )
         return found
 
 

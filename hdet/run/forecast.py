@@ -52,9 +52,10 @@ def highest_factors(scheduler: Any, total_steps: int | None) -> list[float] | No
     return [factor if factor > 0 else 1.0 for factor in highest]
 
 
-def falls_to(scheduler: Any, total_steps: int) -> list[float] | None:
-    """[group]: the part of its highest rate to which a schedule falls afterwards: 0 for a cosine to zero, 1 for a constant. Looked at in a hundred
-    places of the run; None for a scheduler that cannot be asked for them."""
+def falls_to(scheduler: Any, total_steps: int, in_steps: bool) -> list[float] | None:
+    """[group]: the part of its highest rate to which a schedule falls in the end: 0 for a cosine to zero, 1 for a constant. Looked at in a hundred
+    places of the run; None for a scheduler that cannot be asked for them. ``in_steps``: is it known to be stepped in each step? Else, in epochs perhaps,
+    it is the lowest part after the highest one that counts."""
     scheduler = _torch_in(scheduler)
     try:
         asked: Any = twin_on(scheduler, StandIn(scheduler.optimizer))
@@ -66,7 +67,8 @@ def falls_to(scheduler: Any, total_steps: int) -> list[float] | None:
     parts = []
     for of_group in zip(*rates, strict=True):
         highest = max(of_group)
-        parts.append(max(0.0, min(of_group[of_group.index(highest) :]) / highest) if highest > 0 else 0.0)
+        falls = max(of_group[-2:]) if in_steps else min(of_group[of_group.index(highest) :])
+        parts.append(max(0.0, falls / highest) if highest > 0 else 0.0)
     return parts
 
 

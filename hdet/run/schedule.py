@@ -232,9 +232,13 @@ class Schedule:
         return peaks, floors
 
     def falls_to(self) -> list[float | None]:
-        """[knob]: the part of its highest value to which the untouched schedule falls afterwards: 0 for a cosine to zero, 1 for a constant. None where
+        """[knob]: the part of its highest value to which the untouched schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None where
         that cannot be told, as of a schedule that is written by hand; and of what no scheduler moves."""
-        told = [] if self.total_steps is None else [falls_to(one, self.total_steps) for one in self._others.present()]
+        told = (
+            []
+            if self.total_steps is None
+            else [falls_to(one, self.total_steps, in_steps=self.scheduler is not None) for one in self._others.present()]
+        )
         known = [parts for parts in told if parts is not None]
         return self._by_knob(known[0] if len(known) == 1 else None)
 

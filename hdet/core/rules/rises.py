@@ -19,7 +19,8 @@ class Rises:
 
     - *A judge*: there are few examples, of which a high rate learns all there is sooner, and overfits sooner. A scan raises nothing, a check only
       where the rate in force has hardly learned anything.
-    - *A schedule that does not fall*, or of which that is not known: in the end the noise of its rate is there. A check is as careful as with a judge.
+    - *A schedule that does not fall*, or of which that is not known: in the end the noise of its rate is there. A check is as careful as with a judge, and
+      what a scan has raised is taken back if the check's lower arm is any better.
     - *Examples that come again* more than `MANY` times, and no judge: a high rate overfits, and nobody sees it. Nothing is raised.
     """
 
@@ -38,11 +39,16 @@ class Rises:
     def overfit(self) -> bool:
         return not self.judged and self.epochs > MANY
 
+    @property
+    def stays_high(self) -> bool:
+        """The schedule, as far as anybody knows."""
+        return self.falls_to is None or self.end > 0
+
     def allowed(self, scan: bool, far_behind: bool) -> bool:
         """To a scan, or a check. ``far_behind``: has the rate in force hardly learned anything, beside the higher one?"""
         if self.overfit or (scan and self.judged):
             return False
-        return far_behind or not (scan or self.judged or self.falls_to is None or self.end)
+        return far_behind or not (scan or self.judged or self.stays_high)
 
     def forecast(self) -> str:
         """For a report before trials: what of the schedule keeps the rate from being raised."""

@@ -92,11 +92,13 @@ RAISED = 3.0
 LITTLE = 0.3
 """The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
-STRAYED = 2.0
+STRAYED = 4.0
 """By which factor an arm's first step, at the run's own rate, may be longer or shorter than the run's. Two draws of dropout or noise differ by less;
 a clip that AutoLR has not been told of makes it ten."""
-FARTHER = 2.0
-"""Octaves by which the higher arm of a scan lies farther off when it is repeated."""
+NEARER = 1.0
+"""Octaves by which the higher arm of a scan lies nearer when it is repeated, at a rate that was raised."""
+FIRST = 4
+"""Steps of the first cycle, where there is no scan: their mean loss is near that before the first step."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
 WITHIN = 2.0
@@ -114,6 +116,7 @@ class TrialRule(Controller):
         judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial.
         falls_to: the part of its peak to which the schedule falls afterwards, in [0, 1]; None: what the scheduler says (`Run.falls_to`). When a
             rate is raised depends on it and on the judge (`Rises`).
+        epochs: how often the run sees its examples, where that cannot be seen (augmented examples, windows of one text); what is seen counts, too.
     """
 
     name = "auto"
@@ -133,6 +136,7 @@ class TrialRule(Controller):
         judged: int = 0,
         freeze_after: float | None = None,
         falls_to: float | None = None,
+        epochs: float = 0.0,
     ) -> None:
         super().__init__(freeze_after)
         self.budget, self.judged, self._keep = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, keep
@@ -163,12 +167,12 @@ class TrialRule(Controller):
         """The rate of the arm that was the best in the last check, if it was the highest or the lowest one; else 0."""
         self.strayed = 0.0
         """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
-        self.epochs = 0.0
+        self.epochs = within(epochs, "epochs", "[0, 1e15]", "the run sees its examples so many times")
         """`Rises.epochs`."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
-        """The training loss of the first cycle, when there has been one."""
+        """The training loss before the first step, as far as that is known: without a scan, the mean of the first steps."""
         self._total = 0
         """Steps of the run; 0 until that is known."""
         self._resumed = False
@@ -263,7 +267,7 @@ class TrialRule(Controller):
             due, rises = math.ceil(this.at * self._total), self.ready - now.step
             waits = not this.scan and not self.risen
             if now.schedule_step < due:
-                return self._wait(due - now.schedule_step)
+                return self._wait(due - now.schedule_step if now.step else FIRST)
             if waits and now.schedule_step < LATEST * self._total:
                 return self._wait(self._interval)
             if not this.scan and rises > 0:
@@ -297,7 +301,7 @@ class TrialRule(Controller):
         below, same, above = this.octaves
         if not this.scan:
             return this.octaves
-        return (below, same) if self.lowered else (below, same, above + FARTHER * self.repeated)
+        return (below, same) if self.lowered else (below, same, above - NEARER * self.repeated)
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
@@ -319,16 +323,17 @@ class TrialRule(Controller):
     def decide(self, evidence: Evidence) -> Learned:
         self._look_at_schedule(evidence)
         seen = [loss for loss in evidence.losses if loss is not None]
-        if not self.first and seen:
-            self.first = [mean(seen)]
         told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not told:
+            self.first = self.first or ([mean(seen)] if seen else [])
             return self._nothing(evidence)
         steps, octaves = self.used, self._octaves()
         self._spend()
         losses = 1 + len(octaves) * (self.judged or _scores(steps))
-        # Older records end with the losses: arms went as far as the run, and no example has come again.
-        fars, parts = zip(*([*row[losses:], *(1.0, 0.0)[len(row) - losses :]] for row in told), strict=True)
+        # Older records end with the losses: arms went as far as the run, no example has come again, and what there was at first is the cycle's mean.
+        older = (1.0, 0.0, mean(seen) if seen else 0.0)
+        fars, parts, began = zip(*([*row[losses:], *older[len(row) - losses :]] for row in told), strict=True)
+        self.first = self.first or [mean(began)]
         self.strayed = next((far for far in fars if not 1 / STRAYED < far < STRAYED), 0.0)
         if self.strayed:
             self.round = len(self.rounds)
@@ -339,9 +344,14 @@ class TrialRule(Controller):
         peak = evidence.peak[self._rates[0]]
         in_force = peak * evidence.corrections[self._rates[0]]
         by_octave = dict(zip(octaves, arms, strict=True))
+        scan, lower = self.rounds[self.round].scan, arms[0]
         if self._rises.overfit and in_force > peak:
-            moved, note, adopted = self._taken_back(peak / in_force)
-        elif self.rounds[self.round].scan:
+            moved, note, adopted = self._taken_back(peak / in_force, f"examples come again, {self.epochs:.0f} times in this run")
+        elif self._rises.stays_high and in_force > peak and not scan and mean(lower) < mean(by_octave[0.0]):
+            moved, note, adopted = self._taken_back(
+                peak / in_force, f"in {steps} steps 2^{octaves[0]:g} times the rate is better, and the schedule stays high"
+            )
+        elif scan:
             moved, note, adopted = self._scanned(by_octave, steps, broke=any(row[0] for row in told))
         else:
             moved, note, adopted = self._checked(by_octave, steps, in_force)
@@ -363,11 +373,10 @@ class TrialRule(Controller):
     def _rises(self) -> Rises:
         return Rises(self.judged > 0, self.falls_to, self.epochs)
 
-    def _taken_back(self, factor: float) -> Finding:
+    def _taken_back(self, factor: float, why: str) -> Finding:
         """A rise of a scan, which could not know."""
         self._next()
-        note = f"examples come again, {self.epochs:.0f} times in this run: back to the rate of before, which overfits later"
-        return math.log2(factor), note, None
+        return math.log2(factor), f"{why}: back to the rate of before", None
 
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
         """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
