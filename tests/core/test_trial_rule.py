@@ -14,7 +14,7 @@ from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
 from hdet.core.rules.rises import MANY
-from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
+from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, FIRST, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
 from hdet.measure.trials import arm
 from tests.core.controller_runs import evidence
 
@@ -45,11 +45,12 @@ def tell(
     broke: bool = False,
     far: float = 1.0,
     part: float = 0.0,
+    began: float = 4.0,
     **more: Any,
 ) -> Any:
     """What it learns from a cycle whose arms have these losses: (octaves, note, ending)."""
     scores = rule.judged or (plan.measure[TRIALS]["scores"] if plan.measure else 1)
-    rows = {TRIALS: [[float(broke), *scored(arms, scores), far, part]]} if arms is not None and plan.measure else {}
+    rows = {TRIALS: [[float(broke), *scored(arms, scores), far, part, began]]} if arms is not None and plan.measure else {}
     values = {"peak": [1e-3, 0.1], "scheduled": [1e-3, 0.1], "values": [correction * 1e-3, 0.1], "corrections": [correction, 1.0]}
     learned = rule.learn(evidence(**{**CYCLE, **values, "step": step, "measured": rows, **more}))
     lr, decay = learned.decisions  # type: ignore[union-attr]
@@ -344,6 +345,33 @@ def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> Non
     moved, note, end = tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0], correction=2**RAISED, part=MANY_TIMES)
     assert moved == -RAISED and "back to the rate of before" in note and end is None and rule.idle
     assert rule.peaks[-1] == [1e-3, 1e-3]
+
+
+def test_where_the_schedule_stays_high_a_rise_is_taken_back_if_a_lower_rate_is_any_better() -> None:
+    for arms, moved in (([2.4999, 2.5, 2.6], -RAISED), ([2.5001, 2.5, 2.6], 0)):
+        rule = started(says=1.0)
+        assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+        tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)
+        assert tell(rule, at(rule, 600), 700, arms, correction=2**RAISED)[0] == moved
+
+
+def test_what_a_rate_has_learned_is_measured_from_the_first_loss_and_not_from_the_first_cycles() -> None:
+    """In the first cycle the run has learned already: a good rate is not better than its mean."""
+    for began, moved in ((4.0, 0), (3.3, RAISED)):
+        rule = started()
+        assert tell(rule, at(rule, 0), 42, [3.9, 3.3, 2.0], losses=[3.3], began=began)[0] == moved
+
+
+def test_without_a_scan_the_first_cycle_is_short() -> None:
+    rule = started(4000)
+    assert at(rule, 0).steps == FIRST and at(rule, FIRST).steps == 50
+
+
+def test_how_often_examples_are_seen_may_be_said() -> None:
+    rule = started(epochs=50)
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == 0 and "50 times" in rule.report()
+    with pytest.raises(ValueError, match="epochs"):
+        TrialRule(epochs=-1)
 
 
 def test_a_few_epochs_and_a_judge_are_no_reason() -> None:

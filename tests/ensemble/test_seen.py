@@ -62,6 +62,14 @@ def test_what_is_given_twice_in_a_step_counts_once() -> None:
     assert shares([lambda net: net(one), lambda net: net(one)], [lambda net: net(numbers(4, 5))]) == (0, 5)
 
 
+def test_what_is_the_same_in_each_call_is_no_example_unless_all_is() -> None:
+    mask, one, two = numbers(7, 8, 9), numbers(1, 2, 3, 4), numbers(4, 5, 6, 1)
+    for order in (lambda x: (mask, x), lambda x: (x, mask)):
+        steps = [[lambda net, x=x, order=order: net(*order(x))] for x in (one, two)]
+        assert shares(*steps) == (2, 8)
+    assert shares([lambda net: net(mask, one)], [lambda net: net(mask, one)])[1] > 0  # a whole set in each step
+
+
 @pytest.mark.parametrize(
     "few", [torch.arange(6), torch.arange(12).view(6, 2), torch.randn(6), torch.tensor(3.0), "no tensor", torch.empty(0, 4)]
 )
@@ -83,7 +91,7 @@ def part(examples: int, rank: int = 0, **settings: Any) -> list[float]:
     """By trial: the part of the data that a step takes, of so many batches that come again and again."""
     run = tries(rank, net=model(), multiples=(1.0, 2.0), data=lambda key: batch(rank + 100 * (key // 100 % examples)), **settings)
     run.steps(2 * (STEPS + SCORES))
-    return [row[-1] for told in run.controller.told for row in told or ()]
+    return [row[-2] for told in run.controller.told for row in told or ()]
 
 
 def test_a_trial_says_which_part_of_the_data_a_step_takes() -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet.core.plan import SnapshotOf
 from hdet.core.rules.trial_rule import BROKEN
+from hdet.measure.measurement import Measurement
 from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
 
@@ -92,7 +93,7 @@ def by_hand(
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
 def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, length: int | None) -> None:
     run = tries(net=model(), optimizer=optimizer, of=of, length=length).steps(STEPS + SCORES)
-    ((_, *row, _, _),) = run.controller.told[-1]
+    ((_, *row, _, _, _),) = run.controller.told[-1]
     assert not any(run.controller.told[:-1])
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
         assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
@@ -101,7 +102,8 @@ def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, leng
 @pytest.mark.parametrize("falls_to", [0.25, 1.0])
 def test_an_arm_ends_at_the_part_of_its_rate_that_is_asked_for(falls_to: float) -> None:
     run = tries(net=model(), multiples=(4.0,), falls_to=falls_to).steps(STEPS + SCORES)
-    assert run.controller.told[-1] == [[0.0, *by_hand(4.0, falls_to=falls_to)[1], 1.0, 0.0]]
+    ((_, *row, _, _, began),) = run.controller.told[-1]
+    assert row == by_hand(4.0, falls_to=falls_to)[1] and began == pytest.approx(float(loss_of(model(), batch(0))))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
@@ -120,8 +122,38 @@ def test_arms_are_clipped_as_the_loop_clips() -> None:
 
     run = tries(net=net, before_step=clip).steps(STEPS + SCORES)
     assert len(clipped) == 3 * STEPS and min(clipped) > 0.01
-    ((_, *row, _, _),) = run.controller.told[0]
+    ((_, *row, _, _, _),) = run.controller.told[0]
     assert row != [score for multiple in (0.5, 1.0, 4.0) for score in by_hand(multiple)[1]]
+
+
+class Peaks(Measurement):
+    """What arms take for the peak in force, by cycle."""
+
+    def watch(self, watched: Any) -> None:
+        self.watched, self.found = watched, []  # type: ignore[var-annotated]
+
+    def on_cycle_start(self, settings: Any) -> None:
+        self.found += self.watched.peaks()
+
+
+class Raises(hdet.Controller):
+    """By eight, over many steps, where the first cycle ends."""
+
+    name, needs_replicas, measures = "raises", False, ("peaks",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measurements = {"peaks": Peaks()}
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        return [hdet.Decision(factor=8.0 if evidence.cycle == 0 else 1.0, ramp=50)]
+
+
+def test_a_trial_is_of_the_rate_that_was_decided_also_while_the_run_is_on_its_way_there() -> None:
+    """A second scan was of the old rate, and the same evidence raised twice."""
+    run = Run(net=model(), controller=Raises(), spread=0.0, every=5).steps(15)
+    first, *later = run.controller.measurements["peaks"].found
+    assert later == pytest.approx([8 * first] * len(later)) and len(later) == 2
 
 
 @pytest.mark.parametrize("of", ["base", "peak"])
@@ -146,7 +178,7 @@ def test_it_is_told_how_far_an_arm_goes_where_the_run_has_made_a_step(optimizer:
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.ensemble.step(loss.mean(), closure=lambda i=i: losses_of(net, batch(100 * i)))
-    assert run.controller.told[-1][0][-2] == pytest.approx(far if optimizer is torch.optim.SGD else 1.0, rel=1e-3)
+    assert run.controller.told[-1][0][-3] == pytest.approx(far if optimizer is torch.optim.SGD else 1.0, rel=1e-3)
 
 
 def test_an_arm_that_breaks_is_left_and_told() -> None:
@@ -157,7 +189,7 @@ def test_an_arm_that_breaks_is_left_and_told() -> None:
         return batch(key)
 
     run = tries(multiples=(1e30, 1.0), optimizer=torch.optim.SGD, data=data, net=model()).steps(STEPS + SCORES)
-    ((_, *row, _, _),) = run.controller.told[0]
+    ((_, *row, _, _, _),) = run.controller.told[0]
     assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
     assert all(torch.isfinite(p).all() for p in run.net.parameters())
 
@@ -168,7 +200,7 @@ def test_a_judge_scores_the_arms() -> None:
     net, _ = by_hand(2.0)
     with torch.no_grad():
         expected = [float(loss_of(net, data)) for data in held_out]
-    assert run.controller.told[0] == [[0.0, *expected, 1.0, 0.0]]
+    assert run.controller.told[0] is not None and run.controller.told[0][0][1:-3] == expected
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------------
@@ -295,7 +327,7 @@ def test_a_model_that_raises_on_an_arm_that_has_broken_does_not_end_the_run() ->
         return found
 
     run.losses = losses
-    ((_, *row, _, _),) = run.steps(STEPS + SCORES).controller.told[0]
+    ((_, *row, _, _, _),) = run.steps(STEPS + SCORES).controller.told[0]
     assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
 
 
@@ -334,7 +366,7 @@ def test_a_score_that_raised_and_was_caught_loses_the_trial() -> None:
     run.losses = plain
     run.steps(STEPS + 2 * SCORES)
     first, second = run.controller.told
-    assert not first and len(second[0]) == 3 + 2 * SCORES
+    assert not first and len(second[0]) == 4 + 2 * SCORES
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------------
@@ -351,7 +383,7 @@ def test_a_trial_that_a_resumed_run_cannot_finish_tells_nothing_and_the_next_one
     run = tries(net=model()).steps(3)
     run = tries(net=model()).loaded(run.saved()).steps(2 * (STEPS + SCORES) - 3)
     first, second = run.controller.told
-    assert not first and len(second[0]) == 3 + 3 * SCORES
+    assert not first and len(second[0]) == 4 + 3 * SCORES
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------------
