@@ -32,7 +32,11 @@ class Seen:
 
     @contextmanager
     def looking_at(self, model: nn.Module) -> Iterator[None]:
-        """Inside it what the model is given is one more step's examples. What has no first dimension of examples is passed over."""
+        """Inside it what the model is given is one more step's examples. What has no first dimension of examples is passed over, and so is a model that
+        was compiled in place (``model.compile()``): each hook would compile it again."""
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            yield
+            return
         calls: list[list[torch.Tensor | None]] = []
         hook = model.register_forward_pre_hook(
             lambda module, args, kwargs: calls.append([_hashes(one) for one in tensors_in([args, kwargs])]), with_kwargs=True

@@ -77,6 +77,15 @@ def test_what_says_too_little_of_an_example_is_passed_over(few: Any) -> None:
     assert shares([lambda net: net(few)], [lambda net: net(few)]) == (0, 0)
 
 
+def test_a_model_that_was_compiled_in_place_is_not_hooked() -> None:
+    net, seen, calls = Net(), Seen(), []
+    net.compile(backend=lambda graph, inputs: calls.append(graph) or graph.forward)
+    for _ in range(2):
+        with seen.looking_at(net):
+            assert not net._forward_pre_hooks
+    assert seen.share(True) == (0, 0)
+
+
 def test_a_large_example_is_told_by_some_thousand_of_its_numbers() -> None:
     one = numbers(1, 2, size=40_000)
     other = one.clone()
