@@ -182,7 +182,8 @@ def test_tests_that_hang_are_killed_with_their_workers_and_not_waited_for(
     monkeypatch.setattr(gpu.os, "killpg", killpg)
     monkeypatch.setattr(gpu, "GRACE", 10.0 if killable else 0.1)
     with log.open("ab") as file:
-        assert gpu.run_bounded(["sh", "-c", "sleep 600 & echo $!; wait"], file, 1.0) == 1
+        hangs = "sleep 600 & echo $!; wait" if killable else "trap '' INT; sleep 600 & echo $!; wait"
+        assert gpu.run_bounded(["sh", "-c", hangs], file, 1.0) == 1
     text = log.read_text()
     assert "stopped: no time was left" in text and ("was left behind" in text) != killable
     if not killable:
