@@ -44,7 +44,7 @@ class Schedule:
         self.total_steps: int | None = getattr(scheduler, "total_steps", None) if total_steps is None else total_steps
         # torch's schedulers write into parameter groups alone
         optimizer = next((knob.optimizer for knob in self.knobs if isinstance(knob, GroupKnob)), None)
-        self._others = TorchSchedulers(optimizer, scheduler)
+        self._optimizer, self._others = optimizer, TorchSchedulers(optimizer, scheduler)
         self._shown = self._told = False
         self._left: tuple[int, ...] | None = None
         """Where our last step has left the scheduler; None where that is not known."""
@@ -233,14 +233,20 @@ class Schedule:
 
     def falls_to(self) -> list[float | None]:
         """[knob]: the part of its highest value to which the untouched schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None where
-        that cannot be told, as of a schedule that is written by hand; and of what no scheduler moves."""
+        that cannot be told, as of a schedule that is written by hand; and of what no scheduler moves. Megatron's leaves both ends in the groups."""
         told = (
             []
             if self.total_steps is None
             else [falls_to(one, self.total_steps, in_steps=self.scheduler is not None) for one in self._others.present()]
         )
         known = [parts for parts in told if parts is not None]
-        return self._by_knob(known[0] if len(known) == 1 else None)
+        if len(known) == 1:
+            return self._by_knob(known[0])
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        parts = [
+            float(group["min_lr"]) / float(group["max_lr"]) for group in groups if group.get("min_lr") is not None and group.get("max_lr")
+        ]
+        return self._by_knob(parts if len(parts) == len(groups) > 0 else None)
 
     def _by_knob(self, by_group: Sequence[float] | None) -> list[float | None]:
         """[knob]: what is known of the rate of its first group; None of other knobs than rates."""

@@ -94,6 +94,13 @@ def test_where_nobody_can_be_asked_it_is_not_known(scheduler: Any) -> None:
     assert hdet.Ensemble(constant.optimizer, constant).run.falls_to == [None]  # the length of the run is not known
 
 
+def test_a_schedule_that_leaves_its_ends_in_the_groups_is_known_by_them() -> None:
+    own = optimizer()
+    for group in own.param_groups:
+        group.update(max_lr=group["lr"], min_lr=0.25 * group["lr"])
+    assert hdet.Ensemble(own, None, total_steps=TOTAL).run.falls_to == [0.25]
+
+
 def test_what_no_scheduler_moves_is_not_known() -> None:
     adamw = torch.optim.AdamW(model().parameters(), lr=3e-3)
     scheduler = lr.CosineAnnealingLR(adamw, TOTAL)
