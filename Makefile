@@ -41,7 +41,7 @@ $(FRAMEWORKS)/hdet.stamp: pyproject.toml setup.py CMakeLists.txt $(shell find cs
 	touch $@
 
 test-frameworks: $(FRAMEWORKS)/hdet.stamp
-	HDET_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest -q tests/integrations
+	HDET_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder tests/integrations
 
 # A combination that cannot be made is named, with the reason, and the others go on; the exit code is 0 only if all were made and passed.
 # Environments are in build/matrix. -e builds the native module for that Python; each suite runs with its own.

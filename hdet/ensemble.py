@@ -21,6 +21,7 @@ from .core.divergence import Divergence, Verdict
 from .core.engine import CycleOutcome, Engine, KnobSpec
 from .core.evidence import Run
 from .core.plan import Average, Ending, Keep, Restore
+from .core.validate import within
 from .knobs import Bound, Knob, LearningRate, bind_all, check_disjoint
 from .measure.measurement import Closure, Watched
 from .policies import Sync
@@ -70,6 +71,8 @@ class Ensemble:
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank that writes.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one. The last step ends a cycle.
+        epochs: how often the run sees its examples, for controllers that see too late, or never, that examples come again: those that are augmented,
+            or cut from one text anew each time (`AutoLR`). 0: not known.
         divergence: when a replica is left out of an average, or a cycle taken back: `Divergence`.
 
     Guarantees: between steps param_groups, and whatever else a knob moves, hold base values, the same on all ranks. Values that somebody else
@@ -92,6 +95,7 @@ class Ensemble:
         design: str | None = None,
         warmup_steps: int = 0,
         total_steps: int | None = None,
+        epochs: float = 0.0,
         seed: int = 0,
         log: Callable[[dict[str, Any], int], object] | None = None,
     ) -> None:
@@ -121,8 +125,9 @@ class Ensemble:
         self.engine = Engine(specs, self.replicas.count, clock, controller, seed, design)
         self.engine.step = max(0, int(self.schedule.step or 0))
         self.run = Run(
-            clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local", falls_to=self.schedule.falls_to()
-        )
+            clock, specs, self.replicas.count, self.schedule.floors(), local=sync.gradients == "local", falls_to=self.schedule.falls_to(),
+            epochs=within(epochs, "epochs", "[0, 1e15]", "the run sees its examples so many times"),
+        )  # fmt: skip
         check_controller(controller, self.run)
         check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self.engine.schedule_step = self._schedule_step()

@@ -29,8 +29,6 @@ class AutoLR(RuledController):
         before_step: called between an arm's backward pass and its step, for what the loop does there, such as clipping.
         falls_to: the part of its peak to which the schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None: the scheduler is asked.
             To be given for one that is not torch's, or that is written by hand.
-        epochs: how often the run sees its examples. To be given where they are augmented, or cut from one text anew each time: these are not
-            recognised when they come again.
         place: "device" or "host": where the arms live, each a copy of all that is trained (of the parameters, masters, moments and buffers).
         freeze_after: see `Controller`.
 
@@ -45,12 +43,11 @@ class AutoLR(RuledController):
         judge: Judge | None = None,
         before_step: Callable[[], object] | None = None,
         falls_to: float | None = None,
-        epochs: float = 0.0,
         place: str = "device",
         freeze_after: float | None = None,
     ) -> None:
         trials = Trials(model, judge, before_step, place)
-        rule = TrialRule(budget, trials.snapshots, 0 if judge is None else len(judge[1]), freeze_after, falls_to, epochs)
+        rule = TrialRule(budget, trials.snapshots, 0 if judge is None else len(judge[1]), freeze_after, falls_to)
         super().__init__(rule, {TRIALS: trials})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge

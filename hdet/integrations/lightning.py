@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from ..ensemble import Ensemble
 from .common import SCALED, attributes_kept, check_settings, converge, inside, losses_anew, make, numbers, require, states, step
@@ -69,7 +70,7 @@ class HdetCallback(_Callback):
         length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
         self.ensembles = make(
             trainer.optimizers,
-            [{**length, **self.settings}] * len(trainer.optimizers),
+            [{**length, "epochs": _epochs(trainer), **self.settings}] * len(trainer.optimizers),
             pl_module,
             tell=pytorch.utilities.rank_zero_info,
             first=trainer.is_global_zero,
@@ -160,6 +161,17 @@ class HdetCallback(_Callback):
             save(*args, **kwargs)
 
         trainer.save_checkpoint, self._saves = save_checkpoint, (trainer, save)
+
+
+def _epochs(trainer: Any) -> float:
+    """How often the run sees its examples; not known without a loader that has a length."""
+    loader = trainer.train_dataloader
+    try:
+        batches = len(loader) if isinstance(loader, DataLoader) else 0
+    except TypeError:  # of an IterableDataset
+        batches = 0
+    steps = trainer.estimated_stepping_batches
+    return steps * trainer.accumulate_grad_batches / batches if batches and steps < float("inf") else 0.0
 
 
 @contextmanager

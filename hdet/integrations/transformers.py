@@ -187,7 +187,7 @@ class _Driver:
         trainer = self.trainer
         [ensemble] = make(
             [torch_optimizer(trainer.optimizer)],
-            [{"scheduler": self.scheduler, "total_steps": self.total_steps, **trainer._hdet_settings}],
+            [{"scheduler": self.scheduler, "total_steps": self.total_steps, "epochs": self._epochs(), **trainer._hdet_settings}],
             model,
             tell=_LOG.info,
             first=trainer.is_world_process_zero(),
@@ -196,6 +196,11 @@ class _Driver:
         )
         look_again(trainer.optimizer)
         return ensemble
+
+    def _epochs(self) -> float:
+        """Of the run; not known of a data set without a length, to which the Trainer gives more of them than there are steps."""
+        epochs: float = self.trainer.state.num_train_epochs
+        return epochs if epochs <= self.total_steps else 0.0
 
     # -- the batches of a step -----------------------------------------------------------------------------------------------
 

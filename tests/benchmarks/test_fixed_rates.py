@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from benchmarks.evidence import auto, fixed_rates
-from benchmarks.evidence.workloads import DEVELOPMENT, HIGH, REPEATED, TEST, WORKLOADS, finetuning
+from benchmarks.evidence.workloads import DEVELOPMENT, HIGH, REPEATED, TEST, WORKLOADS, finetuning, generated
 
 
 @pytest.fixture(autouse=True)
 def hardly_pretrained(monkeypatch: Any) -> Any:
     monkeypatch.setattr(finetuning, "PRETRAINING", 2)
+    monkeypatch.setattr(generated, "PRETRAINING", 50)
     yield
     finetuning.pretrained.cache_clear()
 

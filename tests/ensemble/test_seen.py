@@ -119,6 +119,20 @@ def test_each_rank_looks_at_its_own_examples() -> None:
     assert one == other == pytest.approx(2 * part(7))
 
 
+@pytest.mark.parametrize("epochs", [0, 50])
+def test_a_loop_may_say_how_often_it_sees_its_examples(epochs: int) -> None:
+    net = model()
+    run = Run(net=net, controller=lambda it: hdet.AutoLR(it, budget=0.3), closure=True, lr=1e-5, total=1000, epochs=epochs)
+    run.losses = lambda data: losses_of(net, data)  # data that is new in each step
+    run.steps()
+    assert (run.ensemble.corrections["lr"] > 1) == (epochs == 0) and ("50 times" in run.controller.report()) == (epochs == 50)
+
+
+def test_what_is_no_number_of_epochs_is_refused() -> None:
+    with pytest.raises(ValueError, match="epochs"):
+        Run(net=model(), controller=hdet.AutoLR, total=1000, epochs=-1)
+
+
 @pytest.mark.parametrize(("examples", "moves"), [(64, False), (10**9, True)])
 def test_a_rate_that_is_far_too_low_is_raised_only_where_examples_are_new(examples: int, moves: bool) -> None:
     net = model()

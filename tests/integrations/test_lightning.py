@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,34 @@ def test_spread_0_is_the_plain_run_bit_for_bit(tmp_path: Path, world: int, kind:
     ours = on_ranks(_plain, world, str(tmp_path), {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}, kind)
     for (a, lines_a, rates_a), (b, lines_b, rates_b) in zip(plain, ours, strict=True):
         assert torch.equal(a, b) and lines_a == lines_b and rates_a == rates_b and (len(rates_a) == STEPS or kind == "manual")
+
+
+class Endless(torch.utils.data.IterableDataset[Batch]):
+    def __iter__(self) -> Iterator[Batch]:
+        return ((torch.ones(6), torch.ones(1)) for _ in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("data", "epochs"),
+    [
+        (lambda: loader(0, 4, 1), STEPS / 4),
+        (lambda: torch.utils.data.DataLoader(Endless(), batch_size=4), 0),
+        (lambda: [loader(0, 4, 1), loader(1, 4, 1)], 0),  # of which of them?
+    ],
+)
+def test_controllers_are_told_how_often_the_run_sees_its_examples(tmp_path: Path, data: Any, epochs: float) -> None:
+    class Of(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch if isinstance(batch[0], torch.Tensor) else batch[0], batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+    callback = HdetCallback(knobs=[hdet.LearningRate(0)])
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    length = {"max_steps": STEPS, "accumulate_grad_batches": PARTS}
+    pl.Trainer(accelerator="cpu", callbacks=[callback], default_root_dir=tmp_path, **quiet, **length).fit(Of())
+    assert callback.ensemble is not None and callback.ensemble.run.epochs == epochs
 
 
 @pytest.mark.parametrize("manual", [False, True])

@@ -59,13 +59,13 @@ def logged(trainer: Any, *names: str) -> list[list[float]]:
     return [[line[name] for name in names] for line in trainer.state.log_history if "learning_rate" in line]
 
 
-def trained(folder: str, ensemble: dict[str, Any] | None, resume: str | None = None, **settings: Any) -> Any:
+def trained(folder: str, ensemble: dict[str, Any] | None, resume: str | None = None, examples: int = 160, **settings: Any) -> Any:
     """A trainer that has trained; None: the plain one."""
     seen = Seen()
     common = {
         "model": llama(),
         "args": args(folder, **settings),
-        "train_dataset": Text(),
+        "train_dataset": Text(examples),
         "eval_dataset": Text(8, seed=1),
         "callbacks": [seen],
     }
@@ -100,6 +100,18 @@ def test_a_cycles_loss_is_the_mean_of_the_trainers(tmp_path: Path) -> None:
     trainer = trained(str(tmp_path), {"sync": hdet.Sync(EVERY), "log": lambda record, step: records.append(record["losses"][0])})
     losses = [loss for (loss,) in logged(trainer, "loss")]
     assert records == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:10]) / 5, sum(losses[10:]) / 2], rel=1e-5)
+
+
+class Endless(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (Text()[i % 160] for i in range(1000))
+
+
+@pytest.mark.parametrize(("data", "epochs"), [(lambda: Text(32), 3), (Endless, 0)])
+def test_controllers_are_told_how_often_the_run_sees_its_examples(tmp_path: Path, data: Any, epochs: int) -> None:
+    trainer = HdetTrainer(llama(), args(tmp_path), train_dataset=data(), ensemble={"knobs": [hdet.LearningRate(0)]})
+    trainer.train()
+    assert trainer.ensemble is not None and trainer.ensemble.run.epochs == epochs  # 12 steps of 8 examples
 
 
 # -- float16 ---------------------------------------------------------------------------------------------------------------
@@ -375,7 +387,7 @@ def _auto(folder: str, lr: float, shadow: bool) -> Any:
 
     with listening() as lines:
         settings = {"max_steps": 200, "learning_rate": lr, "gradient_accumulation_steps": 2, "logging_steps": 20, "log_level": "info"}
-        trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, **settings)
+        trainer = trained(folder, {"controller": controller, "sync": hdet.Sync(EVERY)}, examples=320, **settings)  # at most ten epochs
     return weights(trainer.model), trainer.ensemble.corrections["lr"], lines
 
 
@@ -389,7 +401,7 @@ def test_auto_lr_raises_a_rate_that_is_far_too_low_and_says_so_in_the_trainers_l
 
 
 def test_trials_leave_no_trace_in_the_run(tmp_path: Path) -> None:
-    plain = trained(str(tmp_path), None, max_steps=200, logging_steps=20)
+    plain = trained(str(tmp_path), None, examples=320, max_steps=200, logging_steps=20)
     [(of_shadow, correction, lines)] = on_ranks(_auto, 1, str(tmp_path), 1e-2, True)
     assert torch.equal(weights(plain.model), of_shadow) and correction == 1 and any("best peak" in line for line in lines)
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import hdet
 
 from ..problems import PROBLEMS, Batch, Problem
+from .fifth import FLOW, GATED, MASKED, NEIGHBOURS, RETOLD, SHAPES, SPOKEN
 from .finetuning import ADAPTERS, FINETUNING
 from .fourth import GRAPHS, HEAT, LETTERS_ANEW, MARKED, RETRAINED
 from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
@@ -33,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "sgd": lambda groups, rate: hdet.FusedSGD(groups, lr=rate, momentum=0.9),
     "lion": lambda groups, rate: hdet.FusedLion(groups, lr=rate),
     "muon": lambda groups, rate: torch.optim.Muon(groups, lr=rate),
+    "fused-muon": lambda groups, rate: hdet.FusedMuon(groups, lr=rate, adamw_lr=rate, adjust_lr_fn="match_rms_adamw"),
 }
 WARMUP = 0.05
 
@@ -107,21 +109,28 @@ DEVELOPMENT = _named(
     Workload(CLUSTERS, "sgd", "wsd", 0.1),
     Workload(TRANSFER, "lion", "linear", 1e-4),
     Workload(BRACKETS, "adamw-0.95", "cosine", 1e-3),
-)
-"""The three old problems, those of which facts were known before, and former test halves: none of them can judge a rule."""
-TEST = _named(
     Workload(MARKED, "adamw-0.999", "cosine", 1e-3),
     Workload(GRAPHS, "adamw-0.95", "wsd", 1e-3),
     Workload(HEAT, "adamw-0.999", "linear", 1e-3),
     Workload(LETTERS_ANEW, "sgd", "one-cycle", 0.1),
     Workload(RETRAINED, "adamw-0.999", "linear", 1e-4),
 )
+"""The three old problems, those of which facts were known before, and former test halves: none of them can judge a rule."""
+TEST = _named(
+    Workload(GATED, "adamw-0.95", "wsd", 1e-3),
+    Workload(MASKED, "fused-muon", "cosine", 1e-3),
+    Workload(SHAPES, "sgd", "linear", 0.1),
+    Workload(FLOW, "adamw-0.999", "one-cycle", 1e-3),
+    Workload(NEIGHBOURS, "adamw-0.999", "linear", 1e-3),
+    Workload(SPOKEN, "adamw-0.999", "cosine", 1e-3),
+    Workload(RETOLD, "adamw-0.95", "linear", 1e-4),
+)
 """Made after the rule was frozen, and run once with it (docs/evidence.md tells of former halves): a rule that is changed again needs
 others."""
 HIGH = {
-    f"{name}-{schedule}": replace({**DEVELOPMENT, **TEST}[name], schedule=schedule)
+    f"{name}-{schedule}": replace(DEVELOPMENT[name], schedule=schedule)
     for schedule in ("constant", "tenth")
-    for name in ("regression", "autoencoder", "clusters", "transfer", "heat", "pairs", "graphs", "diffusion", "digits")
+    for name in ("regression", "autoencoder", "clusters", "transfer", "heat", "pairs", "graphs")
 }
 """Some of them with a schedule that does not fall to zero: one that stays at its peak, and a cosine to a tenth of it."""
 REPEATED = _named(

@@ -16,6 +16,8 @@ from ..problems.problem import Batch, Problem, drawn, mean_loss
 from .groups import decaying_matrices
 
 Key = tuple[object, ...]
+PRETRAINING = 1500
+"""Steps before a workload that begins from trained weights."""
 
 
 def problem(
@@ -45,15 +47,15 @@ def labelled(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def pretrained(build: Callable[[], nn.Module], draw: Callable[[Key, int], Batch]) -> Callable[[int], nn.Module]:
-    """Builds models, of any seed, with the weights after 1 500 steps on what is drawn; they are trained once, when they are asked for."""
+    """Builds models, of any seed, with the weights after `PRETRAINING` steps on what is drawn; they are trained once, when they are asked for."""
 
     @cache
     def weights() -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=1500)
-        for step in range(1500):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=PRETRAINING)
+        for step in range(PRETRAINING):
             labelled(model, draw(("pretraining", step), 64)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()

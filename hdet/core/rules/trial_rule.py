@@ -116,7 +116,6 @@ class TrialRule(Controller):
         judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial.
         falls_to: the part of its peak to which the schedule falls afterwards, in [0, 1]; None: what the scheduler says (`Run.falls_to`). When a
             rate is raised depends on it and on the judge (`Rises`).
-        epochs: how often the run sees its examples, where that cannot be seen (augmented examples, windows of one text); what is seen counts, too.
     """
 
     name = "auto"
@@ -136,7 +135,6 @@ class TrialRule(Controller):
         judged: int = 0,
         freeze_after: float | None = None,
         falls_to: float | None = None,
-        epochs: float = 0.0,
     ) -> None:
         super().__init__(freeze_after)
         self.budget, self.judged, self._keep = within(budget, "budget", "(0, 1)", "it is a part of the run's compute"), judged, keep
@@ -167,7 +165,7 @@ class TrialRule(Controller):
         """The rate of the arm that was the best in the last check, if it was the highest or the lowest one; else 0."""
         self.strayed = 0.0
         """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
-        self.epochs = within(epochs, "epochs", "[0, 1e15]", "the run sees its examples so many times")
+        self.epochs = 0.0
         """`Rises.epochs`."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
@@ -195,6 +193,7 @@ class TrialRule(Controller):
         falls = [self._given] if self._given is not None else [run.falls_to[k] if run.falls_to else None for k in self._rates]
         known = [part for part in falls if part is not None]
         self.falls_to = max(known) if len(known) == len(falls) else None
+        self.epochs = run.epochs
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
