@@ -49,7 +49,7 @@ def main(steps: int = 250) -> None:
             ensemble.step(loss, batch)  # in the place of scheduler.step()
             optimizer.zero_grad()
     accelerator.save_state(tempfile.mkdtemp())  # averages the replicas, and saves the Ensemble too
-    accelerator.print(f"{controller.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}")
+    accelerator.print(f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main(steps=250, tp=1, pp=1):
         if successful:
             scheduler.step(1, found, closure=lambda: losses(forward_only=not torch.is_grad_enabled()))
     scheduler.converge()
-    print(f"{scheduler.ensemble.engine.controller.report()}\ncorrection of the rate: {scheduler.ensemble.corrections['lr']:.3g}")
+    print(f"{scheduler.ensemble.report()}\ncorrection of the rate: {scheduler.ensemble.corrections['lr']:.3g}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
             ensemble.step(loss, closure=losses)
         with ensemble.rescheduling():
             scheduler.step(epoch + 1)
-    print(f"{controller.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}")
+    print(f"{ensemble.report()}\ncorrection of the rate: {ensemble.corrections['lr']:.3g}; last loss {loss.item():.3f}")
 
 
 if __name__ == "__main__":

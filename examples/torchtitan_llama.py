@@ -46,7 +46,7 @@ def main(steps: int = 250) -> None:
     torch.distributed.init_process_group()
     trainer = tiny_hdet(steps, 2 - torch.distributed.get_world_size() % 2).build()
     trainer.train()
-    print(f"{trainer.ensemble.engine.controller.report()}\ncorrection of the rate: {trainer.ensemble.corrections['lr']:.3g}")
+    print(f"{trainer.ensemble.report()}\ncorrection of the rate: {trainer.ensemble.corrections['lr']:.3g}")
     trainer.close()
     torch.distributed.destroy_process_group()
 

@@ -341,6 +341,10 @@ class Ensemble:
         self._take_writes()
         return {knob.name: value for knob, value in zip(self.knobs, self.schedule.base_values(), strict=True)}
 
+    def report(self) -> str:
+        """What the controller is going to do, or has found, in a sentence; empty where it has nothing to say, or there is none."""
+        return "" if self.engine.controller is None else self.engine.controller.report()
+
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, without communication, where this rank has it: converged, or
         with ``converge=ExactLocal()``; else None. Not to be written to."""
@@ -372,8 +376,7 @@ class Ensemble:
 
     def _tell_report(self) -> None:
         """Each sentence once."""
-        controller = self.engine.controller
-        report = "" if controller is None else controller.report()
+        controller, report = self.engine.controller, self.report()
         if controller is not None and report not in ("", self._told):
             # whoever shows no INFO would wait for a controller that does nothing from the first step on
             tell = _LOG.warning if controller.idle and self.engine.step == 0 else self.tell

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -139,41 +140,70 @@ def missing(loss: float | None, untrained: float, best: float) -> float:
     return 100 * (fixed_rates.reached(loss, untrained) - best) / (untrained - best)
 
 
-def table(records: Sequence[Record], fixed: Sequence[Record]) -> str:
-    """A line for each run, and the worst of them."""
-    cell = identity("workload", "steps", "seed")
-    same = {fixed_rates.key(record): record for record in fixed}
-    records = [
-        {**record, "validation": same[fixed_rates.key(record)]["validation"]} if record.get("kept") else record for record in records
-    ]
-    order = list(WORKLOADS)
-    records = sorted(records, key=lambda record: (order.index(record["workload"]), record["steps"], record["seed"], record["exponent"]))
+@dataclass(frozen=True)
+class Compared:
+    """A run with AutoLR beside the fixed rate of its start. Percent of (untrained - best)."""
+
+    record: Record
+    fixed: float
+    auto: float
+    held: bool
+    """Is a rate of the grid that is within `HARM` of the best in the interval that AutoLR tells?"""
+
+    @property
+    def harm(self) -> float:
+        return self.auto - self.fixed
+
+
+def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compared]:
+    """By workload, length, seed and start. Best is the lowest loss of any run of a workload, length and seed."""
+    cell, order = identity("workload", "steps", "seed"), list(WORKLOADS)
+    same = {fixed_rates.key(line): line for line in fixed}
+    lines = [{**line, "validation": same[fixed_rates.key(line)]["validation"]} if line.get("kept") else line for line in records]
     every: dict[Any, list[float]] = {}
-    for record in (*records, *fixed):
-        if record["validation"] is not None:
-            every.setdefault(cell(record), []).append(record["validation"])
+    for line in (*lines, *fixed):
+        if line["validation"] is not None:
+            every.setdefault(cell(line), []).append(line["validation"])
+    found = []
+    for line in sorted(lines, key=lambda line: (order.index(line["workload"]), line["steps"], line["seed"], line["exponent"])):
+        best, untrained = min(every[cell(line)]), line["untrained"]
+        near = [one["rate"] for one in fixed if cell(one) == cell(line) and missing(one["validation"], untrained, best) <= HARM]
+        held = any(abs(math.log2(rate / line["rate"] / line["correction"])) <= WITHIN for rate in near)
+        alone = missing(same[fixed_rates.key(line)]["validation"], untrained, best)
+        found.append(Compared(line, alone, missing(line["validation"], untrained, best), held))
+    return found
+
+
+def table(runs: Sequence[Compared]) -> str:
+    """A line for each run, and how many of them are well."""
     lines = ["| workload | steps | seed | start | fixed: missing | AutoLR: missing | difference | correction | compute |", "|---" * 9 + "|"]
-    harms, left, held = [], [], []
-    for record in records:
-        best, untrained = min(every[cell(record)]), record["untrained"]
-        alone = missing(same[fixed_rates.key(record)]["validation"], untrained, best)
-        auto = missing(record["validation"], untrained, best)
-        harms.append(auto - alone)
-        left.append(auto)
-        near = [one["rate"] for one in fixed if cell(one) == cell(record) and missing(one["validation"], untrained, best) <= HARM]
-        held.append(any(abs(math.log2(rate / record["rate"] / record["correction"])) <= WITHIN for rate in near))
-        length = f"{record['steps']:,}".replace(",", " ")
+    for run in runs:
+        line = run.record
         lines.append(
-            f"| {record['workload']} | {length} | {record['seed']} | 2^{record['exponent']} | {alone:.1f} % | {auto:.1f} % | "
-            f"{auto - alone:+.1f} | {record['correction']:.3g} | {record['spent_percent']:.1f} % |"
+            f"| {line['workload']} | {spaced(line['steps'])} | {line['seed']} | 2^{line['exponent']} | {run.fixed:.1f} % | {run.auto:.1f} % | "
+            f"{run.harm:+.1f} | {line['correction']:.3g} | {line['spent_percent']:.1f} % |"
         )
-    harmed = sum(harm > HARM for harm in harms)
-    lines.append(
-        f"\n{len(records)} runs: worse than the start's fixed rate by more than {HARM} %: {harmed}, at most by {max(harms):+.1f} %; "
-        f"within {HARM} % of the best: {sum(x <= HARM for x in left)}, within 2 %: {sum(x <= 2 for x in left)}, farthest off {max(left):.1f} %; "
-        f"the interval that was told holds a rate of the grid within {HARM} % of the best: {sum(held)} of {len(held)}"
-    )
+    return "\n".join(lines) + "\n\n" + counted({"these": runs})
+
+
+def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
+    """How many runs of each kind are worse than their start's fixed rate, and how near to the best they end."""
+    heads = [
+        "runs", "", f"worse by more than {HARM} %", "worst difference", "mean missing: fixed, AutoLR",
+        f"within {HARM} % of the best: fixed, AutoLR", "within 2 %: fixed, AutoLR", "interval held",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, runs in kinds.items():
+        near = {within: f"{sum(r.fixed <= within for r in runs)}, {sum(r.auto <= within for r in runs)}" for within in (HARM, 2)}
+        lines.append(
+            f"| {name} | {len(runs)} | {sum(r.harm > HARM for r in runs)} | {max(r.harm for r in runs):+.1f} % | "
+            f"{fmean(r.fixed for r in runs):.1f} %, {fmean(r.auto for r in runs):.1f} % | {near[HARM]} | {near[2]} | {sum(r.held for r in runs)} |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -196,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = command.complete(run, wanted, key, options)
     chosen = {(task["workload"], task["steps"], task["seed"]) for task in wanted}
     fixed = [line for line in read(alone.json) if (line["workload"], line["steps"], line["seed"]) in chosen] or fixed
-    print(table(records, fixed), end="")
+    print(table(compared(records, fixed)), end="")
 
 
 if __name__ == "__main__":

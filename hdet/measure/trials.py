@@ -72,7 +72,7 @@ class Trials(Measurement):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if judge is not None and not (isinstance(judge, (tuple, list)) and len(judge) == 2 and callable(judge[0])):
-            raise TypeError(f"judge must be (loss_fn, batches), with loss_fn(model, batch) -> a scalar tensor, got {judge!r}")
+            raise TypeError(f"judge must be (loss_fn, batches), with loss_fn(model, batch) -> a tensor of losses, got {judge!r}")
         if judge is not None and not (hasattr(judge[1], "__len__") and hasattr(judge[1], "__getitem__")):
             raise TypeError(f"the judge's batches must be a list of mini-batches, got {type(judge[1]).__name__}: list(...) it first")
         if judge is not None:
@@ -268,7 +268,7 @@ class Trials(Measurement):
         if all(p.grad is None for p in self._parameters):
             raise ValueError(
                 "the closure gave losses without a graph, and left no gradients: compute the batch's losses anew inside it, without no_grad or detach, "
-                "or call backward inside"
+                "or call backward inside" + (" (it returned None: is a return missing?)" if losses is None else "")
             )
         self._average_gradients()
         if self.before_step is not None:

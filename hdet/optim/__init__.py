@@ -7,6 +7,6 @@ from .fused import FusedOptimizer
 from .lion import FusedLion
 from .muon import FusedMuon
 from .sgd import FusedSGD
-from .split_params import hidden_matrix
+from .split_params import hidden_matrices, hidden_matrix
 
-__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedMuon", "FusedOptimizer", "FusedSGD", "hidden_matrix"]
+__all__ = ["FusedAdam", "FusedAdamW", "FusedLion", "FusedMuon", "FusedOptimizer", "FusedSGD", "hidden_matrices", "hidden_matrix"]

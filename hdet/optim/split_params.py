@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 UseMuon = Callable[[str, Tensor], bool]
@@ -28,6 +28,23 @@ def hidden_matrix(name: str, param: Tensor) -> bool:
         return False
     first = next((part for part in parts if part not in _WRAPPERS), "")
     return not (first == "output" or any("_emb" in f"_{part}" or part in (*_TABLES, *_HEADS) for part in parts))
+
+
+def hidden_matrices(model: nn.Module) -> UseMuon:
+    """A rule for `FusedMuon` that knows the modules, and not their names alone::
+
+        hdet.FusedMuon(model.named_parameters(), use_muon=hdet.optim.hidden_matrices(model))
+
+    Yes for what `hidden_matrix` takes, but for tables (nn.Embedding, nn.EmbeddingBag, and a matrix that shares one's weight), for matrices whose rows are as many as a
+    table's (the output layer of a language model), and for the last nn.Linear of the model (that of a classifier). What is a parameter of the outermost
+    module itself, such as positions, is none either.
+    """
+    modules = list(model.modules())
+    tables = [module.weight for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    last = [module.weight for module in modules if isinstance(module, nn.Linear)][-1:]
+    own = [*model.parameters(recurse=False), *tables, *last]
+    outside, rows = {id(param) for param in own}, {len(table) for table in tables}
+    return lambda name, param: hidden_matrix(name, param) and id(param) not in outside and not (param.ndim == 2 and len(param) in rows)
 
 
 def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:

@@ -54,14 +54,14 @@ def test_a_line_says_what_was_found_and_what_it_took() -> None:
     alone = fixed_rates.run("regression", -4, seed=0, steps=400)
     assert not line["kept"] and line["validation"] < alone["validation"] and line["correction"] > 1
     assert 5 < line["spent_percent"] <= 30 and "best peak" in line["report"] and line["notes"]
-    text = auto.table([line], [alone])
-    assert "| regression | 400 | 0 | 2^-4 |" in text and "1 runs: worse than the start's fixed rate by more than 0.5 %: 0" in text
+    text = auto.table(auto.compared([line], [alone]))
+    assert "| regression | 400 | 0 | 2^-4 |" in text and "| these | 1 | 0 |" in text
 
 
 def test_a_run_without_trials_is_the_fixed_one() -> None:
     line, alone = auto.run("small", 0, seed=0, steps=100, budget=0.03), fixed_rates.run("small", 0, seed=0, steps=100)
     assert line["kept"] and line["validation"] is None and line["spent_percent"] == 0
-    assert "| small | 100 | 0 | 2^0 | 0.0 % | 0.0 % | +0.0 | 1 | 0.0 % |" in auto.table([line], [alone])
+    assert "| small | 100 | 0 | 2^0 | 0.0 % | 0.0 % | +0.0 | 1 | 0.0 % |" in auto.table(auto.compared([line], [alone]))
 
 
 def test_what_is_missing_is_of_what_was_to_be_gained() -> None:
@@ -71,4 +71,15 @@ def test_what_is_missing_is_of_what_was_to_be_gained() -> None:
 
 def test_quick_prints_the_table_of_auto(capsys: Any, in_this_process: None) -> None:
     auto.main(["--quick"])
-    assert "2 runs: worse than" in capsys.readouterr().out
+    assert "| these | 2 |" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_worse_than_its_start_is_counted_as_a_harm() -> None:
+    line = {"workload": "small", "exponent": 0, "seed": 0, "steps": 100, "budget": 0.03, "rate": 1e-3, "untrained": 3.0}
+    fixed = [{**line, "validation": 1.0}, {**line, "exponent": 4, "rate": 1.6e-2, "validation": 2.0}]
+    auto_lines = [{**line, "validation": 1.02, "correction": 2.0, "spent_percent": 3.0, "kept": False}]
+    [run] = auto.compared(auto_lines, fixed)
+    assert (
+        run.fixed == 0 and run.auto == run.harm == pytest.approx(1.0) and run.held
+    )  # 1.02 lacks 0.02 of 2, and 1e-3 is a factor of 2 from 2e-3
+    assert "| these | 1 | 1 | +1.0 % | 0.0 %, 1.0 % | 1, 0 | 1, 1 | 1 |" in auto.table([run])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import hdet
-from hdet.optim import FusedMuon, hidden_matrix, matrices, newton_schulz
+from hdet.optim import FusedMuon, hidden_matrices, hidden_matrix, matrices, newton_schulz
 
 from .common import assert_close, assert_equal
 from .test_replicas import copies
@@ -452,6 +452,32 @@ RULE = {
     "blocks.0.norm.weight": ((4,), False),
     "members.0.weight": ((4, 4), True),
 }
+
+
+class Named(torch.nn.Module):
+    """A language model whose names say nothing. ``tied``: its output layer has the embedding's weight."""
+
+    def __init__(self, tied: bool, words: int = 11, width: int = 4) -> None:
+        super().__init__()
+        self.tok, self.pos = torch.nn.Embedding(words, width), Parameter(torch.zeros(7, width))
+        self.attention = torch.nn.MultiheadAttention(width, 2)
+        self.mix = torch.nn.ModuleList([torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)])
+        self.to_logits = torch.nn.Linear(width, words, bias=False)
+        self.aside = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 2))  # the last layer of a second task
+        if tied:
+            self.to_logits.weight = self.tok.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rule_that_knows_the_modules(tied: bool) -> None:
+    model = Named(tied)
+    rule = hidden_matrices(model)
+    attention = ["attention.in_proj_weight", "attention.out_proj.weight"]
+    assert [name for name, param in model.named_parameters() if rule(name, param)] == [
+        *attention, "mix.0.weight", "mix.1.weight", "aside.0.weight"
+    ]  # fmt: skip
+    optimizer = FusedMuon(model.named_parameters(), use_muon=rule)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [5, len(list(model.parameters())) - 5]
 
 
 def test_the_default_rule() -> None:

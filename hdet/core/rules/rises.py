@@ -26,7 +26,7 @@ class Rises:
 
     judged: bool
     falls_to: float | None
-    """The part of its peak to which the schedule falls afterwards, in [0, 1]; None: not known."""
+    """The part of its peak to which the schedule falls in the end, in [0, 1]; None: not known."""
     epochs: float
     """How often the run sees its examples, as far as they have come again."""
 

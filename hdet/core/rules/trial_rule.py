@@ -114,7 +114,7 @@ class TrialRule(Controller):
             2 800 steps at 3 %, everything.
         keep: the snapshots that a plan with so many arms, and an origin, needs.
         judged: of how many held-out mini-batches, the same on all replicas, scores are; 0: of the batches that follow a trial.
-        falls_to: the part of its peak to which the schedule falls afterwards, in [0, 1]; None: what the scheduler says (`Run.falls_to`). When a
+        falls_to: the part of its peak to which the schedule falls in the end, in [0, 1]; None: what the scheduler says (`Run.falls_to`). When a
             rate is raised depends on it and on the judge (`Rises`).
     """
 
@@ -182,7 +182,9 @@ class TrialRule(Controller):
         """Raises ValueError where the run's length is not known, the controller has a warm-up, or no knob is a learning rate."""
         super().start(run)
         if run.total_steps is None:
-            raise ValueError("AutoLR finds a rate for a run of known length: pass total_steps=..., or a scheduler that has total_steps")
+            raise ValueError(
+                "AutoLR finds a rate for a run of known length: pass total_steps=... to the Ensemble (T_max is not read: it may be a period), or a scheduler that has total_steps"
+            )
         if run.clock.warmup_steps:
             raise ValueError(f"AutoLR begins at the first step: warmup_steps must be 0, got {run.clock.warmup_steps}")
         self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
@@ -399,21 +401,24 @@ class TrialRule(Controller):
         octave = min(arms, key=lambda octave: mean(arms[octave]))
         best, same, other = arms[octave], arms[0.0], arms[-octave]
         gain, worth = mean(same) - mean(best), (RAISES if octave > 0 else LOWERS) * abs(self._learned(same))
-        moved = 0.0
-        if (
-            _better(best, same)
-            and gain >= worth
-            and mean(same) - mean(other) < gain / 2  # where both sides are better the run is about to break
-            and (octave < 0 or self._rises.allowed(scan=False, far_behind=self._far_behind(same, best)))
-        ):
+        moved, but = 0.0, ""
+        if not _better(best, same):
+            but = "not clearly"
+        elif gain < worth:
+            but = "too little"
+        elif mean(same) - mean(other) >= gain / 2:  # the run is about to break
+            but = "as the other side was"
+        elif octave > 0 and not self._rises.allowed(scan=False, far_behind=self._far_behind(same, best)):
+            but = "which is not safe here"
+        if but:
+            self._next()
+        else:
             moved = PART * octave
             self._repeat(lowered=False)
-        else:
-            self._next()
         now = peak * 2.0**moved
         self.found.append([now / 2.0**WITHIN, now * 2.0**WITHIN])
         self.edge = peak * 2.0**octave if octave else 0.0
-        was = f"{peak * 2.0**octave:.2g} was the best" if octave else "no other was better"
+        was = f"{peak * 2.0**octave:.2g} was the best{f' ({but})' if but else ''}" if octave else "no other was better"
         what = f"now {now:.2g}" if moved else "kept"
         return moved, f"{self._between()}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
 

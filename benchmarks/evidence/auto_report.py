@@ -1,0 +1,97 @@
+"""All that has been measured of AutoLR, from the lines in the repository: the tables of docs/evidence.md and of docs/results.md.
+
+python -m benchmarks.evidence.auto_report [--auto FILE] [--fixed FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from . import fixed_rates
+from .auto import RESULTS, Compared, compared, counted, spaced, table
+from .runs import read
+from .workloads import DEVELOPMENT, HIGH, REPEATED, TEST
+
+STARTS = (-4, 0, 4)
+LONG = 10_000
+
+Chosen = Callable[[Compared], bool]
+
+
+def _of(half: Mapping[str, object], steps: int | None = None, first: bool | None = None) -> Chosen:
+    """Runs of these workloads; of this length; with the first seed, or with another."""
+    return lambda run: run.record["workload"] in half and steps in (None, run.record["steps"]) and first in (None, run.record["seed"] == 0)
+
+
+USUAL = {**DEVELOPMENT, **TEST}
+SECTIONS: dict[str, Chosen] = {
+    "Development half": _of(DEVELOPMENT, LONG, first=True),
+    "Test half": _of(TEST, LONG, first=True),
+    "Other seeds": _of(USUAL, LONG, first=False),
+    "30 000 steps": _of(USUAL, 30_000),
+    "100 000 steps": _of(USUAL, 100_000),
+    "Schedules that do not fall to zero": _of(HIGH),
+    "Examples that come again": _of(REPEATED),
+}
+
+
+def sections(runs: Sequence[Compared]) -> dict[str, str]:
+    """Tables by what they are of; none of what has not been run."""
+    chosen = {name: [run for run in runs if of(run)] for name, of in SECTIONS.items()}
+    return {name: table(these) for name, these in chosen.items() if these}
+
+
+def by_workload(runs: Sequence[Compared]) -> str:
+    """A line for each workload and length: missing with the fixed rate, and with AutoLR, from each start. First seeds."""
+    found = {(run.record["workload"], run.record["steps"], run.record["exponent"]): run for run in runs if run.record["seed"] == 0}
+    lines = ["| workload | " + " | ".join(f"from 2^{start}" for start in STARTS) + " |", "|---" * (1 + len(STARTS)) + "|"]
+    for workload in USUAL:
+        for steps in sorted({cell[1] for cell in found if cell[0] == workload}):
+            name = workload if steps == LONG else f"{workload}, {spaced(steps)} steps"
+            marked = f"*test half:* {name}" if workload in TEST else name
+            cells = [found.get((workload, steps, start)) for start in STARTS]
+            if any(cells):
+                lines.append(f"| {marked} | " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(run: Compared | None) -> str:
+    if run is None:
+        return ""
+    return f"{run.fixed:.1f} %, kept" if run.record["kept"] else f"{run.fixed:.1f} % → {run.auto:.1f} %"
+
+
+def in_all(runs: Sequence[Compared]) -> str:
+    """Counts of all runs, of the test half, and of each start on falling schedules."""
+    usual = [run for run in runs if run.record["workload"] in USUAL]
+    kinds = {
+        "all": list(runs),
+        "the test half": [run for run in usual if run.record["workload"] in TEST],
+        **{f"from 2^{start}": [run for run in usual if run.record["exponent"] == start] for start in STARTS},
+        **{f"{spaced(steps)} steps": [run for run in usual if run.record["steps"] == steps] for steps in (LONG, 30_000, 100_000)},
+        "schedules that stay high": [run for run in runs if run.record["workload"] in HIGH],
+        "examples that come again": [run for run in runs if run.record["workload"] in REPEATED],
+    }
+    return counted({name: these for name, these in kinds.items() if these})
+
+
+def report(runs: Sequence[Compared]) -> str:
+    parts = [f"## {name}\n\n{text}" for name, text in sections(runs).items()]
+    return "\n".join([*parts, "## By workload\n", by_workload(runs), "## In all\n", in_all(runs)])
+
+
+def of_files(auto: str = RESULTS, fixed: str = fixed_rates.RESULTS) -> list[Compared]:
+    return compared(read(auto), read(fixed))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--auto", default=RESULTS, metavar="FILE")
+    parser.add_argument("--fixed", default=fixed_rates.RESULTS, metavar="FILE")
+    options = parser.parse_args(arguments)
+    print(report(of_files(options.auto, options.fixed)), end="")
+
+
+if __name__ == "__main__":
+    main()
