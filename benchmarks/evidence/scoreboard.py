@@ -165,7 +165,8 @@ def table(records: Sequence[Record]) -> str:
         times = {record["method"]: _reaches(record, target) for record in lot}
         row = []
         for record in lot:
-            lack = 100 * (fixed_rates.reached(record["validation"], untrained) - best) / (untrained - best)
+            lost = fixed_rates.reached(record["validation"], untrained) - best
+            lack = 100 * lost / (untrained - best) if best < untrained else 100.0  # nobody has learned anything
             missing[record["method"]].append(lack)
             slower[record["method"]].append(times[record["method"]] / min(times.values()))
             row.append(f"{lack:.1f}")

@@ -84,6 +84,8 @@ class Trials(Measurement):
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
         self._seen, self._window = Seen(), 0
+        self._needs_graph = False
+        """Do scores need gradients to be on? Found out by the first one."""
         self._begin()
 
     @property
@@ -300,6 +302,20 @@ class Trials(Measurement):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
 
+    def _without_graph(self, closure: Closure) -> torch.Tensor | None:
+        """Those of a closure that differentiates by itself (an equation's residual, a penalty on gradients) need one nevertheless."""
+        if not self._needs_graph:
+            try:
+                return self._asked(closure)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._needs_graph = True
+        with torch.enable_grad():
+            losses = self._asked(closure)
+        self._clear()
+        return None if losses is None else losses.detach()
+
     def _factor(self, number: int, position: int, top: float) -> float:
         """Of the run's rate, for the arm of this number, whose own is ``top`` times it."""
         steps = self._settings["steps"]
@@ -331,7 +347,7 @@ class Trials(Measurement):
 
     def _score(self, closure: Closure, number: int) -> torch.Tensor | None:
         with eval_mode(self._bare):
-            losses = self._asked(closure)
+            losses = self._without_graph(closure)
         return None if losses is None else losses.detach().double().mean()
 
     # -- at the end ------------------------------------------------------------------------------------------------------------
@@ -366,7 +382,7 @@ class Trials(Measurement):
                     self._watched.snapshots.restore(arm(number))
                     with eval_mode(self._bare):
                         for score, batch in enumerate(batches):
-                            loss = self._asked(partial(loss_fn, self._bare, batch))
+                            loss = self._without_graph(partial(loss_fn, self._bare, batch))
                             self._losses[score, number] = None if loss is None else loss.detach().double().mean()
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:

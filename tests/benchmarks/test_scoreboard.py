@@ -29,6 +29,10 @@ def test_the_profile_says_who_is_there_first_and_who_never_is() -> None:
     assert "| greedy | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 |" in text
 
 
+def test_where_nobody_has_learned_anything_all_of_it_is_missing() -> None:
+    assert "| vit | 100.0 | 100.0 |" in scoreboard.table([line("adamw", 3.0, []), line("greedy", 3.5, [])])
+
+
 def test_the_range_test_suggests_a_rate_at_which_the_loss_falls() -> None:
     model = PROBLEM.build(0)
     before = copy.deepcopy(model.state_dict())

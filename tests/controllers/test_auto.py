@@ -12,7 +12,7 @@ import torch
 import hdet
 from hdet.core.plan import Moment
 from tests.core.controller_runs import evidence
-from tests.harness import Run, batch, loss_of, model
+from tests.harness import Run, batch, loss_of, model, taught
 
 from .runs import run
 
@@ -47,6 +47,21 @@ def test_a_rate_that_is_kept_leaves_the_run_as_it_would_have_been_to_the_bit() -
 def test_wherever_it_begins_it_ends_within_half_a_percent(lr: float) -> None:
     assert above_best(auto(lr).steps()) < 0.005
     assert 0.01 <= lr <= 0.1 or above_best(fixed(lr)) > 0.1
+
+
+def test_a_raised_rate_is_taken_back_where_the_data_gets_harder() -> None:
+    """Which no trial has tried it on."""
+
+    def harder(key: int) -> Any:
+        x, y = taught(key)
+        return x, y * (20 if key >= 100 * TOTAL // 2 else 1)
+
+    ran = auto(1e-4, data=harder).steps(TOTAL // 2)
+    assert ran.ensemble.corrections["lr"] > 8 and not ran.controller.idle
+    ran.steps()
+    assert ran.ensemble.corrections == {"lr": 1.0} and ran.controller.idle
+    assert any("the loss rose from" in note and "back to the rate of before" in note for note in ran.notes())
+    assert "in force again" in ran.ensemble.report()
 
 
 def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:

@@ -109,7 +109,7 @@ def test_the_budget_holds_whatever_arms_score(total: int, arms: list[float] | No
         number = len(settings["multiples"])
         planned += number * (settings["steps"] + settings["scores"] / 3)
         tell(rule, plan, step, None if arms is None else arms[:number], total_steps=total)
-    assert rule.idle and planned == pytest.approx(rule.spent) and 0.3 * 0.03 * total < planned <= 0.03 * total + 1e-6
+    assert rule.finished and planned == pytest.approx(rule.spent) and 0.3 * 0.03 * total < planned <= 0.03 * total + 1e-6
 
 
 def test_a_trial_that_is_lost_is_paid_for() -> None:
@@ -203,7 +203,7 @@ def test_a_check_moves_towards_the_better_arm_and_is_repeated(arms: list[float],
         assert not at(rule, 900).measure and not at(rule, 1100).measure
     assert at(rule, 1200).measure
     tell(rule, at(rule, 1200), 1500, [2.5, 2.0, 2.4], correction=2.0**octaves)
-    assert rule.idle and len(rule.found) == 2
+    assert rule.finished and len(rule.found) == 2
     low, high = rule.found[-1]
     assert (
         high == pytest.approx(4**WITHIN * low) and low < 1e-3 * 2**octaves < high and f"best peak {low:.2g} to {high:.2g}" in rule.report()
@@ -240,13 +240,13 @@ def test_a_check_comes_also_where_the_peak_was_between_two_ends_of_cycles() -> N
 
 def test_a_check_is_repeated_twice_at_most_and_not_without_a_budget() -> None:
     rule, step, moved = past_scan(budget=0.5), 600, 0.0
-    while not rule.idle:
+    while not rule.finished:
         plan, step = at(rule, step), step + 2000
         moved += tell(rule, plan, step, [2.9, 2.5, 2.0] if plan.measure else None)[0]
     assert moved == 3 * 2 * PART
     rule = past_scan()
     tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])
-    assert at(rule, 800) == Plan(spread=False) and rule.idle
+    assert at(rule, 800) == Plan(spread=False) and rule.finished
 
 
 @pytest.mark.parametrize(("arms", "octaves", "why"), [
@@ -345,6 +345,58 @@ def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> Non
     moved, note, end = tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0], correction=2**RAISED, part=MANY_TIMES)
     assert moved == -RAISED and "back to the rate of before" in note and end is None and rule.idle
     assert rule.peaks[-1] == [1e-3, 1e-3]
+
+
+def raised() -> TrialRule:
+    """Trials are over, and the rate is 8 times the user's."""
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+    tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)
+    tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**RAISED)
+    assert rule.finished and not rule.idle
+    return rule
+
+
+def cycles(rule: TrialRule, losses: Sequence[float], correction: float = 2**RAISED, step: int = 700) -> list[Any]:
+    """Of 200 steps each, a window."""
+    found = []
+    for loss in losses:
+        plan, step = at(rule, step), step + 200
+        assert plan == Plan(spread=False)
+        found.append(tell(rule, plan, step, None, correction=correction, losses=[loss]))
+        correction *= 2.0 ** found[-1][0]
+    return found
+
+
+def test_a_raised_rate_is_taken_back_where_the_loss_rises_after_the_trials() -> None:
+    """As where a curriculum goes on to harder examples, on which no trial has tried the rate."""
+    rule = raised()
+    found = cycles(rule, [9.0, 1.0, 0.5, 0.9, 2.0, 9.0])  # the first cycle may have begun before the trials had ended
+    assert [moved for moved, _, _ in found] == [0, 0, 0, 0, -RAISED, 0]
+    assert "the loss rose from 0.9 to 2: back to the rate of before, 0.001" in found[4][1]
+    assert rule.idle and "in force again" in rule.report() and "best peak" not in rule.report()
+
+
+def test_that_rise_is_of_windows_and_outlives_a_checkpoint() -> None:
+    rule, step = raised(), 700
+    for loss in [1.0] * 5 + [0.4, 0.6, 0.9, 0.9] + [3.0, 0.5, 0.5, 0.5]:  # four cycles of 50 steps are a window
+        step += 50
+        assert tell(rule, at(rule, step - 50), step, None, correction=2**RAISED, losses=[loss])[0] == 0
+    other = TrialRule()
+    other.start(Run(Clock(50, 0, TOTAL), [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)], 1, [0.0, 0.0], falls_to=[0.0, None]))
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other.restart(Moment(0, step, step))
+    assert [moved for moved, _, _ in cycles(other, [2.5], step=step)] == [-RAISED]
+
+
+def test_a_rate_that_was_not_raised_and_a_loss_below_0_are_left_alone() -> None:
+    assert all(moved == 0 for moved, _, _ in cycles(raised(), [1.0, -3.0, -1.0, -0.1]))
+    kept = past_scan()
+    tell(kept, at(kept, 600), 700, [2.6, 2.5, 2.6])
+    assert kept.idle and all(moved == 0 for moved, _, _ in cycles(kept, [1.0, 1.0, 9.0], correction=1.0))
+    lowered = past_scan()
+    assert tell(lowered, at(lowered, 600), 700, [2.0, 2.5, 2.6])[0] < 0
+    assert all(moved == 0 for moved, _, _ in cycles(lowered, [1.0, 1.0, 9.0], correction=0.5)) and lowered.idle
 
 
 def test_where_the_schedule_stays_high_a_rise_is_taken_back_if_a_lower_rate_is_any_better() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -201,6 +202,27 @@ def test_a_judge_scores_the_arms() -> None:
     with torch.no_grad():
         expected = [float(loss_of(net, data)) for data in held_out]
     assert run.controller.told[0] is not None and run.controller.told[0][0][1:-3] == expected
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_losses_that_need_derivatives_of_the_model_are_scored_too(judged: bool) -> None:
+    """As an equation's residual, or a penalty on gradients."""
+
+    def residuals(net: nn.Module, data: Any) -> torch.Tensor:
+        x = data[0].clone().requires_grad_()
+        [slope] = torch.autograd.grad(net(x).sum(), x, create_graph=torch.is_grad_enabled())
+        return (slope - data[1]).square().mean(1)
+
+    net, held_out = model(), [batch(10**6 + i) for i in range(3)]
+    judge = {"judge": (lambda net, data: residuals(net, data).mean(), held_out)} if judged else {}
+    run = tries(net=net, multiples=(1.0,), optimizer=torch.optim.SGD, **judge)
+    run.losses = lambda data: residuals(net, data)
+    run.steps(STEPS + SCORES)
+    assert run.controller.told[0] is not None and all(math.isfinite(x) and x > 0 for x in run.controller.told[0][0][1:-3])
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in net.parameters())
+    plain = Run(net=model(), spread=0.0, optimizer=torch.optim.SGD)
+    plain.losses = lambda data: residuals(plain.net, data)
+    assert torch.equal(plain.steps(STEPS + SCORES).weights(), run.weights())
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------------

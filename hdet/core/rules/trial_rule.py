@@ -101,6 +101,9 @@ FIRST = 4
 """Steps of the first cycle, where there is no scan: their mean loss is near that before the first step."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
+WATCHED, WORSE = 200, 2.0
+"""Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
+where it rises by more than this. It does where the data gets harder, as in a curriculum: no trial has tried the rate there."""
 WITHIN = 2.0
 """Octaves around the rate in force, within which the best one is said to lie. The scores would say more, and be wrong: what is best in some
 60 steps is up to three octaves below what is best for the run."""
@@ -126,6 +129,7 @@ class TrialRule(Controller):
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "found": ListOf(Row(Number(), Number())),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
+        "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0),
     }  # fmt: skip
 
     def __init__(
@@ -167,6 +171,12 @@ class TrialRule(Controller):
         """How many times as far as the run an arm at its rate has gone in a step, where that is too far, or not far enough."""
         self.epochs = 0.0
         """`Rises.epochs`."""
+        self.level: list[float] = []
+        """The mean loss of the last window after the trials; empty: there is none yet."""
+        self.window: list[float] = []
+        """The mean losses of the cycles of the one that goes on."""
+        self.watched = 0
+        """The step at which it began."""
         self.peaks: list[list[float]] = []
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
@@ -217,9 +227,10 @@ class TrialRule(Controller):
         if self.peaks:
             yours, now = self.peaks[-1]
             between = f"{self._between()}; " if self.found else ""
-            what = "kept" if now == yours else f"now {now:.2g}"
+            again = any(moved > peak for peak, moved in self.peaks)
+            what = f"now {now:.2g}" if now != yours else "in force again" if again else "kept"
             return f"{between}yours {yours:.2g}, {what}, after trials that cost as much as {self.spent:.0f} steps{self._rises.found()}"
-        if self.idle:
+        if self.finished:
             return (
                 f"no trial was made, the rate stays: one needs a schedule near its peak in the first {LATEST:.0%} of the run, and {FEWEST} steps in "
                 f"{LONGEST:.0%} of what is left then"
@@ -254,16 +265,25 @@ class TrialRule(Controller):
 
     @property
     def idle(self) -> bool:
+        return self.finished and not self._raised
+
+    @property
+    def finished(self) -> bool:
+        """Is no trial to come? A raised rate may still be taken back."""
         return self.frozen or self.round >= len(self.rounds)
 
+    @property
+    def _raised(self) -> bool:
+        return not self.frozen and bool(self.peaks) and self.peaks[-1][1] > self.peaks[-1][0]
+
     def plan(self, now: Moment) -> Plan:
-        if self.used and not self.idle and now.step < self.began + self.used + _scores(self.used):
+        if self.used and not self.finished and now.step < self.began + self.used + _scores(self.used):
             return self._trial(now)
         self._spend()  # it should have ended
         if self._resumed:
             self._resumed = False
             return Plan(steps=None if self._fixed else 1, spread=False)
-        while not self.idle:
+        while not self.finished:
             this = self.rounds[self.round]
             due, rises = math.ceil(this.at * self._total), self.ready - now.step
             waits = not this.scan and not self.risen
@@ -327,7 +347,7 @@ class TrialRule(Controller):
         told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not told:
             self.first = self.first or ([mean(seen)] if seen else [])
-            return self._nothing(evidence)
+            return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
         steps, octaves = self.used, self._octaves()
         self._spend()
         losses = 1 + len(octaves) * (self.judged or _scores(steps))
@@ -359,8 +379,27 @@ class TrialRule(Controller):
         self.peaks.append([peak, in_force * 2.0**moved])
         self.ready = evidence.step + steps if moved > 0 else 0
         decision = Decision(factor=2.0**moved, note=note, ramp=steps if moved > 0 else 0)
-        decisions = [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
-        return Learned(decisions, Restore(adopted) if adopted is not None and not self._fixed else None)
+        return Learned(self._of_rates(decision, evidence), Restore(adopted) if adopted is not None and not self._fixed else None)
+
+    def _of_rates(self, decision: Decision, evidence: Evidence) -> list[Decision]:
+        return [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
+
+    def _watch(self, evidence: Evidence, seen: Sequence[float]) -> Learned:
+        """After the trials, a cycle under a raised rate."""
+        if not self.watched:
+            self.watched = evidence.step
+            return self._nothing(evidence)
+        self.window += [mean(seen)] if seen else []
+        if not self.window or evidence.step - self.watched < WATCHED:
+            return self._nothing(evidence)
+        before, self.level, self.window, self.watched = self.level, [mean(self.window)], [], evidence.step
+        if not before or not self.level[0] > WORSE * before[0] > 0:
+            return self._nothing(evidence)
+        yours, now = self.peaks[-1]
+        self.peaks.append([yours, yours])
+        self.found.clear()  # it was of other data
+        note = f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}: back to the rate of before, {yours:.2g}"
+        return Learned(self._of_rates(Decision(factor=yours / now, note=note), evidence))
 
     def hold(self, evidence: Evidence) -> Learned:
         self._look_at_schedule(evidence)
