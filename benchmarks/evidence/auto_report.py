@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from . import fixed_rates
 from .auto import RESULTS, Compared, compared, counted, spaced, table
 from .runs import read
-from .workloads import DEVELOPMENT, HIGH, REPEATED, TEST
+from .workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST
 
 STARTS = (-4, 0, 4)
 LONG = 10_000
@@ -33,6 +33,7 @@ SECTIONS: dict[str, Chosen] = {
     "100 000 steps": _of(USUAL, 100_000),
     "Schedules that do not fall to zero": _of(HIGH),
     "Examples that come again": _of(REPEATED),
+    "Data that gets harder": _of(HARDER),
 }
 
 
@@ -72,6 +73,7 @@ def in_all(runs: Sequence[Compared]) -> str:
         **{f"{spaced(steps)} steps": [run for run in usual if run.record["steps"] == steps] for steps in (LONG, 30_000, 100_000)},
         "schedules that stay high": [run for run in runs if run.record["workload"] in HIGH],
         "examples that come again": [run for run in runs if run.record["workload"] in REPEATED],
+        "data that gets harder": [run for run in runs if run.record["workload"] in HARDER],
     }
     return counted({name: these for name, these in kinds.items() if these})
 

@@ -21,12 +21,13 @@ from .fifth import FLOW, GATED, MASKED, NEIGHBOURS, RETOLD, SHAPES, SPOKEN
 from .finetuning import ADAPTERS, FINETUNING
 from .fourth import GRAPHS, HEAT, LETTERS_ANEW, MARKED, RETRAINED
 from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
+from .harder import CURRICULUM
 from .images import AUTOENCODER, DIFFUSION, MIXER, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
 from .sequences import CONVOLUTIONS, SORTING
 from .tables import REGRESSION, SMALL, flipped, small_judge
 
-__all__ = ["DEVELOPMENT", "HIGH", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
+__all__ = ["DEVELOPMENT", "HARDER", "HIGH", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
@@ -138,4 +139,6 @@ REPEATED = _named(
     *(Workload(flipped(rows), "adamw-0.999", "cosine", 1e-3) for rows in (256, 4096, 16_384, 32_768)),
 )
 """Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge."""
-WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED}
+HARDER = _named(Workload(CURRICULUM, "adamw-0.999", "cosine", 1e-3))
+"""Data that changes after the trials. An adversary's, made after the rule."""
+WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER}

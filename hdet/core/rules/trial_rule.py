@@ -377,6 +377,7 @@ class TrialRule(Controller):
         else:
             moved, note, adopted = self._checked(by_octave, steps, in_force)
         self.peaks.append([peak, in_force * 2.0**moved])
+        self.watched = evidence.step
         self.ready = evidence.step + steps if moved > 0 else 0
         decision = Decision(factor=2.0**moved, note=note, ramp=steps if moved > 0 else 0)
         return Learned(self._of_rates(decision, evidence), Restore(adopted) if adopted is not None and not self._fixed else None)
@@ -386,9 +387,6 @@ class TrialRule(Controller):
 
     def _watch(self, evidence: Evidence, seen: Sequence[float]) -> Learned:
         """After the trials, a cycle under a raised rate."""
-        if not self.watched:
-            self.watched = evidence.step
-            return self._nothing(evidence)
         self.window += [mean(seen)] if seen else []
         if not self.window or evidence.step - self.watched < WATCHED:
             return self._nothing(evidence)
