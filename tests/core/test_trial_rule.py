@@ -347,6 +347,16 @@ def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> Non
     assert rule.peaks[-1] == [1e-3, 1e-3]
 
 
+@pytest.mark.parametrize(("arms", "moved"), [([0.01002, 0.01, 0.01005], -RAISED), ([0.012, 0.01, 0.01001], 0), ([0.01, 0.01, 0.02], 0)])
+def test_where_hardly_anything_is_left_to_learn_a_rise_is_taken_back(arms: list[float], moved: float) -> None:
+    """It can bring nothing more, and be too high for what comes."""
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+    tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)
+    octaves, note, _ = tell(rule, at(rule, 600), 700, arms, correction=2**RAISED)
+    assert octaves == moved and ("hardly anything left to learn" in note) == (moved < 0)
+
+
 def raised() -> TrialRule:
     """Trials are over, and the rate is 8 times the user's."""
     rule = started()

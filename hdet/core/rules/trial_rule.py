@@ -101,6 +101,9 @@ FIRST = 4
 """Steps of the first cycle, where there is no scan: their mean loss is near that before the first step."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
+FLAT = 0.0002
+"""Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
+Then a rise is taken back: it can bring nothing more, and be too high for what comes, as in a curriculum."""
 WATCHED, WORSE = 200, 2.0
 """Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
 where it rises by more than this. It does where the data gets harder, as in a curriculum: no trial has tried the rate there."""
@@ -368,6 +371,10 @@ class TrialRule(Controller):
         scan, lower = self.rounds[self.round].scan, arms[0]
         if self._rises.overfit and in_force > peak:
             moved, note, adopted = self._taken_back(peak / in_force, f"examples come again, {self.epochs:.0f} times in this run")
+        elif not scan and in_force > peak and self._flat(by_octave):
+            moved, note, adopted = self._taken_back(
+                peak / in_force, f"in {steps} steps no rate is any better or worse, so there is hardly anything left to learn"
+            )
         elif self._rises.stays_high and in_force > peak and not scan and mean(lower) < mean(by_octave[0.0]):
             moved, note, adopted = self._taken_back(
                 peak / in_force, f"in {steps} steps 2^{octaves[0]:g} times the rate is better, and the schedule stays high"
@@ -471,6 +478,10 @@ class TrialRule(Controller):
     def _far_behind(self, same: Sequence[float], higher: Sequence[float]) -> bool:
         """Has the rate in force hardly learned anything, beside a higher one?"""
         return self._learned(same) < LITTLE * self._learned(higher)
+
+    def _flat(self, arms: Mapping[float, Sequence[float]]) -> bool:
+        same = arms[0.0]
+        return all(abs(mean(arm) - mean(same)) < FLAT * self._learned(same) for arm in arms.values())
 
     def _learned(self, arm: Sequence[float]) -> float:
         """How far below the run's first losses."""
