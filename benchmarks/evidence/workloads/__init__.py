@@ -21,7 +21,7 @@ from .fifth import FLOW, GATED, MASKED, NEIGHBOURS, RETOLD, SHAPES, SPOKEN
 from .finetuning import ADAPTERS, FINETUNING
 from .fourth import GRAPHS, HEAT, LETTERS_ANEW, MARKED, RETRAINED
 from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
-from .harder import CURRICULUM
+from .harder import CURRICULUM, FADING, SWELLING
 from .images import AUTOENCODER, DIFFUSION, MIXER, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
 from .sequences import CONVOLUTIONS, SORTING
@@ -139,6 +139,10 @@ REPEATED = _named(
     *(Workload(flipped(rows), "adamw-0.999", "cosine", 1e-3) for rows in (256, 4096, 16_384, 32_768)),
 )
 """Examples that a run of 10 000 steps sees 1 250 to 10 times, some with wrong labels; and nobody gives a judge."""
-HARDER = _named(Workload(CURRICULUM, "adamw-0.999", "cosine", 1e-3))
-"""Data that changes after the trials. An adversary's, made after the rule."""
+HARDER = _named(
+    Workload(CURRICULUM, "adamw-0.999", "cosine", 1e-3),
+    Workload(FADING, "adamw-0.999", "cosine", 1e-3),
+    Workload(SWELLING, "adamw-0.999", "cosine", 1e-3),
+)
+"""Data that changes after the trials. On the first one the rule was mended; the others were run once, afterwards."""
 WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER}

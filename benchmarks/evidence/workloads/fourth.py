@@ -37,7 +37,7 @@ def _marked(key: Key, count: int) -> Batch:
     return torch.stack([numbers, marks], -1), (numbers * marks).sum(1)
 
 
-def _squares(model: nn.Module, batch: Batch) -> Tensor:
+def squares(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
     return (model(x) - y).square()
 
@@ -89,10 +89,12 @@ class Heat(nn.Module):
         return self.body(x)[:, 0]
 
 
-def _heat(key: Key, count: int) -> Batch:
+def heat(key: Key, count: int, number: int = WAVES) -> Batch:
+    """``number``: of the waves that are heard, the longest first; the others are not there."""
     generator = seeded("heat", *key)
     amplitudes, at = torch.randn(count, WAVES, generator=generator), torch.rand(count, 2, generator=generator)
     k = torch.arange(1, WAVES + 1)
+    amplitudes[:, number:] = 0.0
     waves = torch.sin(math.pi * k * at[:, :1]) * torch.exp(-0.3 * k.square() * at[:, 1:])
     return torch.cat([amplitudes, at], 1), (amplitudes * waves).sum(1)
 
@@ -102,7 +104,7 @@ def _heat(key: Key, count: int) -> Batch:
 LETTERS, DOTS = 16, 12
 
 
-def _reader() -> nn.Module:
+def reader() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(12, 24, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(3),
         nn.Flatten(), nn.Linear(24 * 9, 48), nn.ReLU(), nn.Linear(48, LETTERS),
@@ -121,17 +123,17 @@ def _strokes(alphabet: str) -> Tensor:
     return walks
 
 
-def _letters(key: Key, count: int, alphabet: str = "first") -> Batch:
+def letters(key: Key, count: int, alphabet: str = "first", noise: float = 0.7) -> Batch:
     generator = seeded("letters", alphabet, *key)
     y, shift = torch.randint(LETTERS, (count,), generator=generator), torch.randint(-1, 2, (count, 2), generator=generator).tolist()
     drawn_at = torch.stack(
         [torch.roll(_strokes(alphabet)[letter], tuple(by), (0, 1)) for letter, by in zip(y.tolist(), shift, strict=True)]
     )
-    return (drawn_at + 0.7 * torch.randn(count, DOTS, DOTS, generator=generator))[:, None], y
+    return (drawn_at + noise * torch.randn(count, DOTS, DOTS, generator=generator))[:, None], y
 
 
-MARKED = problem("marked", drawn(Adder), _marked, _squares)
+MARKED = problem("marked", drawn(Adder), _marked, squares)
 GRAPHS = problem("graphs", drawn(Messages), _graphs, labelled)
-HEAT = problem("heat", drawn(Heat), _heat, _squares, size=64)
-LETTERS_ANEW = problem("letters", drawn(_reader), _letters, labelled)
-RETRAINED = problem("retrained", pretrained(_reader, _letters), lambda key, count: _letters(key, count, "second"), labelled)
+HEAT = problem("heat", drawn(Heat), heat, squares, size=64)
+LETTERS_ANEW = problem("letters", drawn(reader), letters, labelled)
+RETRAINED = problem("retrained", pretrained(reader, letters), lambda key, count: letters(key, count, "second"), labelled)

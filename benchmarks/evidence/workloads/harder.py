@@ -1,21 +1,26 @@
-"""Data that gets harder in the run: three bits to be remembered over ever longer times, by a recurrence without gates."""
+"""Data that gets harder in the run: three bits to be remembered over ever longer times, by a recurrence without gates; letters under ever more noise; and
+heat of ever more waves."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..problems.digits import seeded
-from ..problems.problem import Batch, drawn, mean_loss
+from ..problems.problem import Batch, Problem, drawn
+from .fourth import Heat, heat, letters, reader, squares
 from .generated import Key, labelled, problem
 
 BITS, SIZE = 3, 32
-STEPS, LENGTHS = (2000, 4000, 6000), (5, 10, 20, 30)
-"""From these steps on texts have the next length."""
+STEPS = (2000, 4000, 6000)
+"""From these on the next stage is trained on; the last one is validated."""
+LENGTHS, NOISES, NUMBERS = (5, 10, 20, 30), (0.0, 0.3, 0.7, 1.0), (1, 2, 4, 6)
+Draw = Callable[[Key, int, int], Batch]
+"""(key, count, stage)"""
 
 
 class Memory(nn.Module):
@@ -39,17 +44,15 @@ def _bits(key: Key, count: int, length: int) -> Batch:
     return x, (bits * torch.tensor([1, 2, 4])).sum(1)
 
 
-def _at(step: int) -> int:
-    return LENGTHS[bisect_right(STEPS, step)]
+def _staged(name: str, build: Callable[[int], nn.Module], draw: Draw, losses: Callable[[nn.Module, Batch], Tensor]) -> Problem:
+    last = len(STEPS)
+    return replace(
+        problem(name, build, lambda key, count: draw(key, count, last), losses, SIZE, decay=0.0),
+        batch=lambda seed, step: draw((seed, step), SIZE, bisect_right(STEPS, step)),
+        spare=lambda seed, step, number: draw((seed, "spare", number), SIZE, bisect_right(STEPS, step)),
+    )
 
 
-def _held_out() -> Sequence[Batch]:
-    return [_bits(("validation", part), SIZE, LENGTHS[-1]) for part in range(32)]
-
-
-CURRICULUM = replace(
-    problem("curriculum", drawn(Memory), lambda key, count: _bits(key, count, LENGTHS[-1]), labelled, decay=0.0),
-    batch=lambda seed, step: _bits((seed, step), SIZE, _at(step)),
-    spare=lambda seed, step, number: _bits((seed, "spare", number), SIZE, _at(step)),
-    validate=lambda model: mean_loss(model, labelled, _held_out()),
-)
+CURRICULUM = _staged("curriculum", drawn(Memory), lambda key, count, stage: _bits(key, count, LENGTHS[stage]), labelled)
+FADING = _staged("fading", drawn(reader), lambda key, count, stage: letters(key, count, noise=NOISES[stage]), labelled)
+SWELLING = _staged("swelling", drawn(Heat), lambda key, count, stage: heat(key, count, NUMBERS[stage]), squares)
