@@ -119,4 +119,4 @@ def test_copies_are_kept_while_they_are_needed(name: str) -> None:
     assert copies(ran) == 1
     del ran
     ran = run(name).steps()
-    assert ran.controller.idle and copies(ran) == 1
+    assert ran.controller.finished and copies(ran) == 1

@@ -119,13 +119,12 @@ def test_each_rank_looks_at_its_own_examples() -> None:
     assert one == other == pytest.approx(2 * part(7))
 
 
-@pytest.mark.parametrize("epochs", [0, 50])
-def test_a_loop_may_say_how_often_it_sees_its_examples(epochs: int) -> None:
+def test_a_loop_may_say_how_often_it_sees_its_examples() -> None:
     net = model()
-    run = Run(net=net, controller=lambda it: hdet.AutoLR(it, budget=0.3), closure=True, lr=1e-5, total=1000, epochs=epochs)
-    run.losses = lambda data: losses_of(net, data)  # data that is new in each step
+    run = Run(net=net, controller=lambda it: hdet.AutoLR(it, budget=0.3), closure=True, lr=1e-5, total=1000, epochs=50)
+    run.losses = lambda data: losses_of(net, data)  # data that is new in each step, for which the rate would be raised (below)
     run.steps()
-    assert (run.ensemble.corrections["lr"] > 1) == (epochs == 0) and ("50 times" in run.controller.report()) == (epochs == 50)
+    assert run.ensemble.corrections["lr"] == 1 and "50 times" in run.controller.report()
 
 
 def test_what_is_no_number_of_epochs_is_refused() -> None:
