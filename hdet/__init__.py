@@ -28,7 +28,7 @@ _HOMES = {
         "ensemble": "Ensemble ReplicasDiverged",
         "knobs": "Betas ClipNorm Dropout Eps GroupValue LabelSmoothing LearningRate LossWeights ModuleValue Scalar Temperature WeightDecay",
         "noise": "warm_noise_",
-        "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD",
+        "optim": "FusedAdam FusedAdamW FusedLion FusedMuon FusedSGD hidden_matrices",
         "policies": "Sync",
         "replicas": "ReplicaDisagreement Replicas",
         "replicas.coresident": "CoresidentReplicas",
@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from .optim import FusedLion as FusedLion
     from .optim import FusedMuon as FusedMuon
     from .optim import FusedSGD as FusedSGD
+    from .optim import hidden_matrices as hidden_matrices
     from .policies import Sync as Sync
     from .replicas import ReplicaDisagreement as ReplicaDisagreement
     from .replicas import Replicas as Replicas

@@ -30,7 +30,7 @@ from hdet.core.rules.trial_rule import WITHIN
 
 from . import command, fixed_rates
 from .problems import Batch, Problem
-from .runs import Record, Task, identity, read
+from .runs import Record, Task, identity, read, spaced
 from .training import Method, Parts, plain, train
 from .workloads import DEVELOPMENT, HARDER, HIGH, OPTIMIZERS, REPEATED, SCHEDULES, TEST, WORKLOADS
 
@@ -200,10 +200,6 @@ def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
             f"{fmean(r.fixed for r in runs):.1f} %, {fmean(r.auto for r in runs):.1f} % | {near[HARM]} | {near[2]} | {sum(r.held for r in runs)} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def spaced(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 
 from . import fixed_rates
-from .auto import RESULTS, Compared, compared, counted, spaced, table
-from .runs import read
+from .auto import RESULTS, Compared, compared, counted, table
+from .runs import read, spaced
 from .workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST
 
 STARTS = (-4, 0, 4)
@@ -19,9 +19,14 @@ LONG = 10_000
 Chosen = Callable[[Compared], bool]
 
 
-def _of(half: Mapping[str, object], steps: int | None = None, first: bool | None = None) -> Chosen:
-    """Runs of these workloads; of this length; with the first seed, or with another."""
-    return lambda run: run.record["workload"] in half and steps in (None, run.record["steps"]) and first in (None, run.record["seed"] == 0)
+def _of(half: Mapping[str, object], steps: int | None = None, first: bool | None = None, start: int | None = None) -> Chosen:
+    """Runs of these workloads; of this length; with the first seed, or with another; from this start."""
+    return lambda run: (
+        run.record["workload"] in half
+        and steps in (None, run.record["steps"])
+        and first in (None, run.record["seed"] == 0)
+        and start in (None, run.record["exponent"])
+    )
 
 
 USUAL = {**DEVELOPMENT, **TEST}
@@ -34,6 +39,15 @@ SECTIONS: dict[str, Chosen] = {
     "Schedules that do not fall to zero": _of(HIGH),
     "Examples that come again": _of(REPEATED),
     "Data that gets harder": _of(HARDER),
+}
+COUNTED: dict[str, Chosen] = {
+    "all": lambda run: True,
+    "the test half": _of(TEST),
+    **{f"from 2^{start}": _of(USUAL, start=start) for start in STARTS},
+    **{f"{spaced(steps)} steps": _of(USUAL, steps) for steps in (LONG, 30_000, 100_000)},
+    "schedules that stay high": _of(HIGH),
+    "examples that come again": _of(REPEATED),
+    "data that gets harder": _of(HARDER),
 }
 
 
@@ -65,17 +79,8 @@ def _cell(run: Compared | None) -> str:
 
 def in_all(runs: Sequence[Compared]) -> str:
     """Counts of all runs, of the test half, and of each start on falling schedules."""
-    usual = [run for run in runs if run.record["workload"] in USUAL]
-    kinds = {
-        "all": list(runs),
-        "the test half": [run for run in usual if run.record["workload"] in TEST],
-        **{f"from 2^{start}": [run for run in usual if run.record["exponent"] == start] for start in STARTS},
-        **{f"{spaced(steps)} steps": [run for run in usual if run.record["steps"] == steps] for steps in (LONG, 30_000, 100_000)},
-        "schedules that stay high": [run for run in runs if run.record["workload"] in HIGH],
-        "examples that come again": [run for run in runs if run.record["workload"] in REPEATED],
-        "data that gets harder": [run for run in runs if run.record["workload"] in HARDER],
-    }
-    return counted({name: these for name, these in kinds.items() if these})
+    chosen = {name: [run for run in runs if of(run)] for name, of in COUNTED.items()}
+    return counted({name: these for name, these in chosen.items() if these})
 
 
 def report(runs: Sequence[Compared]) -> str:

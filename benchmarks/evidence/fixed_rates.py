@@ -20,7 +20,7 @@ from torch import nn
 
 from . import command
 from .problems import Problem
-from .runs import Record, Task, identity
+from .runs import Record, Task, identity, spaced
 from .training import Method, Parts, scheduled, train
 from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, WORKLOADS
 
@@ -83,7 +83,7 @@ def table(records: Sequence[Record]) -> str:
     lengths = sorted({steps for _, steps in best})
     lines += [
         "",
-        "| best exponent after | " + " | ".join(f"{steps:,}".replace(",", " ") for steps in lengths) + " |",
+        "| best exponent after | " + " | ".join(spaced(steps) for steps in lengths) + " |",
         "|---" * (len(lengths) + 1) + "|",
     ]
     for name in dict.fromkeys(name for name, _ in best):

@@ -32,6 +32,10 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
 def read(path: str | None) -> list[Record]:
     """The lines of a results file; none if there is no file yet."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()] if path and Path(path).exists() else []

@@ -282,7 +282,7 @@ class Trials(Measurement):
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
         self._clear()
-        return None if losses is None else losses.detach().double().mean()
+        return _mean(losses)
 
     def _clear(self) -> None:
         for parameter in self._touched:
@@ -301,20 +301,6 @@ class Trials(Measurement):
         if isinstance(losses, (int, float)):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
-
-    def _without_graph(self, closure: Closure) -> torch.Tensor | None:
-        """Those of a closure that differentiates by itself (an equation's residual, a penalty on gradients) need one nevertheless."""
-        if not self._needs_graph:
-            try:
-                return self._asked(closure)
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._needs_graph = True
-        with torch.enable_grad():
-            losses = self._asked(closure)
-        self._clear()
-        return None if losses is None else losses.detach()
 
     def _factor(self, number: int, position: int, top: float) -> float:
         """Of the run's rate, for the arm of this number, whose own is ``top`` times it."""
@@ -347,8 +333,21 @@ class Trials(Measurement):
 
     def _score(self, closure: Closure, number: int) -> torch.Tensor | None:
         with eval_mode(self._bare):
-            losses = self._without_graph(closure)
-        return None if losses is None else losses.detach().double().mean()
+            return self._scored(closure)
+
+    def _scored(self, closure: Closure) -> torch.Tensor | None:
+        """Without gradients; but a closure that differentiates by itself (an equation's residual, a penalty on gradients) needs them."""
+        if not self._needs_graph:
+            try:
+                return _mean(self._asked(closure))
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._needs_graph = True
+        with torch.enable_grad():
+            losses = self._asked(closure)
+        self._clear()
+        return _mean(losses)
 
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
@@ -382,8 +381,7 @@ class Trials(Measurement):
                     self._watched.snapshots.restore(arm(number))
                     with eval_mode(self._bare):
                         for score, batch in enumerate(batches):
-                            loss = self._without_graph(partial(loss_fn, self._bare, batch))
-                            self._losses[score, number] = None if loss is None else loss.detach().double().mean()
+                            self._losses[score, number] = self._scored(partial(loss_fn, self._bare, batch))
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), how far an
@@ -402,6 +400,11 @@ class Trials(Measurement):
                 [broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window), min(began / seeing, BROKEN)]
             )
         return found
+
+
+def _mean(losses: torch.Tensor | None) -> torch.Tensor | None:
+    """0-d float64, without a graph."""
+    return None if losses is None else losses.detach().double().mean()
 
 
 @torch.no_grad()

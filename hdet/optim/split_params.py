@@ -33,7 +33,7 @@ def hidden_matrix(name: str, param: Tensor) -> bool:
 def hidden_matrices(model: nn.Module) -> UseMuon:
     """A rule for `FusedMuon` that knows the modules, and not their names alone::
 
-        hdet.FusedMuon(model.named_parameters(), use_muon=hdet.optim.hidden_matrices(model))
+        hdet.FusedMuon(model.named_parameters(), use_muon=hdet.hidden_matrices(model))
 
     Yes for what `hidden_matrix` takes, but for tables (nn.Embedding, nn.EmbeddingBag, and a matrix that shares one's weight), for matrices whose rows are as many as a
     table's (the output layer of a language model), and for the last nn.Linear of the model (that of a classifier). What is a parameter of the outermost

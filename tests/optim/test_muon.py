@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -478,6 +480,12 @@ def test_a_rule_that_knows_the_modules(tied: bool) -> None:
     ]  # fmt: skip
     optimizer = FusedMuon(model.named_parameters(), use_muon=rule)
     assert [len(group["params"]) for group in optimizer.param_groups] == [5, len(list(model.parameters())) - 5]
+
+
+def test_that_rule_is_there_before_anything_else_is_asked_for() -> None:
+    """As the documents write it: in a fresh interpreter nothing has imported the package's room yet."""
+    code = "import torch, hdet; print(hdet.hidden_matrices(torch.nn.Linear(2, 2))('0.weight', torch.ones(2, 2)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
 
 
 def test_the_default_rule() -> None:

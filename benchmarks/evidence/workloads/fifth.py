@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdet.cli.job.data import load_corpus, sample_batch
+import hdet
+from hdet.cli.job.data import sample_batch
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, drawn, mean_loss
-from .generated import Key, pretrained, problem
+from ..problems.transformer import corpus
+from .generated import Key, labelled, next_token, pretrained, problem
 from .groups import decaying_matrices
 from .text import english
 
@@ -57,21 +59,13 @@ class GatedModel(nn.Module):
         return self.out(self.body(self.tokens(tokens)))
 
 
-def next_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    tokens, following = batch
-    return F.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none").mean(1)
-
-
-_corpus = cache(load_corpus)
-
-
 def _sources(seed: int, step: int, stream: str = "train") -> Batch:
-    return sample_batch(_corpus().train, READ, SPAN, seed=seed, stream=stream, index=step)
+    return sample_batch(corpus().train, READ, SPAN, seed=seed, stream=stream, index=step)
 
 
 @cache
 def _unread() -> list[Batch]:
-    return [sample_batch(_corpus().validation, 64, SPAN, seed=0, stream="validation", index=i) for i in range(8)]
+    return [sample_batch(corpus().validation, 64, SPAN, seed=0, stream="validation", index=i) for i in range(8)]
 
 
 GATED = Problem(
@@ -82,8 +76,8 @@ GATED = Problem(
     groups=lambda model: decaying_matrices(model, 0.1),
     batch=_sources,
     spare=lambda seed, step, number: _sources(seed, number, "spare"),
-    losses=next_tokens,
-    validate=lambda model: mean_loss(model, next_tokens, _unread()),
+    losses=next_token,
+    validate=lambda model: mean_loss(model, next_token, _unread()),
 )
 
 # -- masked: the hidden third of a text of a Markov chain of the second order ----------------------------------------------------------
@@ -331,14 +325,9 @@ def _phrases(key: Key, count: int, rule: str = "first") -> Batch:
     return tokens, said
 
 
-def _classes(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
-
-
 def _hidden_matrices(model: nn.Module) -> list[dict[str, Any]]:
-    hidden = {name for name, p in model.named_parameters() if name.startswith("body.") and p.dim() == 2}
-    return [{"params": [p for n, p in model.named_parameters() if (n in hidden) == use], "use_muon": use} for use in (True, False)]
+    hidden = hdet.hidden_matrices(model)
+    return [{"params": [p for n, p in model.named_parameters() if hidden(n, p) == use], "use_muon": use} for use in (True, False)]
 
 
 MASKED = replace(problem("masked", drawn(Filler), _masked, _hidden_alone), groups=_hidden_matrices)
@@ -346,4 +335,4 @@ SHAPES = problem("shapes", drawn(Outliner), _shapes, _dots, size=16, decay=5e-4)
 FLOW = problem("flow", drawn(Flow), _spirals, _improbable, size=64, decay=0.0)
 NEIGHBOURS = problem("neighbours", drawn(Words), _neighbours, _near_or_not, size=128)
 SPOKEN = problem("spoken", drawn(Listener), _spoken, _unaligned, size=16)
-RETOLD = problem("retold", pretrained(Phrases, _phrases), lambda key, count: _phrases(key, count, "second"), _classes)
+RETOLD = problem("retold", pretrained(Phrases, _phrases), lambda key, count: _phrases(key, count, "second"), labelled)

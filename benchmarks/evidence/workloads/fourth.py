@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, labelled, pretrained, problem
+from .generated import Key, labelled, pretrained, problem, squares
 
 # -- marked: the sum of the two numbers that are marked, of twenty ---------------------------------------------------------------------
 
@@ -35,11 +35,6 @@ def _marked(key: Key, count: int) -> Batch:
     places = torch.rand(count, LONG, generator=generator).topk(2).indices
     marks.scatter_(1, places, 1.0)
     return torch.stack([numbers, marks], -1), (numbers * marks).sum(1)
-
-
-def squares(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return (model(x) - y).square()
 
 
 # -- graphs: the number of triangles in a graph of fourteen nodes, in five classes -----------------------------------------------------

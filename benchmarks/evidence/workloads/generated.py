@@ -46,6 +46,11 @@ def labelled(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+def squares(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return (model(x) - y).square()
+
+
 def pretrained(build: Callable[[], nn.Module], draw: Callable[[Key, int], Batch]) -> Callable[[int], nn.Module]:
     """Builds models, of any seed, with the weights after `PRETRAINING` steps on what is drawn; they are trained once, when they are asked for."""
 
@@ -239,7 +244,7 @@ def _brackets(key: Key, count: int) -> Batch:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def _next_token(model: nn.Module, batch: Batch) -> Tensor:
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
     tokens, following = batch
     return F.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none").mean(1)
 
@@ -249,4 +254,4 @@ SETS = problem("sets", drawn(Sets), _sets, labelled)
 PAIRS = problem("pairs", drawn(Towers), _pairs, _contrast, size=64)
 CLUSTERS = problem("clusters", drawn(_network), _clusters, labelled, decay=1e-4)
 TRANSFER = problem("transfer", pretrained(_network, _clusters), _near, labelled)
-BRACKETS = problem("brackets", drawn(Reader), _brackets, _next_token, size=16)
+BRACKETS = problem("brackets", drawn(Reader), _brackets, next_token, size=16)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, drawn
-from .fourth import Heat, heat, letters, reader, squares
-from .generated import Key, labelled, problem
+from .fourth import Heat, heat, letters, reader
+from .generated import Key, labelled, problem, squares
 
 BITS, SIZE = 3, 32
 STEPS = (2000, 4000, 6000)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, mean_loss
+from .generated import squares
 from .groups import decaying_matrices
 
 ROWS, INPUTS = 32, 6
@@ -37,11 +38,6 @@ def _smooth(x: Tensor) -> Tensor:
 def _points(key: tuple[object, ...], count: int) -> Batch:
     x = 2 * torch.rand(count, INPUTS, generator=seeded("regression", *key)) - 1
     return x, _smooth(x)
-
-
-def _squares(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return (model(x) - y).square()
 
 
 @cache
@@ -111,8 +107,8 @@ REGRESSION = Problem(
     groups=lambda model: decaying_matrices(model, 0.0),
     batch=lambda seed, step: _points((seed, step), ROWS),
     spare=lambda seed, step, number: _points((seed, "spare", number), ROWS),
-    losses=_squares,
-    validate=lambda model: mean_loss(model, _squares, [_points(("validation",), HELD_OUT)]),
+    losses=squares,
+    validate=lambda model: mean_loss(model, squares, [_points(("validation",), HELD_OUT)]),
 )
 SMALL = Problem(
     name="small",
