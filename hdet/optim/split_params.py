@@ -43,7 +43,8 @@ def hidden_matrices(model: nn.Module) -> UseMuon:
     tables = [module.weight for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     last = [module.weight for module in modules if isinstance(module, nn.Linear)][-1:]
     own = [*model.parameters(recurse=False), *tables, *last]
-    outside, rows = {id(param) for param in own}, {len(table) for table in tables}
+    outside = {id(param): param for param in own}  # held, so that no other tensor gets the address of one
+    rows = {len(table) for table in tables}
     return lambda name, param: hidden_matrix(name, param) and id(param) not in outside and not (param.ndim == 2 and len(param) in rows)
 
 
