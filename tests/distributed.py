@@ -59,6 +59,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def _worker(conn: connection.Connection, parent: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["OMP_NUM_THREADS"] = "1"  # set_num_threads is for the thread that calls it; frameworks and autograd have others
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     import torch
 

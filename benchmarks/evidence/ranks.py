@@ -1,6 +1,6 @@
 """AutoLR on N ranks at the same total batch: what do more replicas buy?
 
-    python -m benchmarks.evidence.ranks [--workloads regression ...] [--counts 1 2 4 8] [--starts -4 4] [--steps 10000] [--budget 0.03] [--seeds 1]
+    python -m benchmarks.evidence.ranks [--workloads regression ...] [--counts 1 2 4 8] [--starts -4 0 4] [--steps 10000] [--budget 0.03] [--seeds 1]
                                         [--jobs 1] [--quick] [--json FILE]
 
 N gloo processes, each with an N-th of every batch; the loop averages their gradients. An arm is spread over all ranks as the run is, so a trial is a
@@ -39,10 +39,13 @@ def worker(rank: int, world: int, workload: str, exponent: int, seed: int, steps
     ensemble = hdet.Ensemble(optimizer, SCHEDULES[chosen.schedule](optimizer, steps), total_steps=steps, controller=controller, seed=seed)
 
     def average() -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(world)
+        """As one tensor: hundreds of small messages would cost more than the step."""
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= world
+        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
     loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world, average=average)
     found = [loss, ensemble.corrections["lr"], controller.rule.spent / steps]
@@ -89,9 +92,9 @@ def table(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command.parser(__doc__, RESULTS, "one workload, two ranks, 400 steps", seeds=1)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["regression", "autoencoder"])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["regression", "flow", "transfer"])
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--starts", type=int, nargs="+", default=[-4, 4])
+    parser.add_argument("--starts", type=int, nargs="+", default=[-4, 0, 4])
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--budget", type=float, default=0.03)
     parser.set_defaults(jobs=1)
