@@ -1,1 +1,1 @@
-"""What does not knowing a hyperparameter cost, and what finds it? docs/evidence.md says what each script asks."""
+"""What does not knowing a hyperparameter cost, and what finds it? docs/evidence says what each script asks."""

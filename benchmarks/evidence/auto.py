@@ -175,7 +175,11 @@ def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compare
 
 
 def table(runs: Sequence[Compared]) -> str:
-    """A line for each run, and how many of them are well."""
+    """How many runs are well, and a line for each."""
+    return f"{counted({'these': runs})}\n{each(runs)}"
+
+
+def each(runs: Sequence[Compared]) -> str:
     lines = ["| workload | steps | seed | start | fixed: missing | AutoLR: missing | difference | correction | compute |", "|---" * 9 + "|"]
     for run in runs:
         line = run.record
@@ -183,7 +187,7 @@ def table(runs: Sequence[Compared]) -> str:
             f"| {line['workload']} | {spaced(line['steps'])} | {line['seed']} | 2^{line['exponent']} | {run.fixed:.1f} % | {run.auto:.1f} % | "
             f"{run.harm:+.1f} | {line['correction']:.3g} | {line['spent_percent']:.1f} % |"
         )
-    return "\n".join(lines) + "\n\n" + counted({"these": runs})
+    return "\n".join(lines) + "\n"
 
 
 def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:

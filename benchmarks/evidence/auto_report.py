@@ -1,20 +1,25 @@
-"""All that has been measured of AutoLR, from the lines in the repository: the tables of docs/evidence.md and of docs/results.md.
+"""All that has been measured of AutoLR, from the lines in the repository: the tables of docs/evidence/autolr.md and of docs/results.md.
 
-python -m benchmarks.evidence.auto_report [--auto FILE] [--fixed FILE]
+    python -m benchmarks.evidence.auto_report [--auto FILE] [--fixed FILE] [--write]
+
+`--write` puts them into the pages, each between two comments that have its name.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from . import fixed_rates
-from .auto import RESULTS, Compared, compared, counted, table
+from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
 from .workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST
 
-STARTS = (-4, 0, 4)
+STARTS = (-4, -2, 0, 2, 4)
 LONG = 10_000
+PAGES = ("docs/evidence/autolr.md", "docs/results.md")
 
 Chosen = Callable[[Compared], bool]
 
@@ -43,6 +48,7 @@ SECTIONS: dict[str, Chosen] = {
 COUNTED: dict[str, Chosen] = {
     "all": lambda run: True,
     "the test half": _of(TEST),
+    f"fixed within {HARM} %": lambda run: run.fixed <= HARM,
     **{f"from 2^{start}": _of(USUAL, start=start) for start in STARTS},
     **{f"{spaced(steps)} steps": _of(USUAL, steps) for steps in (LONG, 30_000, 100_000)},
     "schedules that stay high": _of(HIGH),
@@ -52,9 +58,13 @@ COUNTED: dict[str, Chosen] = {
 
 
 def sections(runs: Sequence[Compared]) -> dict[str, str]:
-    """Tables by what they are of; none of what has not been run."""
+    """By what they are of: how many runs are well, and all of them, folded. None of what has not been run."""
     chosen = {name: [run for run in runs if of(run)] for name, of in SECTIONS.items()}
-    return {name: table(these) for name, these in chosen.items() if these}
+    return {
+        name: f'{counted({"these": these})}\n<details markdown="1"><summary>Every run</summary>\n\n{each(these)}\n</details>\n'
+        for name, these in chosen.items()
+        if these
+    }
 
 
 def by_workload(runs: Sequence[Compared]) -> str:
@@ -83,9 +93,15 @@ def in_all(runs: Sequence[Compared]) -> str:
     return counted({name: these for name, these in chosen.items() if these})
 
 
-def report(runs: Sequence[Compared]) -> str:
-    parts = [f"## {name}\n\n{text}" for name, text in sections(runs).items()]
-    return "\n".join([*parts, "## By workload\n", by_workload(runs), "## In all\n", in_all(runs)])
+def report(runs: Sequence[Compared]) -> dict[str, str]:
+    """Tables by name."""
+    return {**sections(runs), "By workload": by_workload(runs), "In all": in_all(runs)}
+
+
+def written(page: str, tables: Mapping[str, str]) -> str:
+    """The page with these tables, where it has a place for them."""
+    place = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    return place.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", page)
 
 
 def of_files(auto: str = RESULTS, fixed: str = fixed_rates.RESULTS) -> list[Compared]:
@@ -96,8 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--auto", default=RESULTS, metavar="FILE")
     parser.add_argument("--fixed", default=fixed_rates.RESULTS, metavar="FILE")
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
-    print(report(of_files(options.auto, options.fixed)), end="")
+    tables = report(of_files(options.auto, options.fixed))
+    for path in map(Path, PAGES if options.write else ()):
+        path.write_text(written(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    print("\n".join(f"## {name}\n\n{table}" for name, table in tables.items()), end="")
 
 
 if __name__ == "__main__":

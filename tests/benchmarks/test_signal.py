@@ -1,5 +1,5 @@
 """benchmarks.evidence.signals and horizon: that listening changes nothing, and forks part where they should. No
-figure is judged here; what the tables say is on docs/evidence.md, which has a test of its own."""
+figure is judged here; what the tables say is in docs/evidence, which has a test of its own."""
 
 from __future__ import annotations
 

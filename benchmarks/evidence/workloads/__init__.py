@@ -126,7 +126,7 @@ TEST = _named(
     Workload(SPOKEN, "adamw-0.999", "cosine", 1e-3),
     Workload(RETOLD, "adamw-0.95", "linear", 1e-4),
 )
-"""Made after the rule was frozen, and run once with it (docs/evidence.md tells of former halves): a rule that is changed again needs
+"""Made after the rule was frozen, and run once with it (docs/evidence/autolr.md tells of former halves): a rule that is changed again needs
 others."""
 HIGH = {
     f"{name}-{schedule}": replace(DEVELOPMENT[name], schedule=schedule)

@@ -3,7 +3,7 @@
 A run is told nothing by its own losses about a rate that it does not have; and a look a few steps ahead prefers a rate that is too low, because
 most of what a high rate costs is noise, which goes when the rate falls. So copies of the run train beside it for ``steps`` steps at several
 multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. How much that says depends on the trial's length,
-and on where in the run it begins (docs/evidence.md, "What a trial can tell"). Hence the rounds:
+and on where in the run it begins (docs/evidence/autolr.md, "What a trial can tell"). Hence the rounds:
 
 - One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
   (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
