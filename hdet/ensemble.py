@@ -129,8 +129,8 @@ class Ensemble:
             epochs=within(epochs, "epochs", "[0, 1e15]", "the run sees its examples so many times"),
         )  # fmt: skip
         check_controller(controller, self.run)
-        check_disjoint(self.knobs, tensors=self.engine.explores or controller is not None)
         self.engine.schedule_step = self._schedule_step()
+        check_disjoint(self.knobs, tensors=controller is not None or self.engine.explores)
         if controller is not None and self.engine.step:
             self.engine.restart()
         self.during = Guard(self.replicas, lambda: (self.engine.cycle, self.engine.step))
@@ -387,10 +387,10 @@ class Ensemble:
         """Steps of the schedule done; of the optimizer, where nobody counts the schedule's."""
         return self.engine.step if self.schedule.step is None else max(0, int(self.schedule.step))
 
-    def _peaks_in_force(self) -> list[float]:
-        peaks, _ = self.schedule.peaks_and_floors()
+    def _peaks_in_force(self) -> list[list[float]]:
         # With the correction that was decided, also where a ramp is still on its way to it.
-        return [knob.scale.corrected(peak, by) for knob, peak, by in zip(self.knobs, peaks, self.engine.corrections, strict=True)]
+        of_all = zip(self.knobs, self.schedule.peaks(), self.engine.corrections, strict=True)
+        return [[knob.scale.corrected(peak, by) for peak in peaks] for knob, peaks, by in of_all]
 
     def _check_outside_use(self, name: str, remedy: str) -> None:
         if self.replicas.in_use:
@@ -522,10 +522,10 @@ class Ensemble:
             name: [row if stat.votes or not self.engine.plan.judged else None for row, stat in zip(rows, stats, strict=True)]
             for name, rows in measured.items()
         }
-        peaks, floors = self.schedule.peaks_and_floors()
+        peaks = [of_cells[0] for of_cells in self.schedule.peaks()]
         with self._panel.answering(closure) as answer:
             outcome = self.engine.close(
-                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=floors, highest=self.schedule.highest(),
+                losses, voting, scheduled=self.schedule.values(), peak=peaks, floor=self.schedule.floors(), highest=self.schedule.highest(),
                 schedule_step=self.schedule.step, local=self.sync.gradients == "local", answer=answer,
             )  # fmt: skip
         if outcome.evidence is not None:

@@ -83,8 +83,9 @@ class Controller:
         """From a cycle that has ended; not called for one that was taken back, nor for those of the warm-up."""
         limit = self._limit(evidence.total_steps)
         learned = self.decide(evidence) if evidence.step <= limit else self.hold(evidence)
-        # As soon as the next cycle would end too late.
-        frozen = min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf) > limit or evidence.step >= limit
+        # As soon as the next cycle would end too late, of those whose length is known.
+        next_end = evidence.step if self.plans_lengths else min(evidence.step + evidence.sync_interval, evidence.total_steps or math.inf)
+        frozen = next_end > limit or evidence.step >= limit
         if isinstance(learned, Generator):
             return self._ask(learned, frozen)
         self.frozen = frozen

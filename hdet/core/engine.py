@@ -131,7 +131,7 @@ class Engine:
     def moment(self) -> Moment:
         """The beginning of the running cycle."""
         began = self.step - self.position
-        return Moment(self.cycle, began, began if self.schedule_step is None else self.schedule_step)
+        return Moment(self.cycle, began, began if self.schedule_step is None else self.schedule_step, self.position)
 
     def _check_plan(self, plan: Plan) -> None:
         name = self.controller_name

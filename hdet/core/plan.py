@@ -86,6 +86,8 @@ class Moment:
     """Optimizer steps done."""
     schedule_step: int
     """Steps of the schedule done; another number where a step was skipped, or the schedule steps several times for one."""
+    done: int = 0
+    """Optimizer steps of the cycle that are done, where it is planned anew in its middle (`Controller.restart`)."""
 
 
 @dataclass(frozen=True)

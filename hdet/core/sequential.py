@@ -120,6 +120,10 @@ class Shadow(RuledController):
     def finished(self) -> bool:
         return self.idle
 
+    def report(self) -> str:
+        said = super().report()
+        return f"{said} (told only: nothing is moved)" if said else ""
+
     def plan(self, now: Moment) -> Plan:
         wanted = super().plan(now)
         return Plan(measure=wanted.measure, snapshots=wanted.snapshots)  # to measure with, not to go back to

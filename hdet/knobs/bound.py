@@ -99,7 +99,7 @@ class Bound:
         self.settled = False
         """Do the cells hold what `rewrite` would leave there, unless somebody else has written since?"""
         self._neutral = False  # the base values are the schedule's own
-        peaks = [self._peak(i) for i in range(len(self.cells))]
+        peaks = [self.peak(i) for i in range(len(self.cells))]
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
         self._remember_marks()
         low, high = self.scale.low, self.scale.high
@@ -143,12 +143,13 @@ class Bound:
         """The base value in force, of the first cell, as `write` was told."""
         return float(self._base_of(0, self.scheduled_value()))
 
-    def peak_and_floor(self) -> tuple[float, float]:
-        """(peak, floor) of the untouched schedule; floor 0 is unknown."""
-        return self._peak(0), 0.0
-
-    def _peak(self, i: int) -> float:
+    def peak(self, i: int) -> float:
+        """Of the untouched schedule, of cell ``i``, as far as the cell knows."""
         return float(self.scheduled[i])
+
+    def floor(self) -> float:
+        """Of the first cell; 0 is unknown."""
+        return 0.0
 
     # -- between steps ---------------------------------------------------------------------------------------------------
 
@@ -250,10 +251,6 @@ class Bound:
         """Inside, the cells hold these, within the bounds; afterwards exactly what they held before."""
         return self._lent([self.scale.hold(value) for value in values])
 
-    def ratio(self, i: int) -> float:
-        """Peak of cell ``i`` by that of the first."""
-        return self._ratios[i]
-
     @contextmanager
     def _lent(self, used: Sequence[Any]) -> Iterator[None]:
         values = self._values()
@@ -292,11 +289,10 @@ class GroupKnob(Bound):
         self.optimizer, self.indices = optimizer, list(indices)
         super().__init__(name, spread, [group_cell(optimizer, i, key, entry) for i in self.indices], scale, key=key, **settings)
 
-    def peak_and_floor(self) -> tuple[float, float]:
-        """(peak, floor), as far as torch's schedulers leave them in the group."""
-        return self._peak(0), float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0)
+    def floor(self) -> float:
+        return float(self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0)
 
-    def _peak(self, i: int) -> float:
+    def peak(self, i: int) -> float:
         # Without a schedule the group holds the corrected value, so the schedule's own is what counts.
         group = self.optimizer.param_groups[self.indices[i]]
         return float(group.get("max_" + self.key, group.get("initial_" + self.key, self.scheduled[i])))

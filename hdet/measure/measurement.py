@@ -40,13 +40,13 @@ class Watched:
     copied: bool
     """Does the optimizer have copies of the model's parameters, which follow them (`Ensemble`'s ``refresh``)?"""
     snapshots: Any = None
-    """Those that the plan keeps, by name: ``take(name)``, ``restore(name)``."""
+    """Those that the plan keeps, by name: ``take(name)``, ``restore(name)``; ``fresh``: the names of those that hold what this cycle began with."""
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Inside it ``optimizer.step()`` is the optimizer's own, which no cycle counts."""
     local: bool = False
     """Does each replica step with gradients of its own?"""
-    peaks: Callable[[], Sequence[float]] = tuple
-    """[knob]: the highest base value of the run, with the correction in force."""
+    peaks: Callable[[], Sequence[Sequence[float]]] = tuple
+    """[knob][cell]: the highest base value of the run, with the correction in force."""
 
 
 class Measurement:

@@ -47,9 +47,18 @@ class Seen:
             hook.remove()
             self._steps.append(calls)
 
-    def share(self, first: bool) -> tuple[float, float]:
-        """(examples that have been seen before, of so many); then it forgets them. ``first``: seen in an earlier step of these, which are kept;
-        else: seen in the steps that were kept. It waits for the device."""
+    @property
+    def knows(self) -> bool:
+        """Have steps been kept, with whose examples later ones are compared?"""
+        return self._first is not None
+
+    def forget(self) -> None:
+        """The steps since `share` are to be done again; those that were kept stay."""
+        self._steps = []
+
+    def share(self) -> tuple[float, float]:
+        """(examples that have been seen before, of so many); then it forgets them. The first time: seen in an earlier step of these, which are kept;
+        afterwards: seen in the steps that were kept. It waits for the device."""
         every, self._steps = self._steps, []
         constant = _constant([call for calls in every for call in calls])
         found = [[hashes for call in calls if (hashes := _together(call, constant)) is not None] for calls in every]
@@ -57,11 +66,10 @@ class Seen:
         if not steps:
             return 0.0, 0.0
         together = torch.cat(steps)
-        if first:
+        if self._first is None:
             self._first = together.unique()
             return float(len(together) - len(self._first)), float(len(together))
-        again = 0.0 if self._first is None else float(torch.isin(together, self._first).sum())
-        return again, float(len(together))
+        return float(torch.isin(together, self._first).sum()), float(len(together))
 
 
 def _constant(calls: Sequence[Sequence[torch.Tensor | None]]) -> set[int]:

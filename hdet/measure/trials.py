@@ -43,12 +43,14 @@ def arm(number: int) -> str:
 
 class Trials(Measurement):
     """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial; how many
-    times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known); and the
-    part of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has.
+    times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known); the
+    part of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has; and the loss with which the
+    arms began, by the judge, if there is one.
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
-    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. Its rate rises from the run's to ``multiple``
-    times the reference over the first fifth, then falls to zero in a straight line, or to a part of that. In the ``scores`` steps that follow,
+    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. The rate of each group rises from the run's to
+    ``multiple`` times its reference over the first fifth, then falls to zero in a straight line, or to a part of that. A group whose rate is 0, beside
+    others', stays there; where all are 0 the schedule begins so, and all rise. In the ``scores`` steps that follow,
     nothing of the arms moves, and the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of
     the judge, at the cycle's end.
 
@@ -129,7 +131,7 @@ class Trials(Measurement):
         self._settings = settings
         self._begin()
         snapshots, origin = self._watched.snapshots, self._settings["origin"]
-        self._from_here = not origin or self._is_first
+        self._from_here = not origin or origin in snapshots.fresh
         if origin:
             snapshots.take(RUN)
             snapshots.restore(origin)
@@ -147,14 +149,10 @@ class Trials(Measurement):
         self._went = torch.zeros(2, dtype=torch.float64)
         """Squares of what the first step moved: the run's, and that of an arm at its rate."""
         self._began: torch.Tensor | None = None
-        """The loss of the first batch, before any step."""
+        """The loss of the first batch, or the judge's, before any step."""
         self._averages: bool | None = None
-        self._rates: list[tuple[Any, list[float], float]] = []
-
-    @property
-    def _is_first(self) -> bool:
-        """Of the run's trials. Its origin is the run's own beginning, and in it examples are met that later ones may know."""
-        return bool(self._settings["trial"] <= 1)
+        self._rates: list[tuple[Any, list[float], list[float]]] = []
+        self._seen.forget()
 
     def release(self) -> None:
         self._settings = {}
@@ -174,12 +172,18 @@ class Trials(Measurement):
         if position > steps + scores:
             return
         if position == 1:
-            self._rates = [self._rate_of(k, knob) for k, knob in enumerate(self._watched.knobs) if knob.key == "lr"]
+            self._rates = self._rates_now()
         weights = [value.clone() for value in self._values()] if position == 1 and self._from_here else []
         act = partial(self._train, closure, position) if training else partial(self._score, closure)
         arms = [number for number in range(len(self._settings["multiples"])) if number not in self._broken]
         found: dict[int, torch.Tensor | None] = {}
         with self._gradients_kept(), self._run_kept():
+            if position == 1 and self.judge is not None and arms:
+                self._watched.snapshots.restore(arm(arms[0]))
+                losses = self._judged(*self.judge)
+                self._began = (
+                    None if any(loss is None for loss in losses) else torch.stack([loss for loss in losses if loss is not None]).mean()
+                )
             for number in arms:
                 self._watched.snapshots.restore(arm(number))
                 looking = self._seen.looking_at(self._bare) if number == arms[0] else nullcontext()  # the others are given the same
@@ -189,7 +193,7 @@ class Trials(Measurement):
                     self._watched.snapshots.take(arm(number))
                 else:
                     self._losses[position - steps - 1, number] = found[number]
-        if position == 1:
+        if position == 1 and self.judge is None:
             self._began = found.get(arms[0]) if arms else None
         if training and (position % max(1, steps // LOOKS) == 0 or position == steps):
             self._look(found)
@@ -222,15 +226,16 @@ class Trials(Measurement):
     def _first_step(self, number: int, weights: list[torch.Tensor]) -> Iterator[None]:
         """Around the first step of an arm at the run's rate: how far it goes, and how far the run went. ``weights``: the run's after that step, which
         are written over; none: nothing to compare with."""
-        if not weights or self._settings["multiples"][number] != 1:
+        factors = [self._value(number, 1, at, top) / at for _, *cells in self._rates for at, top in zip(*cells, strict=True) if at > 0]
+        alike = bool(factors) and max(factors) <= min(factors) * (1 + 1e-6)  # else a step's length tells nothing
+        if not weights or self._settings["multiples"][number] != 1 or not alike:
             yield
             return
         values = self._values()
         run = _square_between(weights, values)
         torch._foreach_copy_(weights, values)
         yield
-        scale = self._factor(number, 1, self._rates[0][2])
-        self._went = torch.stack([run, _square_between(weights, values) / scale**2])
+        self._went = torch.stack([run, _square_between(weights, values) / factors[0] ** 2])
 
     def _values(self) -> list[torch.Tensor]:
         """What steps move in 32 bits or more; in fewer a small step is rounding."""
@@ -238,14 +243,20 @@ class Trials(Measurement):
         held = [p if m is None else m for p, m in zip(self._parameters, masters, strict=True)]
         return [part.detach() for part in local_parts(held) if part.is_floating_point() and part.element_size() >= 4 and part.numel()]
 
-    def _rate_of(self, k: int, knob: Any) -> tuple[Any, list[float], float]:
-        """(a knob, what its cells hold now, the reference by the base value that is in force). A group whose rate is 0 now does not move."""
-        cells = [float(cell.get()) for cell in knob.cells]
+    def _rates_now(self) -> list[tuple[Any, list[float], list[float]]]:
+        """(a knob of rates, what its cells hold now, their references)."""
+        rates = [
+            (knob, [float(cell.get()) for cell in knob.cells], peaks)
+            for knob, peaks in zip(self._watched.knobs, self._watched.peaks(), strict=True)
+            if knob.key == "lr"
+        ]
         if self._settings["of"] == "base":
-            return knob, cells, 1.0
-        first = next((i for i, value in enumerate(cells) if value > 0), 0)
-        peak = self._watched.peaks()[k] * knob.ratio(first)
-        return knob, cells, peak / cells[first] if cells[first] > 0 and peak > 0 else 1.0
+            return [(knob, values, values) for knob, values, _ in rates]
+        begins_at_0 = not any(value > 0 for _, values, _ in rates for value in values)
+        return [
+            (knob, values, [peak if begins_at_0 or value > 0 else 0.0 for value, peak in zip(values, peaks, strict=True)])
+            for knob, values, peaks in rates
+        ]
 
     def _tried(self, number: int, act: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
         """What an arm does, which may break in whatever way the model has: an error that neither its first step nor the run's own rate makes is
@@ -276,9 +287,8 @@ class Trials(Measurement):
         if self.before_step is not None:
             self.before_step()
         with ExitStack() as stack:
-            for knob, cells, reference in self._rates:
-                factor = self._factor(number, position, self._settings["multiples"][number] * reference)
-                stack.enter_context(knob.holding([value * factor for value in cells]))
+            for knob, *cells in self._rates:
+                stack.enter_context(knob.holding([self._value(number, position, at, top) for at, top in zip(*cells, strict=True)]))
             stack.enter_context(self._watched.aside())
             self._watched.optimizer.step()
         self._clear()
@@ -302,14 +312,14 @@ class Trials(Measurement):
             return torch.tensor(float(losses), device=self._device)
         return losses if isinstance(losses, torch.Tensor) and losses.numel() else None
 
-    def _factor(self, number: int, position: int, top: float) -> float:
-        """Of the run's rate, for the arm of this number, whose own is ``top`` times it."""
-        steps = self._settings["steps"]
+    def _value(self, number: int, position: int, begins: float, reference: float) -> float:
+        """The rate of a group in the arm of this number."""
+        steps, top = self._settings["steps"], self._settings["multiples"][number] * reference
         rise = max(1, round(RISE * steps))
         if position <= rise:
-            return 1.0 + (top - 1.0) * (position / rise)
+            return begins + (top - begins) * (position / rise)
         end = 0.0 if self._settings["ends"] is None else self._settings["ends"][number]
-        return top * (end + (1.0 - end) * ((steps - position + 1) / (steps - rise + 1)))
+        return float(top * (end + (1.0 - end) * ((steps - position + 1) / (steps - rise + 1))))
 
     def _average_gradients(self) -> None:
         """Those of a loop that all-reduces them by hand are still this rank's own."""
@@ -364,11 +374,14 @@ class Trials(Measurement):
         if any(of not in self._losses for of in expected):
             return None  # a score has raised, and the loop has gone on
         mark = 1 - all_finite(local_parts(self._parameters)).reshape(1).to(self._device)
-        if self._is_first:
+        first = not self._seen.knows
+        again, examples = self._seen.share()
+        if first:
             self._window = self._position
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
         began = mark.new_zeros(1) if self._began is None else torch.nan_to_num(self._began.reshape(1).to(mark), nan=BROKEN, posinf=BROKEN)
-        more = torch.cat([began, went, mark.new_tensor(self._seen.share(self._is_first))])
+        # Of two examples that were among the first steps' one came again with half the probability with which a later one was among them.
+        more = torch.cat([began, went, mark.new_tensor([2 * again if first else again, examples])])
         if any(self._losses[of] is None for of in expected):
             return torch.cat([mark, mark.new_zeros(1 + len(told)), more])
         row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(of)) is None else loss.to(mark) for of in told])
@@ -379,9 +392,12 @@ class Trials(Measurement):
             for number in range(len(self._settings["multiples"])):
                 if number not in self._broken:
                     self._watched.snapshots.restore(arm(number))
-                    with eval_mode(self._bare):
-                        for score, batch in enumerate(batches):
-                            self._losses[score, number] = self._scored(partial(loss_fn, self._bare, batch))
+                    self._losses |= {(score, number): loss for score, loss in enumerate(self._judged(loss_fn, batches))}
+
+    def _judged(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The weights that are there now, by batch."""
+        with eval_mode(self._bare):
+            return [self._scored(partial(loss_fn, self._bare, batch)) for batch in batches]
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
         """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), how far an
@@ -393,9 +409,9 @@ class Trials(Measurement):
         found = []
         for broken, seeing, *losses, began, run, own, again, examples in rows:
             far = math.sqrt(own / run) if min(run, own) > 0 else 1.0
-            # If the first steps took a part p of the data, an example that comes later was among them with this probability, and of two that were
-            # among them one came again with half of it. Each of several ranks has looked at its own part alone.
-            part = seeing * again / examples * (2 if self._is_first else 1) if examples else 0.0
+            # If the first steps took a part p of the data, an example that comes later was among them with this probability. Each of several ranks
+            # has looked at its own part alone.
+            part = seeing * again / examples if examples else 0.0
             found.append(
                 [broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window), min(began / seeing, BROKEN)]
             )

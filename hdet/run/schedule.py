@@ -221,15 +221,19 @@ class Schedule:
 
     def floors(self) -> list[float]:
         """[knob]: the lowest value of the untouched schedule; 0 is unknown."""
-        return [knob.peak_and_floor()[1] for knob in self.knobs]
+        return [knob.floor() for knob in self.knobs]
 
-    def peaks_and_floors(self) -> tuple[list[float], list[float]]:
-        """Highest and lowest values of the untouched schedule, by knob."""
-        peaks, floors = map(list, zip(*(knob.peak_and_floor() for knob in self.knobs), strict=True))
-        for k, factor in enumerate(self._by_knob(self._highest)):
-            if factor is not None:
-                peaks[k] *= factor
-        return peaks, floors
+    def peaks(self) -> list[list[float]]:
+        """[knob][cell]: the highest value of the untouched schedule."""
+        factors = self._highest
+        return [
+            [
+                knob.peak(i)
+                * (factors[knob.indices[i]] if factors is not None and isinstance(knob, GroupKnob) and knob.key == "lr" else 1.0)
+                for i in range(len(knob.cells))
+            ]
+            for knob in self.knobs
+        ]
 
     def falls_to(self) -> list[float | None]:
         """[knob]: the part of its highest value to which the untouched schedule falls in the end: 0 for a cosine to zero, 1 for a constant. None where

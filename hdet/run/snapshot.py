@@ -204,9 +204,12 @@ class Snapshots:
     def __init__(self, trained: Sequence[torch.Tensor], optimizer: Optimizer, model: nn.Module | None) -> None:
         self._trained, self._optimizer, self._model = list(trained), optimizer, model
         self._kept: dict[str, Snapshot] = {}
+        self.fresh: set[str] = set()
+        """Names of those that hold what the running cycle began with."""
 
     def begin_cycle(self, wanted: Mapping[str, SnapshotOf]) -> None:
         """Free what is not wanted any more, and prepare what is new."""
+        self.fresh = set()
         for name in self._kept.keys() - wanted.keys():
             del self._kept[name]
         for name in wanted.keys() - self._kept.keys():
@@ -214,9 +217,10 @@ class Snapshots:
 
     def on_cycle_start(self) -> None:
         """Before the first step: take those that have not been."""
-        for snapshot in self._kept.values():
+        for name, snapshot in self._kept.items():
             if not snapshot.taken:
                 snapshot.take()
+                self.fresh.add(name)
 
     def restore(self, name: str) -> None:
         """Puts everything back, in place. Raises ValueError if there is none of that name, as `take` does."""

@@ -14,7 +14,7 @@ from hdet.core.engine import Engine, KnobSpec
 from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore, SnapshotOf
 from hdet.core.rules.rises import MANY
-from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, CHECKED, FEWEST, FIRST, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
+from hdet.core.rules.trial_rule import ALONE, BROKEN, CHECK, FEWEST, FIRST, PART, RAISED, SCAN, TRIALS, WITHIN, TrialRule
 from hdet.measure.trials import arm
 from tests.core.controller_runs import evidence
 
@@ -89,7 +89,6 @@ def test_the_check_has_what_the_scan_has_left_over_and_repeats_where_that_is_muc
     assert plan.measure[TRIALS]["steps"] == scanned
     tell(rule, plan, 42, [3.0, 2.5, 2.8], total_steps=total)
     assert at(rule, math.ceil(CHECK.at * total)).measure[TRIALS]["steps"] == pytest.approx(steps, abs=1)
-    assert (steps >= CHECKED) == (total >= 30_000)
 
 
 @pytest.mark.parametrize("arms", [[3.0, 2.5, 2.8], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0], None])
@@ -116,7 +115,7 @@ def test_a_trial_that_is_lost_is_paid_for() -> None:
     rule = started()
     at(rule, 0)
     rule.restart(Moment(0, 10, 10))
-    assert rule.spent > 90 and rule.used == 0
+    assert rule.spent == 30 and rule.used == 0, "three arms, ten steps"
     assert rule.report().startswith(
         "the trial that was under way when weights were loaded or taken back is lost, and paid for; trials from steps 0"
     )
@@ -138,8 +137,9 @@ def test_the_budget_counts_the_judges_batches_and_the_optimizers_steps() -> None
     many, few = started(judged=300), started(judged=6)
     assert not many.rounds and len(few.rounds) == 2
     rule = past_scan()
-    half = rule.plan(Moment(0, 300, 600)).measure  # the schedule steps twice for one step
-    assert not half or half[TRIALS]["steps"] < at(past_scan(), 600).measure[TRIALS]["steps"]
+    half = past_scan(budget=0.06).plan(Moment(0, 300, 600)).measure  # the schedule steps twice for one step
+    assert FEWEST < half[TRIALS]["steps"] < at(past_scan(budget=0.06), 600).measure[TRIALS]["steps"]
+    assert rule.plan(Moment(0, 50, 400)) == Plan(steps=25, spread=False), "600 in steps of the schedule, eight for one"
 
 
 # -- the scan --------------------------------------------------------------------------------------------------------------------
@@ -184,10 +184,9 @@ def test_the_scan_takes_back_what_breaks() -> None:
     plan = at(rule, 0)
     assert not plan.judged
     assert tell(rule, plan, 36, [BROKEN] * 3, broke=True, losses=[None])[::2] == (2 * SCAN.octaves[0], Restore("origin"))
-    assert tell(rule, at(rule, 36), 70, [2.5, 2.5], broke=True, losses=[None])[::2] == (
-        SCAN.octaves[0],
-        Restore("arm 0"),
-    )  # the run alone has broken
+    lowered = 2.0 ** (2 * SCAN.octaves[0])
+    found = tell(rule, at(rule, 36), 70, [2.5, 2.5], correction=lowered, broke=True, losses=[None])
+    assert found[::2] == (SCAN.octaves[0], Restore("arm 0")), "the run alone has broken"
 
 
 # -- the check ---------------------------------------------------------------------------------------------------------------------
@@ -241,8 +240,9 @@ def test_a_check_comes_also_where_the_peak_was_between_two_ends_of_cycles() -> N
 def test_a_check_is_repeated_twice_at_most_and_not_without_a_budget() -> None:
     rule, step, moved = past_scan(budget=0.5), 600, 0.0
     while not rule.finished:
-        plan, step = at(rule, step), step + 2000
-        moved += tell(rule, plan, step, [2.9, 2.5, 2.0] if plan.measure else None)[0]
+        plan = at(rule, step)
+        step += plan.steps or 50
+        moved += tell(rule, plan, step, [2.9, 2.5, 2.0] if plan.measure else None, correction=2.0**moved)[0]
     assert moved == 3 * 2 * PART
     rule = past_scan()
     tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])
@@ -442,11 +442,24 @@ def test_a_few_epochs_and_a_judge_are_no_reason() -> None:
 
 
 def test_its_state_is_plain_and_goes_on() -> None:
-    rule = past_scan()
-    tell(rule, at(rule, 600), 636, [2.9, 2.5, 2.0])
-    other = started()
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
-    assert at(other, 636) == at(rule, 636) and other.state_dict() == rule.state_dict()
+    """Saved at the end of any cycle: a scan, waiting, a check, its repetition, the watch."""
+    rule, step, correction, seen = started(budget=0.1), 0, 1.0, set()
+    while step < 4000:
+        plan = at(rule, step)
+        other = started(budget=0.1)
+        other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+        other.restart(Moment(0, step, step))
+        again = at(other, step)
+        number = len(plan.measure[TRIALS]["multiples"]) if plan.measure else 0
+        assert again.steps == plan.steps and bool(again.measure) == bool(number), step
+        step += plan.steps or 50
+        arms = [3.99, 3.9, 2.0] if correction == 1 else [2.6, 2.5, 2.0]
+        found = [tell(one, the, step, arms if number else None, correction, losses=[9.0 if step > 3000 else 1.0])
+                 for one, the in ((rule, plan), (other, again))]  # fmt: skip
+        assert found[0] == found[1] and other.report() == rule.report()
+        correction *= 2.0 ** found[0][0]
+        seen.add((number, rule.finished, correction))
+    assert {(3, False, 8.0), (3, False, 16.0), (0, True, 1.0)} <= seen, "raised by a scan and a check, and taken back by the watch"
 
 
 def test_frozen_it_moves_nothing_more() -> None:
@@ -485,3 +498,76 @@ def test_with_an_engine_corrections_follow(exponent: int, total: int) -> None:
             rows = {TRIALS: [[0.0, *scored([2.0 + 0.1 * math.log2(rate / best) ** 2 for rate in rates], settings["scores"])]]}
         engine.close([4.0], rows, scheduled=[1.0], peak=[1.0])
     assert 0.5 <= engine.corrections[0] / best <= 2  # an octave off, one arm of the check is as good as the rate in force
+
+
+# -- what is in force, and when ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_taken_back_is_what_is_in_force() -> None:
+    """Bounds, or a `Divergence` that has lowered it, may have left less of a rise than was decided."""
+    assert [moved for moved, *_ in cycles(raised(), [1.0, 9.0], correction=2.0)] == [0, -1]
+    assert [moved for moved, *_ in cycles(raised(), [1.0, 9.0], correction=1.0)] == [0, 0]
+
+
+def test_a_loss_that_is_not_finite_has_risen() -> None:
+    assert [moved for moved, *_ in cycles(raised(), [1.0, None])] == [0, -RAISED]  # type: ignore[list-item]
+    assert [moved for moved, *_ in cycles(raised(), [None, None])] == [0, 0], "a loop that tells no losses"  # type: ignore[list-item]
+
+
+def test_trials_that_meant_nothing_leave_no_rise() -> None:
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+    with pytest.warns(UserWarning, match="10 times as far"):
+        assert tell(rule, at(rule, 42), 84, [3.99, 3.9, 2.0], correction=2**RAISED, far=10)[0] == -RAISED
+    assert rule.idle
+
+
+def test_what_was_not_done_is_not_decided_again() -> None:
+    """As in a `Shadow`, where the same scan would raise a second time."""
+    rule = started()
+    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+    moved, note, _ = tell(rule, at(rule, 42), 84, [3.99, 3.9, 2.0], correction=1.0)
+    assert moved == 0 and "not where the last trial has put it" in note and rule.rounds[rule.round] == CHECK
+
+
+@pytest.mark.parametrize("step", [1000, 5000])
+def test_a_run_in_its_middle_is_not_scanned(step: int) -> None:
+    rule = started()
+    rule.restart(Moment(0, step, step))
+    first = at(rule, step)
+    assert not first.measure and rule.rounds[1:] == rule.rounds[rule.round :] or rule.finished
+    tell(rule, first, step + 50, None)
+    assert bool(at(rule, step + 50).measure) == (step == 1000), "a check in the first third alone"
+
+
+@pytest.mark.parametrize("step", [0, 600])
+def test_a_trial_that_was_planned_and_not_begun_costs_nothing(step: int) -> None:
+    """A checkpoint at the end of a cycle has the plan of the next one."""
+    rule = past_scan() if step else started()
+    planned, other = at(rule, step), started()
+    assert planned.measure and rule.used
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    other.restart(Moment(0, step, step))
+    assert other.spent == rule.spent and "lost" not in other.report()
+    assert at(other, step).measure[TRIALS]["steps"] == planned.measure[TRIALS]["steps"]
+
+
+def test_how_often_examples_are_seen_is_not_forgotten_for_an_older_state() -> None:
+    rule = started(epochs=50)
+    rule.load_state_dict(json.loads(json.dumps(started().state_dict())))
+    assert rule.epochs == 50
+
+
+def test_a_check_goes_by_its_own_cycles_until_it_is_frozen() -> None:
+    """Not by T, which may be longer than all that comes before."""
+    rule, long = started(freeze_after=0.1), {"sync_interval": 1000}
+    tell(rule, at(rule, 0), 42, [3.0, 2.5, 2.8], **long)
+    assert not rule.frozen
+    assert tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.2], **long)[0] > 0
+    tell(rule, at(rule, 700), 1000, None, correction=2.0, **long)
+    assert rule.frozen
+
+
+def test_arms_that_have_all_broken_say_nothing_of_where_the_best_one_is() -> None:
+    rule = past_scan()
+    assert "no other was better" in tell(rule, at(rule, 600), 700, [BROKEN] * 3)[1]

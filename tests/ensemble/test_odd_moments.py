@@ -166,12 +166,12 @@ def test_a_foreign_optimizers_masters_are_not_taken_for_ours() -> None:
 def test_without_a_scheduler_a_correction_does_not_look_like_a_falling_schedule() -> None:
     optimizer = sgd()
     ensemble = hdet.Ensemble(optimizer, replicas=TwoReplicas(), knobs=[hdet.LearningRate(0.3)], sync=hdet.Sync(1))
-    before = ensemble.knobs[0].peak_and_floor()
+    before = ensemble.schedule.peaks()
     ensemble.engine.corrections = [3.0]
     optimizer.step()
     ensemble.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
-    assert ensemble.knobs[0].peak_and_floor() == before == (0.1, 0.0)
+    assert ensemble.schedule.peaks() == before == [[0.1]] and ensemble.schedule.floors() == [0.0]
 
 
 # -- eight bits ----------------------------------------------------------------------------------------------------------------

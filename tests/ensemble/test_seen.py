@@ -24,7 +24,7 @@ class Net(nn.Module):
         pass
 
 
-def shares(*steps: Any, first: bool = True, seen: Seen | None = None) -> tuple[float, float]:
+def shares(*steps: Any, seen: Seen | None = None) -> tuple[float, float]:
     """``steps``: lists of calls, each with a function that makes it."""
     seen, net = seen or Seen(), Net()
     for calls in steps:
@@ -32,7 +32,7 @@ def shares(*steps: Any, first: bool = True, seen: Seen | None = None) -> tuple[f
             for call in calls:
                 call(net)
     net(torch.randn(99, 9))  # nobody looks
-    return seen.share(first)
+    return seen.share()
 
 
 def numbers(*rows: int, size: int = 5) -> torch.Tensor:
@@ -45,8 +45,8 @@ def test_examples_are_known_again_whatever_their_place_and_company() -> None:
     assert shares([lambda net: net(one)], [lambda net: net(two)]) == (1, 7)
     seen = Seen()
     shares([lambda net: net(one)], seen=seen)
-    assert shares([lambda net: net(two)], [lambda net: net(two)], first=False, seen=seen) == (2, 6)
-    assert shares(first=False, seen=seen) == (0, 0)
+    assert shares([lambda net: net(two)], [lambda net: net(two)], seen=seen) == (2, 6)
+    assert shares(seen=seen) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int64, torch.uint8])
@@ -83,7 +83,7 @@ def test_a_model_that_was_compiled_in_place_is_not_hooked() -> None:
     for _ in range(2):
         with seen.looking_at(net):
             assert not net._forward_pre_hooks
-    assert seen.share(True) == (0, 0)
+    assert seen.share() == (0, 0)
 
 
 def test_a_large_example_is_told_by_some_thousand_of_its_numbers() -> None:

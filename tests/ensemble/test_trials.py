@@ -67,24 +67,29 @@ def tries(rank: int = 0, **settings: Any) -> Run:
 
 
 def by_hand(
-    multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base", ranks: int = 1, falls_to: float = 0.0
-) -> tuple[nn.Module, list[float]]:
-    """An arm, as a loop of its own from the beginning of the run, on the mean gradient of so many; its scores."""
+    multiple: float, *, optimizer: Any = torch.optim.AdamW, of: str = "base", ranks: int = 1, rank: int = 0, falls_to: float = 0.0,
+    begins: float | None = None,
+) -> tuple[nn.Module, list[float]]:  # fmt: skip
+    """An arm, as a loop of its own from the beginning of the run, on the mean gradient of so many; its scores on this rank's batches."""
     net = model()
     run = Run(net=copy.deepcopy(net), optimizer=optimizer, spread=0.0)
-    first, peak = run.rate, 3e-3
+    first, peak = run.rate if begins is None else begins, 3e-3
     top, rise = multiple * (peak if of == "peak" else first), round(RISE * STEPS)
     own = optimizer(net.parameters(), lr=first, weight_decay=0.0)
     own.param_groups[0].update({key: value for key, value in run.optimizer.param_groups[0].items() if key not in ("params", "lr")})
+    if begins == 0:  # the run's own first step, which is counted as one, and which moves moments alone
+        own.param_groups[0]["lr"] = 0.0
+        loss_of(net, batch(0)).backward()
+        own.step()
     for i in range(STEPS):
         own.param_groups[0]["lr"] = (
             first + (top - first) * ((i + 1) / rise) if i < rise else top * (falls_to + (1 - falls_to) * ((STEPS - i) / (STEPS - rise + 1)))
         )
         own.zero_grad()
-        torch.stack([loss_of(net, batch(100 * i + rank)) for rank in range(ranks)]).mean().backward()
+        torch.stack([loss_of(net, batch(100 * i + r)) for r in range(ranks)]).mean().backward()
         own.step()
     with torch.no_grad():
-        return net, [float(losses_of(net, batch(100 * i)).double().mean()) for i in range(STEPS, STEPS + SCORES)]
+        return net, [float(losses_of(net, batch(100 * i + rank)).double().mean()) for i in range(STEPS, STEPS + SCORES)]
 
 
 # -- arms --------------------------------------------------------------------------------------------------------------------
@@ -98,6 +103,44 @@ def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, leng
     assert not any(run.controller.told[:-1])
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
         assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
+
+
+def test_where_the_schedule_begins_at_0_arms_rise_from_there() -> None:
+    def warmed(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))
+
+    ((_, *row, far, _, _),) = tries(net=model(), of="peak", scheduler=warmed).steps(STEPS + SCORES).controller.told[-1]
+    for number, multiple in enumerate((0.5, 1.0, 4.0)):
+        assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, of="peak", begins=0.0)[1]
+    assert far == 1.0, "the run has not moved: nothing to compare with"
+
+
+@pytest.mark.parametrize("groups", [None, "each"])
+@pytest.mark.parametrize("later", [0, 1])
+def test_each_group_goes_to_its_own_peak(groups: str | None, later: int) -> None:
+    """The other one's warm-up is none of its business."""
+    rates: list[list[float]] = []
+
+    class Spied(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            rates.append([group["lr"] for group in self.param_groups])
+            super().step(closure)
+
+    net = model()
+    first, *rest = net.parameters()
+    optimizer = Spied([{"params": [first]}, {"params": rest, "lr": 2e-3}], lr=1e-3)
+    shapes = [lambda step: min(1.0, (step + 1) / 200), lambda step: 0.5]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shapes[:: 1 - 2 * later])
+    controller = Tries(Trials(net), multiples=(1.0,), of="peak")
+    ensemble = hdet.Ensemble(optimizer, scheduler, knobs=[hdet.LearningRate(0.0, groups)], total_steps=1000, controller=controller)
+    for i in range(STEPS + SCORES):
+        optimizer.zero_grad()
+        loss_of(net, batch(i)).backward()
+        optimizer.step()
+        ensemble.step(1.0, closure=lambda i=i: losses_of(net, batch(i)))
+    peaks = [1e-3, 1e-3] if later == 0 else [5e-4, 2e-3]
+    assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(peaks)
+    assert controller.told[0][0][-3] == 1.0, "groups rise by different factors: how far a step goes says nothing"
 
 
 @pytest.mark.parametrize("falls_to", [0.25, 1.0])
@@ -134,7 +177,7 @@ class Peaks(Measurement):
         self.watched, self.found = watched, []  # type: ignore[var-annotated]
 
     def on_cycle_start(self, settings: Any) -> None:
-        self.found += self.watched.peaks()
+        self.found += [peaks[0] for peaks in self.watched.peaks()]
 
 
 class Raises(hdet.Controller):
@@ -202,6 +245,9 @@ def test_a_judge_scores_the_arms() -> None:
     with torch.no_grad():
         expected = [float(loss_of(net, data)) for data in held_out]
     assert run.controller.told[0] is not None and run.controller.told[0][0][1:-3] == expected
+    with torch.no_grad():
+        began = sum(float(loss_of(model(), data)) for data in held_out) / 3
+    assert run.controller.told[0][0][-1] == pytest.approx(began), "measured with the same scale, whatever the training loss is"
 
 
 @pytest.mark.parametrize("judged", [False, True])
@@ -472,10 +518,13 @@ def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
 def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -> None:
     ranks = run_ranks(arms_of_ranks, 2, reduce)
     (told, weights, wrapped), (others, others_weights, _) = ranks
-    assert wrapped == (reduce == "ddp") and told == others and len(told) == 2 and told[0] != told[1]
-    assert torch.equal(weights, others_weights)
+    assert wrapped == (reduce == "ddp") and told == others and len(told) == 2
+    for rank in range(2 if reduce != "local" else 0):
+        for number, multiple in enumerate((0.5, 1.0, 4.0)):
+            found = told[rank][1 + number * SCORES : 1 + (number + 1) * SCORES]
+            assert found == pytest.approx(by_hand(multiple, ranks=2, rank=rank)[1], rel=1e-4)
     if reduce != "local":
-        assert torch.allclose(weights, flat(by_hand(4.0, ranks=2)[0]), atol=1e-5)
+        assert torch.equal(weights, others_weights) and torch.allclose(weights, flat(by_hand(4.0, ranks=2)[0]), atol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [[1.0, 2.0], torch.ones(3), 3.0])

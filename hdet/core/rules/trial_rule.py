@@ -50,7 +50,7 @@ SCORES = (12, 96)
 
 
 Finding = tuple[float, str, str | None]
-"""Octaves by which the rates move, a note, and the snapshot as which the run goes on (None: as itself)."""
+"""By which factor the rates move, a note, and the snapshot as which the run goes on (None: as itself)."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,11 @@ class TrialRule(Controller):
         """By trial: the schedule's peak, and the one that is in force after it."""
         self.first: list[float] = []
         """The training loss before the first step, as far as that is known: without a scan, the mean of the first steps."""
+        self._epochs = 0.0
         self._total = 0
         """Steps of the run; 0 until that is known."""
+        self._pace = 1.0
+        """Optimizer steps for each step of the schedule."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
         self._lost = False
@@ -203,12 +206,13 @@ class TrialRule(Controller):
         self._rates = [k for k, knob in enumerate(run.knobs) if knob.rate]
         if not self._rates:
             raise ValueError("AutoLR moves learning rates, and there is no such knob: leave knobs out, or add a LearningRate")
-        affords = int(self.budget * run.total_steps / (3 * self._cost(ENOUGH)))
+        affords = int((self.budget * run.total_steps - self._judged_first) / (3 * self._cost(ENOUGH)))
         self.rounds = () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
         falls = [self._given] if self._given is not None else [run.falls_to[k] if run.falls_to else None for k in self._rates]
         known = [part for part in falls if part is not None]
         self.falls_to = max(known) if len(known) == len(falls) else None
-        self.epochs = run.epochs
+        self.spent = self._judged_first if self.rounds else 0.0
+        self._epochs = self.epochs = run.epochs
         self._total, self._interval, self._fixed = run.total_steps, run.sync_interval, run.local and run.replicas > 1
 
     def report(self) -> str:
@@ -243,25 +247,40 @@ class TrialRule(Controller):
 
     def _too_short(self) -> str:
         """Why there are no rounds, and what would help."""
-        least = 3 * self._cost(ENOUGH)
+        least = 3 * self._cost(ENOUGH) + self._judged_first
         steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self._total) / 100
         says = f"too short a run for trials, the rate stays: {self._total} steps are below {steps}. Train longer"
         # A trial is a part of the run that is left, too.
         return f"{says}, or pass budget={budget:g}" if budget < 1 and LONGEST * (1 - ALONE.at) * self._total >= FEWEST else says
 
     def restart(self, now: Moment) -> None:
-        """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once."""
-        self._resumed = self.used > 0
+        """A trial that was under way is lost, and what it took is spent. The next one begins with the next cycle, which comes at once. A trial of which
+        no step was done begins anew."""
+        done = now.step + now.done - self.began
+        self._resumed = self.used > 0 and done > 0
         self._lost = self._lost or self._resumed
-        self._spend()
+        if not self._resumed:
+            self.used = 0
+        self._spend(done)
 
     def _cost(self, steps: int) -> float:
         """Of an arm, in steps of the run: a score is a forward pass, a third of a step."""
         return steps + (self.judged or _scores(steps)) / 3
 
-    def _spend(self) -> None:
+    @property
+    def _judged_first(self) -> float:
+        """What it costs to judge the weights with which the first trial begins."""
+        return self.judged / 3
+
+    def _scored(self, steps: int) -> int:
+        """Steps of the run that follow on a trial's, and whose batches score its arms."""
+        return 0 if self.judged else _scores(steps)
+
+    def _spend(self, done: int | None = None) -> None:
+        """For the trial that goes on, or as many of its steps."""
         if self.used and self.round < len(self.rounds):
-            self.spent += len(self._octaves()) * self._cost(self.used)
+            whole = self._cost(self.used)
+            self.spent += len(self._octaves()) * (whole if done is None else min(whole, done))
         self.used = 0
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
@@ -280,7 +299,8 @@ class TrialRule(Controller):
         return not self.frozen and bool(self.peaks) and self.peaks[-1][1] > self.peaks[-1][0]
 
     def plan(self, now: Moment) -> Plan:
-        if self.used and not self.finished and now.step < self.began + self.used + _scores(self.used):
+        self._pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
+        if self.used and not self.finished and now.step < self.began + self.used + self._scored(self.used):
             return self._trial(now)
         self._spend()  # it should have ended
         if self._resumed:
@@ -288,36 +308,36 @@ class TrialRule(Controller):
             return Plan(steps=None if self._fixed else 1, spread=False)
         while not self.finished:
             this = self.rounds[self.round]
-            due, rises = math.ceil(this.at * self._total), self.ready - now.step
-            waits = not this.scan and not self.risen
+            due, latest = (math.ceil(part * self._total) for part in (this.at, CHECK.at if this.scan else LATEST))
             if now.schedule_step < due:
                 return self._wait(due - now.schedule_step if now.step else FIRST)
-            if waits and now.schedule_step < LATEST * self._total:
-                return self._wait(self._interval)
-            if not this.scan and rises > 0:
-                return self._wait(rises)
-            steps = self._affordable(now)
-            if steps >= FEWEST and not waits:
+            if now.schedule_step < latest and not this.scan:
+                if not self.risen:
+                    return self._wait(self._interval)
+                if now.schedule_step < self.ready:
+                    return self._wait(self.ready - now.schedule_step)
+            steps = self._affordable(now) if now.schedule_step < latest else 0
+            if steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 return self._trial(now)
             self._next()
         return Plan(spread=False)
 
     def _wait(self, steps: int) -> Plan:
-        return Plan(steps=None if self._fixed else min(self._interval, steps), spread=False)
+        """``steps``: of the schedule."""
+        return Plan(steps=None if self._fixed else min(self._interval, math.ceil(steps * self._pace)), spread=False)
 
     def _affordable(self, now: Moment) -> int:
         """Steps of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough."""
-        pace = now.step / now.schedule_step if now.step and now.schedule_step else 1.0  # some loops step the schedule several times
-        left, arms = self.budget * self._total * pace - self.spent, len(self._octaves())
+        left, arms = self.budget * self._total * self._pace - self.spent, len(self._octaves())
         if self.rounds[self.round].scan:
             worth = min(left / 2, arms * self._cost(int(SCANNED * max(1.0, self._total / LONG))))
         else:
             worth = max(left / (1 + AGAIN), min(left, arms * self._cost(CHECKED)))
         worth /= arms
         steps = int(worth - self.judged / 3) if self.judged else _steps(worth)
-        left_of_run = self._total - now.schedule_step
-        return min(steps, int(LONGEST * left_of_run), left_of_run - _scores(steps) - 1)
+        left_of_run = int((self._total - now.schedule_step) * self._pace)
+        return min(steps, int(LONGEST * left_of_run), left_of_run - self._scored(steps) - 1)
 
     def _octaves(self) -> tuple[float, ...]:
         """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
@@ -329,7 +349,7 @@ class TrialRule(Controller):
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
-        multiples, scores = [2.0**octave for octave in self._octaves()], _scores(self.used)
+        multiples, scores = [2.0**octave for octave in self._octaves()], self._scored(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self.rounds[self.round].scan
         of, origin = ("peak", ORIGIN) if scan else ("base", "")
@@ -345,7 +365,7 @@ class TrialRule(Controller):
     # -- learn ---------------------------------------------------------------------------------------------------------------
 
     def decide(self, evidence: Evidence) -> Learned:
-        self._look_at_schedule(evidence)
+        self._look(evidence)
         seen = [loss for loss in evidence.losses if loss is not None]
         told = [row for row in evidence.measured.get(TRIALS, ()) if row is not None]
         if not self.used or not told:
@@ -359,58 +379,83 @@ class TrialRule(Controller):
         fars, parts, began = zip(*([*row[losses:], *older[len(row) - losses :]] for row in told), strict=True)
         self.first = self.first or [mean(began)]
         self.strayed = next((far for far in fars if not 1 / STRAYED < far < STRAYED), 0.0)
-        if self.strayed:
-            self.round = len(self.rounds)
-            warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
-            return self._nothing(evidence)
         self.epochs = max(self.epochs, self._total * sum(parts))  # each replica has a part of the data of its own
         arms = _by_arm([row[1:losses] for row in (told[:1] if self.judged else told)], len(octaves))
-        peak = evidence.peak[self._rates[0]]
-        in_force = peak * evidence.corrections[self._rates[0]]
-        by_octave = dict(zip(octaves, arms, strict=True))
-        scan, lower = self.rounds[self.round].scan, arms[0]
-        if self._rises.overfit and in_force > peak:
-            moved, note, adopted = self._taken_back(peak / in_force, f"examples come again, {self.epochs:.0f} times in this run")
-        elif not scan and in_force > peak and self._flat(by_octave):
-            moved, note, adopted = self._taken_back(
-                peak / in_force, f"in {steps} steps no rate is any better or worse, so there is hardly anything left to learn"
-            )
-        elif self._rises.stays_high and in_force > peak and not scan and mean(lower) < mean(by_octave[0.0]):
-            moved, note, adopted = self._taken_back(
-                peak / in_force, f"in {steps} steps 2^{octaves[0]:g} times the rate is better, and the schedule stays high"
-            )
-        elif scan:
-            moved, note, adopted = self._scanned(by_octave, steps, broke=any(row[0] for row in told))
-        else:
-            moved, note, adopted = self._checked(by_octave, steps, in_force)
-        self.peaks.append([peak, in_force * 2.0**moved])
-        self.watched = evidence.step
-        self.ready = evidence.step + steps if moved > 0 else 0
-        decision = Decision(factor=2.0**moved, note=note, ramp=steps if moved > 0 else 0)
-        return Learned(self._of_rates(decision, evidence), Restore(adopted) if adopted is not None and not self._fixed else None)
+        correction, peak = self._in_force(evidence)
+        if self.strayed:
+            warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
+        factor, note, adopted = self._found(
+            dict(zip(octaves, arms, strict=True)), steps, peak, correction, broke=any(row[0] for row in told)
+        )
+        if adopted is not None and self._fixed:
+            adopted, note = None, f"{note} (in its rate alone: replicas have gradients of their own)"
+        # The schedule counts steps of its own.
+        ramp = math.ceil(steps / self._pace) if factor > 1 else 0
+        self.peaks.append([peak / correction, peak * factor])
+        self.watched, self.ready = evidence.step, evidence.step + ramp if ramp else 0
+        return Learned(
+            self._of_rates(Decision(factor=factor, note=note, ramp=ramp), evidence), None if adopted is None else Restore(adopted)
+        )
+
+    def _found(self, arms: Mapping[float, Sequence[float]], steps: int, peak: float, correction: float, broke: bool) -> Finding:
+        """``arms``: scores, by octave. ``peak``: the one in force, ``correction`` times the schedule's. ``broke``: are the run's weights not finite?"""
+        scan, raised, below = self.rounds[self.round].scan, correction > 1, min(arms)
+        if self.strayed:
+            self.round = len(self.rounds)
+            return self._back(peak, correction, "arms do not do what the loop does") if raised else (1.0, "", None)
+        if self.repeated and not math.isclose(peak, self.peaks[-1][1], rel_tol=1e-6):
+            self._next()
+            return 1.0, "the rate is not where the last trial has put it, so another one says nothing: kept", None
+        why = ""
+        if raised and self._rises.overfit:
+            why = f"examples come again, {self.epochs:.0f} times in this run"
+        elif raised and not scan and self._flat(arms):
+            why = f"in {steps} steps no rate is any better or worse, so there is hardly anything left to learn"
+        elif raised and not scan and self._rises.stays_high and mean(arms[below]) < mean(arms[0.0]):
+            why = f"in {steps} steps 2^{below:g} times the rate is better, and the schedule stays high"
+        if why:
+            self._next()
+            return self._back(peak, correction, why)
+        return self._scanned(arms, steps, broke) if scan else self._checked(arms, steps, peak)
+
+    def _in_force(self, evidence: Evidence) -> tuple[float, float]:
+        """(the correction, the peak with it)"""
+        first = self._rates[0]
+        return evidence.corrections[first], evidence.peak[first] * evidence.corrections[first]
+
+    def _back(self, peak: float, correction: float, why: str) -> Finding:
+        """A rise is taken back."""
+        self.found.clear()  # it was of the raised rate
+        self.edge = 0.0
+        return 1 / correction, f"{why}: back to the rate of before, {peak / correction:.2g}", None
 
     def _of_rates(self, decision: Decision, evidence: Evidence) -> list[Decision]:
         return [decision if k in self._rates else Decision() for k in range(len(evidence.knobs))]
 
     def _watch(self, evidence: Evidence, seen: Sequence[float]) -> Learned:
         """After the trials, a cycle under a raised rate."""
-        self.window += [mean(seen)] if seen else []
+        if seen or self.window or self.level:
+            self.window.append(mean(seen) if seen else BROKEN)
         if not self.window or evidence.step - self.watched < WATCHED:
             return self._nothing(evidence)
         before, self.level, self.window, self.watched = self.level, [mean(self.window)], [], evidence.step
-        if not before or not self.level[0] > WORSE * before[0] > 0:
+        correction, peak = self._in_force(evidence)
+        if not before or not self.level[0] > WORSE * before[0] > 0 or not correction > 1:
             return self._nothing(evidence)
-        yours, now = self.peaks[-1]
-        self.peaks.append([yours, yours])
-        self.found.clear()  # it was of other data
-        note = f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}: back to the rate of before, {yours:.2g}"
-        return Learned(self._of_rates(Decision(factor=yours / now, note=note), evidence))
+        self.peaks.append([peak / correction, peak / correction])
+        factor, note, _ = self._back(peak, correction, f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}")
+        return Learned(self._of_rates(Decision(factor=factor, note=note), evidence))
 
     def hold(self, evidence: Evidence) -> Learned:
-        self._look_at_schedule(evidence)
+        self._look(evidence)
         return self._nothing(evidence)
 
-    def _look_at_schedule(self, evidence: Evidence) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        super().load_state_dict(state)
+        self.epochs = max(self.epochs, self._epochs)
+
+    def _look(self, evidence: Evidence) -> None:
+        """At the schedule."""
         first = self._rates[0]
         self.risen = self.risen or (evidence.highest or evidence.scheduled)[first] >= RISEN * evidence.peak[first]
 
@@ -418,34 +463,28 @@ class TrialRule(Controller):
     def _rises(self) -> Rises:
         return Rises(self.judged > 0, self.falls_to, self.epochs)
 
-    def _taken_back(self, factor: float, why: str) -> Finding:
-        """A rise of a scan, which could not know."""
-        self._next()
-        return math.log2(factor), f"{why}: back to the rate of before", None
-
     def _scanned(self, arms: Mapping[float, Sequence[float]], steps: int, broke: bool) -> Finding:
-        """``arms``: scores, by octave. ``broke``: are the run's own weights not finite?"""
         below, above = min(arms), max(arms)
         lower, same = arms[below], arms[0.0]
         if max(lower) >= BROKEN:
             self._repeat(lowered=True)
-            return 2 * below, f"even 2^{below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
+            return 4.0**below, f"even 2^{below:g} times the rate breaks in {steps} steps: back to the start", ORIGIN
         if broke or _far_better(lower, same):
             self._repeat(lowered=True)
-            return below, f"2^{below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm", "arm 0"
+            return 2.0**below, f"2^{below:g} times the rate is better in {steps} steps from the start: the run goes on as that arm", "arm 0"
         if above > 0 and _better(arms[above], same) and self._rises.allowed(scan=True, far_behind=self._far_behind(same, arms[above])):
             self._repeat(lowered=False)
-            return RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
+            return 2.0**RAISED, f"2^{above:g} times the rate is better in {steps} steps from the start: raised by 2^{RAISED:g}", None
         self._next()
         tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms if octave)
-        return 0.0, f"in {steps} steps from the start {tried} times the rate is better: kept", None
+        return 1.0, f"in {steps} steps from the start {tried} times the rate is better: kept", None
 
     def _checked(self, arms: Mapping[float, Sequence[float]], steps: int, peak: float) -> Finding:
         """Of the ``peak`` in force."""
-        octave = min(arms, key=lambda octave: mean(arms[octave]))
+        octave = min(arms, key=lambda octave: (mean(arms[octave]), abs(octave)))
         best, same, other = arms[octave], arms[0.0], arms[-octave]
         gain, worth = mean(same) - mean(best), (RAISES if octave > 0 else LOWERS) * abs(self._learned(same))
-        moved, but = 0.0, ""
+        factor, but = 1.0, ""
         if not _better(best, same):
             but = "not clearly"
         elif gain < worth:
@@ -457,14 +496,14 @@ class TrialRule(Controller):
         if but:
             self._next()
         else:
-            moved = PART * octave
+            factor = 2.0 ** (PART * octave)
             self._repeat(lowered=False)
-        now = peak * 2.0**moved
+        now = peak * factor
         self.found.append([now / 2.0**WITHIN, now * 2.0**WITHIN])
         self.edge = peak * 2.0**octave if octave else 0.0
         was = f"{peak * 2.0**octave:.2g} was the best{f' ({but})' if but else ''}" if octave else "no other was better"
-        what = f"now {now:.2g}" if moved else "kept"
-        return moved, f"{self._between()}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
+        what = f"now {now:.2g}" if factor != 1 else "kept"
+        return factor, f"{self._between()}: in {steps} steps {was}, {peak:.2g} was in force, {what}", None
 
     def _between(self) -> str:
         """Where the last check says that the best peak lies. Beyond an arm nothing was tried, so nothing is said."""
