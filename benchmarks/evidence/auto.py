@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
-from hdet.core.rules.trial_rule import WITHIN
+from hdet.core.rules.trial_scores import WITHIN
 
 from . import command, fixed_rates
 from .problems import Batch, Problem

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.core.rules.trial_rule import TRIALS
+from hdet.core.rules.trial_protocol import TRIALS, snapshots
 from hdet.measure.trials import Trials
 
 from . import auto, command, fixed_rates
@@ -59,9 +59,7 @@ class Survey(hdet.Controller):
         settings = {
             "trial": len(self.told), "multiples": [2.0**octave for octave in OCTAVES], "of": "base", "origin": "", "steps": length, "scores": SCORES,
         }  # fmt: skip
-        return hdet.Plan(
-            steps=length + SCORES, spread=False, judged=True, snapshots=self.trials.snapshots(len(OCTAVES)), measure={TRIALS: settings}
-        )
+        return hdet.Plan(steps=length + SCORES, spread=False, judged=True, snapshots=snapshots(len(OCTAVES)), measure={TRIALS: settings})
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         for row in evidence.measured.get(TRIALS, ()):

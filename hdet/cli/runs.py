@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from hdet.cli.job.run_files import CONFIG, HISTORY, Kinds, RunFolderError, check_kinds, read_config, read_history
-from hdet.core.rules.trial_rule import BROKEN, TRIALS
+from hdet.core.rules.trial_protocol import BROKEN, TRIALS, Told
 from hdet.core.schema import ANYTHING, COUNT, FLAG, POSITIVE, Fields, Instance, ListOf, Number, Optional, Or, Table
 
 NUMBER, TEXT, MAYBE = Number(), Instance(str), Optional(Number())
@@ -148,24 +148,26 @@ class Trial:
         """From the cycles in which it went on."""
         plan, last = _planned(records[0]), records[-1]
         evidence, said = last["record"].get("evidence"), "; ".join(last["notes"])
-        told = 1 + int(plan["scores"]) * len(plan["multiples"])
-        rows = [row[1:told] for row in (evidence["measured"].get(TRIALS) or () if evidence else ()) if row]
+        rows = [row for row in (evidence["measured"].get(TRIALS) or () if evidence else ()) if row]
+        try:
+            told = [Told.read(row, len(plan["multiples"])).scores for row in rows]
+        except ValueError:  # of an older version
+            told = []
         found = _FOUND.search(said)
         return cls(
             first=records[0]["record"]["moment"]["step"],
             last=last["step"],
             multiples=plan["multiples"],
-            above=_above(rows, plan["multiples"]) if rows and plan["multiples"] else None,
-            cost=len(plan["multiples"]) * (plan["steps"] + plan["scores"] / 3),
+            above=_above(told, plan["multiples"]) if told else None,
+            cost=len(plan["multiples"]) * (plan["steps"] + (len(told[0][0]) if told else plan["scores"]) / 3),
             said=said,
             found=(float(found[1]), float(found[2])) if found else None,
         )
 
 
-def _above(rows: Sequence[Sequence[float | None]], multiples: Sequence[float]) -> list[tuple[float, float] | None]:
-    """``rows``: [replica][arm * scores + score], losses of the same batches for every arm, so their differences are taken batch by batch."""
-    scores = len(rows[0]) // len(multiples)
-    arms = [[loss for row in rows for loss in row[a * scores : (a + 1) * scores]] for a in range(len(multiples))]
+def _above(told: Sequence[Sequence[Sequence[float | None]]], multiples: Sequence[float]) -> list[tuple[float, float] | None]:
+    """``told``: [replica][arm][score], losses of the same batches for every arm, so their differences are taken batch by batch."""
+    arms = [[loss for row in told for loss in row[a]] for a in range(len(multiples))]
     same = arms[multiples.index(1.0)] if 1.0 in multiples else arms[0]
     found: list[tuple[float, float] | None] = []
     for arm in arms:

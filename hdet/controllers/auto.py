@@ -7,8 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from ..core.controller import RuledController
-from ..core.rules.trial_rule import TRIALS, TrialRule
+from ..core.rules.trial_protocol import TRIALS
+from ..core.rules.trial_rule import TrialRule
 from ..measure.trials import Judge, Trials
+from ..measure.weight_line import check_room
 
 __all__ = ["AutoLR"]
 
@@ -46,8 +48,9 @@ class AutoLR(RuledController):
         place: str = "device",
         freeze_after: float | None = None,
     ) -> None:
-        trials = Trials(model, judge, before_step, place)
-        rule = TrialRule(budget, trials.snapshots, 0 if judge is None else len(judge[1]), freeze_after, falls_to)
+        check_room(place, None)
+        trials = Trials(model, judge, before_step)
+        rule = TrialRule(budget, 0 if judge is None else len(judge[1]), freeze_after, falls_to, place)
         super().__init__(rule, {TRIALS: trials})
         self.rule: TrialRule = rule
         self.judges_held_out = True  # it moves rates alone, of which losses of fresh batches are an honest judge

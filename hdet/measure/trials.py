@@ -13,20 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ..converge.health import all_finite
-from ..core.plan import SnapshotOf
-from ..core.rules.trial_rule import BROKEN
+from ..core.rules.trial_protocol import BROKEN, RUN, Told, arm
 from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
 from ..tensors.eval_mode import eval_mode, random_states_kept
 from .measurement import Closure, Measurement, Watched
 from .seen import Seen
-from .weight_line import check_room
 
-__all__ = ["RUN", "Judge", "Trials", "arm"]
+__all__ = ["Judge", "Trials"]
 
-RUN = "run"
-"""The snapshot in which the run itself waits."""
 RISE = 0.2
 """The part of a trial in which its rate rises from the run's to its own."""
 LOOKS = 8
@@ -36,16 +32,8 @@ Judge = tuple[Callable[[nn.Module, Any], torch.Tensor], Sequence[Any]]
 """(loss_fn, batches): ``loss_fn(model, batch)`` -> scalar tensor, and held-out mini-batches, the same on every replica."""
 
 
-def arm(number: int) -> str:
-    """The name of the snapshot that a trial's arm lives in."""
-    return f"arm {number}"
-
-
 class Trials(Measurement):
-    """[replica]: on how many ranks the run's own weights are not finite; then [arm * scores + score], losses of each arm after its trial; how many
-    times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known); the
-    part of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has; and the loss with which the
-    arms began, by the judge, if there is one.
+    """[replica]: a row of `Told`.
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
     trained on: the closure is called on its weights, with gradients, and the optimizer steps it. The rate of each group rises from the run's to
@@ -59,7 +47,7 @@ class Trials(Measurement):
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
     ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
     value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which the arms' rates fall, by arm
-    (None: all to 0). The plan names `snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
+    (None: all to 0). The plan names the snapshots of `core.rules.trial_protocol.snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
 
     Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers.
     The run is left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
@@ -68,9 +56,7 @@ class Trials(Measurement):
 
     needs_closure = True
 
-    def __init__(
-        self, model: nn.Module, judge: Judge | None = None, before_step: Callable[[], object] | None = None, place: str = "device"
-    ) -> None:
+    def __init__(self, model: nn.Module, judge: Judge | None = None, before_step: Callable[[], object] | None = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if judge is not None and not (isinstance(judge, (tuple, list)) and len(judge) == 2 and callable(judge[0])):
@@ -81,8 +67,7 @@ class Trials(Measurement):
             whole(len(judge[1]), "judge's mini-batches", 2, why="the error of a difference comes from their scatter")
         if before_step is not None and not callable(before_step):
             raise TypeError(f"before_step must be callable without arguments, got {before_step!r}")
-        check_room(place, None)
-        self.model, self.judge, self.before_step, self.place = model, judge, before_step, place
+        self.model, self.judge, self.before_step = model, judge, before_step
         self._bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._settings: dict[str, Any] = {}
         self._seen, self._window = Seen(), 0
@@ -93,10 +78,6 @@ class Trials(Measurement):
     @property
     def modules(self) -> Sequence[nn.Module]:
         return [self._bare]
-
-    def snapshots(self, arms: int, origin: str = "") -> dict[str, SnapshotOf]:
-        """What a plan with so many arms has to keep."""
-        return {name: SnapshotOf(place=self.place) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
 
     def watch(self, watched: Watched) -> None:
         """Raises ValueError for a run whose arms could not be trained, or not without a trace."""
@@ -400,8 +381,7 @@ class Trials(Measurement):
             return [self._scored(partial(loss_fn, self._bare, batch)) for batch in batches]
 
     def split(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """How many ranks of a replica hold weights that are not finite, the losses' means over those that have seen any (ValueError: none), how far an
-        arm went, the part of the data that a step takes, and the mean loss before the arms' first step."""
+        """[replica]: `Told`, means over the ranks that have seen losses. Raises ValueError where none of a replica's has."""
         if not all(row[1] for row in rows):
             raise ValueError(
                 "the closure (or the judge's loss function) gave no losses on any rank of a replica: return them where they are seen"
@@ -412,9 +392,10 @@ class Trials(Measurement):
             # If the first steps took a part p of the data, an example that comes later was among them with this probability. Each of several ranks
             # has looked at its own part alone.
             part = seeing * again / examples if examples else 0.0
-            found.append(
-                [broken, *(min(x / seeing, BROKEN) for x in losses), far, part / max(1, self._window), min(began / seeing, BROKEN)]
-            )
+            means, arms = [min(loss / seeing, BROKEN) for loss in losses], len(self._settings["multiples"])
+            each = len(means) // arms
+            scores = [means[i * each : (i + 1) * each] for i in range(arms)]
+            found.append(Told(broken, scores, far, part / max(1, self._window), min(began / seeing, BROKEN)).row())
         return found
 
 

@@ -22,6 +22,7 @@ from hdet.cli.job.checkpoint import load_checkpoint
 from hdet.cli.job.run_files import CONFIG, HISTORY
 from hdet.cli.main import main
 from hdet.cli.runs import RunFiles, Trial, find_runs
+from hdet.core.rules.trial_scores import WITHIN
 
 from .harness import ROOT, Finished, one_line
 
@@ -55,7 +56,7 @@ def write(
                 "moment": {"step": step - 10},
                 "plan": {"measure": {"trials": TRIAL} if controller == "auto" and cycle in (2, 3) else {}},
             }
-            told["evidence"] = {"measured": {"trials": [[0.0, *LOSSES]]} if controller == "auto" and cycle == 3 else {}}
+            told["evidence"] = {"measured": {"trials": [[0.0, *LOSSES, 1.0, 0.0, 6.0]]} if controller == "auto" and cycle == 3 else {}}
             losses = [None if value is None else value + 0.02 * (1 - m) for m in rho]
             note = (
                 "lr: best peak 0.0002 to 0.0008: in 28 steps 0.0003 was the best, 0.0004 was in force, kept"
@@ -240,13 +241,15 @@ def test_trials_are_told_beside_the_rate_in_force(runs: Path) -> None:
     assert read.table("Best peak by trials") == [["40", "0.0002", "0.0008"]]
 
 
-def test_what_stands_behind_the_losses_is_none_of_them() -> None:
-    """How far an arm went, and the part of the data that a step takes; after a scan with two arms they would be a score of each."""
-    plan = {"trial": 2, "multiples": [0.125, 1.0], "steps": 28, "scores": 3}
+@pytest.mark.parametrize("scores", [3, 0])
+def test_what_stands_behind_the_losses_is_none_of_them(scores: int) -> None:
+    """How far an arm went, and the part of the data that a step takes; after a scan with two arms they would be a score of each. A judge's scores
+    follow on no step of the run."""
+    plan = {"trial": 2, "multiples": [0.125, 1.0], "steps": 28, "scores": scores}
     told = {"moment": {"step": 0}, "plan": {"measure": {"trials": plan}}}
-    told["evidence"] = {"measured": {"trials": [[0.0, 3.0, 3.1, 3.2, 2.0, 2.1, 2.2, 1.0, 0.0]]}}
+    told["evidence"] = {"measured": {"trials": [[0.0, 3.0, 3.1, 3.2, 2.0, 2.1, 2.2, 1.0, 0.0, 6.0]]}}
     trial = Trial.read([{"step": 40, "notes": [], "record": told}])
-    assert trial.above == [pytest.approx((1.0, 0.0)), pytest.approx((0.0, 0.0))]
+    assert trial.above == [pytest.approx((1.0, 0.0)), pytest.approx((0.0, 0.0))] and trial.cost == 2 * (28 + 1)
 
 
 def test_a_real_run_costs_what_its_controller_says(straight: Callable[[str], tuple[Path, Finished]]) -> None:
@@ -254,8 +257,9 @@ def test_a_real_run_costs_what_its_controller_says(straight: Callable[[str], tup
     state = load_checkpoint(folder)["ensemble"]["controller_state"]
     run = RunFiles.read(folder)
     assert run.trials and sum(trial.cost for trial in run.trials) == pytest.approx(state["spent"])
-    [(low, high)], edge = state["found"], state["edge"]
-    assert low < edge < high, "its highest arm was the best, and higher was not tried"
+    now, edge = state["peaks"][-1][1], state["edge"]
+    low = now / 2**WITHIN
+    assert state["said"] and now < edge, "its highest arm was the best, and higher was not tried"
     assert [trial.found for trial in run.trials if trial.found] == [(float(f"{low:.2g}"), float(f"{edge:.2g}"))]
     read, _ = page_of(folder)
     assert f"to a peak of {number(state['peaks'][-1][1])}" in read.words("p")

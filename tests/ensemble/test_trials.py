@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.core.plan import SnapshotOf
-from hdet.core.rules.trial_rule import BROKEN
+from hdet.core.rules.trial_protocol import BROKEN, snapshots
 from hdet.measure.measurement import Measurement
 from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
@@ -35,12 +35,12 @@ class Tries(hdet.Controller):
 
     def __init__(
         self, trials: Trials, multiples: tuple[float, ...] = (0.5, 1.0, 4.0), of: str = "base", end: Any = None, length: int | None = None,
-        falls_to: float = 0.0,
+        falls_to: float = 0.0, place: str = "device",
     ) -> None:  # fmt: skip
         super().__init__()
         self.measurements = {"trials": trials}
         self.settings = {"multiples": list(multiples), "of": of, "steps": STEPS, "scores": SCORES, "ends": [falls_to] * len(multiples)}
-        self.keep: dict[str, SnapshotOf] = trials.snapshots(len(multiples))
+        self.keep: dict[str, SnapshotOf] = snapshots(len(multiples), place=place)
         self.length, self.end, self.told = length, end, []  # type: ignore[var-annotated]
 
     def plan(self, now: hdet.Moment) -> hdet.Plan:
@@ -59,8 +59,8 @@ def noisy() -> nn.Module:
 
 
 def tries(rank: int = 0, **settings: Any) -> Run:
-    of_trials = {key: settings.pop(key) for key in ("judge", "before_step", "place") if key in settings}
-    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end", "length", "falls_to") if key in settings}
+    of_trials = {key: settings.pop(key) for key in ("judge", "before_step") if key in settings}
+    of_rule = {key: settings.pop(key) for key in ("multiples", "of", "end", "length", "falls_to", "place") if key in settings}
     net = settings.pop("net", None) or noisy()
     controller = settings.pop("wrap", lambda it: it)(Tries(Trials(net, **of_trials), **of_rule))
     return Run(rank, net=net, controller=controller, closure=True, spread=0.0, **settings)
@@ -489,7 +489,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(TypeError, match="before_step"):
         Trials(model(), before_step=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="place"):
-        Trials(model(), place="disk")
+        hdet.AutoLR(model(), place="disk")
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------------

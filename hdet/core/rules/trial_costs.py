@@ -1,0 +1,91 @@
+"""What a trial may take: how many steps a budget has for a scan, and for a check. Costs are in steps of the run; an arm's step is one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["AGAIN", "ALONE", "CHECK", "FEWEST", "LONGEST", "SCAN", "Costs"]
+
+SCAN, CHECK, ALONE = 0.0, 0.06, 0.1
+"""The parts of the run after which the rounds begin; `ALONE` is the check of a run that is too short for a scan."""
+FEWEST = 16
+"""Steps of a trial, or it says nothing."""
+ENOUGH = 24
+"""Steps of a trial that a round is planned for."""
+LONGEST = 0.1
+"""Of the run that is left, a trial's length at most."""
+SCORED = 2
+"""A score for so many steps of a trial,"""
+SCORES = (12, 96)
+"""at least and at most. Scores are forward passes alone, and a difference that is lost in their noise was trained for in vain."""
+SCANNED = 28
+"""Steps of a scan at most: what is grossly wrong shows in them, and the rest of the budget tells more in the check."""
+LONG = 30_000
+"""Steps of a run from which on a scan is longer, in proportion. What 28 steps like is too far from what is best for a run of 100 000: one was raised by
+eight there from a good rate. (In three times as many steps again a rate that is far too low no longer looks worse.)"""
+CHECKED = 224
+"""Steps of a check for which it takes all that is left of the budget. In fewer, pretrained weights look best at a rate that is far too low."""
+AGAIN = 2
+"""How often a scan, or a check that has moved the rate, is repeated."""
+ARMS = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the trials of one run.
+
+    Args:
+        budget: the part of the run's compute that they may take.
+        total: steps of the run.
+        judged: of how many held-out mini-batches scores are; 0: of the batches that follow a trial.
+    """
+
+    budget: float
+    total: int
+    judged: int = 0
+
+    @property
+    def first(self) -> float:
+        """To judge the weights with which the first trial begins."""
+        return self.judged / 3
+
+    def scored(self, steps: int) -> int:
+        """Steps of the run that follow on a trial's, and whose batches score its arms."""
+        return 0 if self.judged else min(max(steps // SCORED, SCORES[0]), SCORES[1])
+
+    def arm(self, steps: int) -> float:
+        """A score is a forward pass, a third of a step."""
+        return steps + (self.judged or self.scored(steps)) / 3
+
+    def rounds(self) -> tuple[float, ...]:
+        """Those that the budget affords."""
+        affords = int((self.budget * self.total - self.first) / (ARMS * self.arm(ENOUGH)))
+        return () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
+
+    def steps(self, scan: bool, arms: int, spent: float, left: int, pace: float) -> int:
+        """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``left``: optimizer
+        steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
+        affords = self.budget * self.total * pace - spent
+        if scan:
+            worth = min(affords / 2, arms * self.arm(int(SCANNED * max(1.0, self.total / LONG)))) / arms
+        else:
+            worth = max(affords / (1 + AGAIN), min(affords, arms * self.arm(CHECKED))) / arms
+        steps = self._worth(worth)
+        return min(steps, int(LONGEST * left), left - self.scored(steps) - 1)
+
+    def _worth(self, worth: float) -> int:
+        """Steps of a trial that, with its scores, costs each arm so much."""
+        if self.judged:
+            return int(worth - self.judged / 3)
+        low, high = SCORES
+        within = worth / (1 + 1 / (3 * SCORED))
+        return int((worth - low / 3 if within < low * SCORED else worth - high / 3 if within > high * SCORED else within) + 1e-9)
+
+    def too_short(self) -> str:
+        """Why there are no rounds, and what would help."""
+        least = ARMS * self.arm(ENOUGH) + self.first
+        steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self.total) / 100
+        says = f"too short a run for trials, the rate stays: {self.total} steps are below {steps}. Train longer"
+        # A trial is a part of the run that is left, too.
+        return f"{says}, or pass budget={budget:g}" if budget < 1 and LONGEST * (1 - ALONE) * self.total >= FEWEST else says

@@ -1,0 +1,58 @@
+"""What a `TrialRule` and the measurement of trials (`hdet.measure.trials`) know of each other: names, and a row of what was measured. All of it is plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plan import SnapshotOf
+
+__all__ = ["BROKEN", "ORIGIN", "RUN", "TRIALS", "Told", "arm", "snapshots"]
+
+TRIALS = "trials"
+"""The measurement's name."""
+RUN = "run"
+"""The snapshot in which the run itself waits."""
+ORIGIN = "origin"
+"""The snapshot with which the arms of a scan begin."""
+BROKEN = 1e30
+"""The loss of an arm that has none that is finite."""
+
+
+def arm(number: int) -> str:
+    """The name of the snapshot that a trial's arm lives in."""
+    return f"arm {number}"
+
+
+def snapshots(arms: int, origin: str = "", place: str = "device") -> dict[str, SnapshotOf]:
+    """What a plan with so many arms has to keep."""
+    return {name: SnapshotOf(place) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of one replica, after a trial."""
+
+    broken: float
+    """On how many ranks the run's own weights are not finite."""
+    scores: Sequence[Sequence[float]]
+    """[arm][batch]: losses."""
+    far: float
+    """How many times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known)."""
+    part: float
+    """Of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has."""
+    began: float
+    """The loss with which the arms began: of the first batch, or by the judge, if there is one."""
+
+    def row(self) -> list[float]:
+        """As in `Evidence.measured`."""
+        return [self.broken, *(loss for arm in self.scores for loss in arm), self.far, self.part, self.began]
+
+    @classmethod
+    def read(cls, row: Sequence[float], arms: int) -> Told:
+        """Raises ValueError for a row of a trial with another number of arms."""
+        broken, *losses, far, part, began = row
+        each, rest = divmod(len(losses), arms) if arms else (0, 0)
+        if rest or not each:
+            raise ValueError(f"a row of {len(row)} numbers is not of a trial with {arms} arms")
+        return cls(broken, [losses[i * each : (i + 1) * each] for i in range(arms)], far, part, began)

@@ -1,0 +1,136 @@
+"""What the scores of a trial's arms say of the rate in force, and what follows from it. Pure: of one trial alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from .rises import Rises
+from .trial_protocol import BROKEN, ORIGIN, arm
+
+__all__ = ["WITHIN", "Arms", "Finding", "between", "checked", "scanned", "taken_back"]
+
+CLEAR = 3.0
+"""Standard errors by which an arm has to be better than the rate in force."""
+RAISES, LOWERS = 0.0025, 0.004
+"""Of what the run has learned so far: a gain that is smaller moves nothing. Short trials lean towards low rates, so less is asked of a higher one."""
+PART = 0.5
+"""Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
+RAISED = 3.0
+"""Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
+LITTLE = 0.3
+"""The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
+frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
+FLAT = 0.0002
+"""Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
+Then a rise is taken back: it can bring nothing more, and be too high for what comes, as in a curriculum."""
+WITHIN = 2.0
+"""Octaves around the rate in force, within which the best one is said to lie. The scores would say more, and be wrong: what is best in some
+60 steps is up to three octaves below what is best for the run."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What follows from a trial."""
+
+    factor: float
+    """That the rates are multiplied by."""
+    note: str
+    snapshot: str | None = None
+    """As which the run goes on; None: as itself."""
+    again: bool = False
+    """Is the round to be repeated, at the rate that is in force then?"""
+    edge: float | None = None
+    """Of a check: the rate of the best arm, if it was the highest or the lowest one; 0 if not. None: nothing is said of where the best peak lies."""
+
+
+@dataclass(frozen=True)
+class Arms:
+    """How copies of the run have done after so many steps, at multiples 2^octave of the rate in force."""
+
+    scores: Mapping[float, Sequence[float]]
+    """By octave: losses of the same batches for each."""
+    steps: int
+    first: float
+    """The loss before the run's first step."""
+
+    def loss(self, octave: float) -> float:
+        return mean(self.scores[octave])
+
+    def gain(self, octave: float) -> float:
+        """By how much it is better than the rate in force."""
+        return self.loss(0.0) - self.loss(octave)
+
+    def better(self, octave: float) -> bool:
+        """Is it clearly better, batch by batch?"""
+        gains = [same - loss for loss, same in zip(self.scores[octave], self.scores[0.0], strict=True)]
+        return len(gains) > 1 and mean(gains) > max(0.0, CLEAR * stdev(gains) / math.sqrt(len(gains)))
+
+    def far_better(self, octave: float) -> bool:
+        """So much that one would see it without the same batches? Pretrained weights lose a little under any high rate, at first; long runs make up
+        for it, and are the better for it."""
+        scores = self.scores[octave]
+        return self.better(octave) and self.gain(octave) > CLEAR * stdev(scores) / math.sqrt(len(scores))
+
+    def learned(self, octave: float = 0.0) -> float:
+        """How far it is below the run's first loss."""
+        return self.first - self.loss(octave)
+
+    def far_behind(self, octave: float) -> bool:
+        """Has the rate in force hardly learned anything, beside this one?"""
+        return self.learned() < LITTLE * self.learned(octave)
+
+    @property
+    def flat(self) -> bool:
+        return all(abs(self.gain(octave)) < FLAT * self.learned() for octave in self.scores)
+
+
+def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
+    """From the run's beginning. ``broke``: are the run's own weights not finite?"""
+    below, above = min(arms.scores), max(arms.scores)
+    after = f"in {arms.steps} steps from the start"
+    if max(arms.scores[below]) >= BROKEN:
+        return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
+    if broke or arms.far_better(below):
+        return Finding(2.0**below, f"2^{below:g} times the rate is better {after}: the run goes on as that arm", arm(0), again=True)
+    if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
+        return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
+    tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms.scores if octave)
+    return Finding(1.0, f"{after} {tried} times the rate is better: kept")
+
+
+def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
+    """Early in the run. ``peak``: the one in force."""
+    octave = min(arms.scores, key=lambda octave: (arms.loss(octave), abs(octave)))
+    gain, but = arms.gain(octave), ""
+    if not arms.better(octave):
+        but = "not clearly"
+    elif gain < (RAISES if octave > 0 else LOWERS) * abs(arms.learned()):
+        but = "too little"
+    elif arms.gain(-octave) >= gain / 2:  # the run is about to break
+        but = "as the other side was"
+    elif octave > 0 and not rises.allowed(scan=False, far_behind=arms.far_behind(octave)):
+        but = "which is not safe here"
+    factor = 1.0 if but else 2.0 ** (PART * octave)
+    now, edge = peak * factor, peak * 2.0**octave if octave else 0.0
+    was = f"{edge:.2g} was the best{f' ({but})' if but else ''}" if octave else "no other was better"
+    what = f"now {now:.2g}" if factor != 1 else "kept"
+    note = f"{between(now, edge)}: in {arms.steps} steps {was}, {peak:.2g} was in force, {what}"
+    return Finding(factor, note, again=not but, edge=edge)
+
+
+def taken_back(peak: float, correction: float, why: str) -> Finding:
+    """A rise. ``peak``: the one in force, ``correction`` times the schedule's."""
+    return Finding(1 / correction, f"{why}: back to the rate of before, {peak / correction:.2g}")
+
+
+def between(now: float, edge: float) -> str:
+    """Where the best peak lies, as far as a check says. Beyond an arm nothing was tried, so nothing is said."""
+    low, high = now / 2.0**WITHIN, now * 2.0**WITHIN
+    if not edge:
+        return f"best peak {low:.2g} to {high:.2g}"
+    if edge > now:
+        return f"best peak {low:.2g} to {edge:.2g} or more (higher was not tried)"
+    return f"best peak {edge:.2g} to {high:.2g} or less (lower was not tried)"
