@@ -15,7 +15,7 @@ from pathlib import Path
 from . import fixed_rates
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
-from .workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST
+from .workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST, ZERO
 
 STARTS = (-4, -2, 0, 2, 4)
 LONG = 10_000
@@ -44,6 +44,7 @@ SECTIONS: dict[str, Chosen] = {
     "Schedules that do not fall to zero": _of(HIGH),
     "Examples that come again": _of(REPEATED),
     "Data that gets harder": _of(HARDER),
+    "Warm-ups that begin at 0": _of(ZERO),
 }
 COUNTED: dict[str, Chosen] = {
     "all": lambda run: True,
@@ -54,6 +55,7 @@ COUNTED: dict[str, Chosen] = {
     "schedules that stay high": _of(HIGH),
     "examples that come again": _of(REPEATED),
     "data that gets harder": _of(HARDER),
+    "warm-ups that begin at 0": _of(ZERO),
 }
 
 

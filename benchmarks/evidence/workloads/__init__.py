@@ -27,7 +27,7 @@ from .language import EXPERTS, LLAMA, RECURRENT
 from .sequences import CONVOLUTIONS, SORTING
 from .tables import REGRESSION, SMALL, flipped, small_judge
 
-__all__ = ["DEVELOPMENT", "HARDER", "HIGH", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "Workload"]
+__all__ = ["DEVELOPMENT", "HARDER", "HIGH", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "ZERO", "Workload"]
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
@@ -62,7 +62,14 @@ def _one_cycle(optimizer: Optimizer, steps: int) -> LRScheduler:
     return OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=steps)
 
 
-SCHEDULES = {**{name: _schedule(name) for name in ("cosine", "wsd", "linear", "constant", "tenth")}, "one-cycle": _one_cycle}
+def _from_zero(optimizer: Optimizer, steps: int) -> LRScheduler:
+    """As transformers' cosine with warm-up, and Megatron's: the first step is at rate 0."""
+    return LambdaLR(optimizer, lambda step: max(_shape("cosine", step / steps), 0.0))
+
+
+SCHEDULES = {
+    **{name: _schedule(name) for name in ("cosine", "wsd", "linear", "constant", "tenth")}, "one-cycle": _one_cycle, "zero": _from_zero,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,4 +152,9 @@ HARDER = _named(
     Workload(SWELLING, "adamw-0.999", "cosine", 1e-3),
 )
 """Data that changes after the trials. On the first one the rule was mended; the others were run once, afterwards."""
-WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER}
+ZERO = {
+    f"{name}-zero": replace({**DEVELOPMENT, **TEST}[name], schedule="zero")
+    for name in ("pairs", "graphs", "marked", "letters", "neighbours")
+}
+"""Some of them with a warm-up that begins at 0, in which all arms of a scan once were at rate 0."""
+WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO}
