@@ -150,7 +150,7 @@ class Trial:
         evidence, said = last["record"].get("evidence"), "; ".join(last["notes"])
         rows = [row for row in (evidence["measured"].get(TRIALS) or () if evidence else ()) if row]
         try:
-            told = [Told.read(row, len(plan["multiples"])).scores for row in rows]
+            told = [Told.read(row, len(plan["multiples"]), int(plan["steps"])).scores for row in rows]
         except ValueError:  # of an older version
             told = []
         found = _FOUND.search(said)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..converge.health import all_finite
-from ..core.rules.trial_protocol import BROKEN, RUN, Told, arm
+from ..core.rules.trial_protocol import BROKEN, RUN, Told, arm, by_arm, last
 from ..core.validate import whole
 from ..profiling import ranged
 from ..tensors.dtensor import gradient_norm, local_parts, reshard
@@ -124,6 +124,7 @@ class Trials(Measurement):
     def _begin(self) -> None:
         self._position = 0
         self._losses: dict[tuple[int, int], torch.Tensor | None] = {}  # by score and arm
+        self._trained: dict[tuple[int, int], torch.Tensor | None] = {}  # by position and arm
         self._broken: set[int] = set()
         self._from_here = True
         """Do arms begin with what the run begins the cycle with? Then the run's first step is one of theirs."""
@@ -171,6 +172,7 @@ class Trials(Measurement):
                 with looking, self._first_step(number, weights):
                     found[number] = self._tried(number, act)
                 if training:
+                    self._trained[position, number] = found[number]
                     self._watched.snapshots.take(arm(number))
                 else:
                     self._losses[position - steps - 1, number] = found[number]
@@ -343,14 +345,16 @@ class Trials(Measurement):
     # -- at the end ------------------------------------------------------------------------------------------------------------
 
     def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """(7 + arms * scores,) float64: is the run broken? 1, the losses, and that before the first step, zeros where this rank sees none; what that moved; and how many
-        examples were seen before, of how many."""
-        if self._position < self._settings["steps"] + self._settings["scores"] * (self.judge is None):
+        """(7 + arms * (scores + `last` steps),) float64: is the run broken? 1, the losses, those in training, and that before the first step, zeros where
+        this rank sees none; what that moved; and how many examples were seen before, of how many."""
+        steps = self._settings["steps"]
+        if self._position < steps + self._settings["scores"] * (self.judge is None):
             return None
         if self.judge is not None:
             self._judge(*self.judge)
-        scores = self._settings["scores"] if self.judge is None else len(self.judge[1])
-        told = [(score, number) for number in range(len(self._settings["multiples"])) for score in range(scores)]
+        scores, arms = self._settings["scores"] if self.judge is None else len(self.judge[1]), range(len(self._settings["multiples"]))
+        told = [(score, number) for number in arms for score in range(scores)]
+        trained = [self._trained.get((position, number)) for number in arms for position in range(steps - last(steps) + 1, steps + 1)]
         expected = [of for of in told if of[1] not in self._broken]
         if any(of not in self._losses for of in expected):
             return None  # a score has raised, and the loop has gone on
@@ -364,8 +368,9 @@ class Trials(Measurement):
         # Of two examples that were among the first steps' one came again with half the probability with which a later one was among them.
         more = torch.cat([began, went, mark.new_tensor([2 * again if first else again, examples])])
         if any(self._losses[of] is None for of in expected):
-            return torch.cat([mark, mark.new_zeros(1 + len(told)), more])
-        row = torch.stack([mark.new_tensor(BROKEN) if (loss := self._losses.get(of)) is None else loss.to(mark) for of in told])
+            return torch.cat([mark, mark.new_zeros(1 + len(told) + len(trained)), more])
+        losses = [*(self._losses.get(of) for of in told), *trained]
+        row = torch.stack([mark.new_tensor(BROKEN) if loss is None else loss.to(mark) for loss in losses])
         return torch.cat([mark, mark.new_ones(1), torch.nan_to_num(row, nan=BROKEN, posinf=BROKEN, neginf=BROKEN).clamp(max=BROKEN), more])
 
     def _judge(self, loss_fn: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any]) -> None:
@@ -393,9 +398,9 @@ class Trials(Measurement):
             # has looked at its own part alone.
             part = seeing * again / examples if examples else 0.0
             means, arms = [min(loss / seeing, BROKEN) for loss in losses], len(self._settings["multiples"])
-            each = len(means) // arms
-            scores = [means[i * each : (i + 1) * each] for i in range(arms)]
-            found.append(Told(broken, scores, far, part / max(1, self._window), min(began / seeing, BROKEN)).row())
+            scores = len(means) - arms * last(self._settings["steps"])
+            parts = by_arm(means[:scores], arms), by_arm(means[scores:], arms)
+            found.append(Told(broken, *parts, far, part / max(1, self._window), min(began / seeing, BROKEN)).row())
         return found
 
 

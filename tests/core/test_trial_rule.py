@@ -15,7 +15,7 @@ from hdet.core.evidence import Run
 from hdet.core.plan import Moment, Plan, Restore
 from hdet.core.rules.rises import MANY
 from hdet.core.rules.trial_costs import ALONE, CHECK, FEWEST, SCAN
-from hdet.core.rules.trial_protocol import BROKEN, TRIALS, Told
+from hdet.core.rules.trial_protocol import BROKEN, TRIALS, Told, last
 from hdet.core.rules.trial_rule import CHECKS, FIRST, SCANS, TrialRule
 from hdet.core.rules.trial_scores import PART, RAISED, WITHIN
 from tests.core.controller_runs import evidence
@@ -48,11 +48,15 @@ def tell(
     far: float = 1.0,
     part: float = 0.0,
     began: float = 4.0,
+    trained: Sequence[float] | None = None,
     **more: Any,
 ) -> Any:
-    """What it learns from a cycle whose arms have these losses: (octaves, note, ending)."""
+    """What it learns from a cycle whose arms have these losses, in training too unless something else is said: (octaves, note, ending)."""
     scores = rule.judged or (plan.measure[TRIALS]["scores"] if plan.measure else 1)
-    rows = {TRIALS: [Told(float(broke), scored(arms, scores), far, part, began).row()]} if arms is not None and plan.measure else {}
+    rows = {}
+    if arms is not None and plan.measure:
+        in_training = scored(arms if trained is None else trained, last(plan.measure[TRIALS]["steps"]))
+        rows = {TRIALS: [Told(float(broke), scored(arms, scores), in_training, far, part, began).row()]}
     values = {"peak": [1e-3, 0.1], "scheduled": [1e-3, 0.1], "values": [correction * 1e-3, 0.1], "corrections": [correction, 1.0]}
     learned = rule.learn(evidence(**{**CYCLE, **values, "step": step, "measured": rows, **more}))
     lr, decay = learned.decisions  # type: ignore[union-attr]
@@ -165,10 +169,34 @@ def test_the_scan_keeps_a_rate_whose_harm_is_less_than_what_batches_differ_by() 
 
 def test_the_scan_lowers_a_rate_that_is_too_high_from_the_start_and_goes_on_as_the_arm() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 36, [2.5, 3.0, 1e30])[::2] == (SCANS[0], Restore("arm 0"))
+    assert tell(rule, at(rule, 0), 36, [3.9, 4.1, 1e30])[::2] == (SCANS[0], Restore("arm 0"))
     again = at(rule, 36)
     assert again.measure[TRIALS]["multiples"] == [2.0 ** SCANS[0], 1.0] and "origin" == again.measure[TRIALS]["origin"]
-    assert tell(rule, again, 70, [2.6, 2.5])[::2] == (0.0, None)
+    assert tell(rule, again, 70, [2.6, 2.5], correction=1 / 8)[::2] == (0.0, None)
+
+
+@pytest.mark.parametrize(("arms", "trained", "why"), [
+    ([2.5, 3.0, 1e30], None, "it learns: 4.0 - 3.0"),
+    ([5.0, 6.0, 1e30], [5.0, 3.0, 1e30], "data in blocks: of the one that it was trained on it had learned more"),
+    ([5.0, 6.0, 1e30], [5.0, 5.0, 1e30], "as much, as far as anybody can tell"),
+])  # fmt: skip
+def test_the_scan_lowers_nothing_that_learns_or_does_better_in_training(arms: list[float], trained: list[float] | None, why: str) -> None:
+    rule = started()
+    assert tell(rule, at(rule, 0), 36, arms, trained=trained)[::2] == (0.0, None), why
+
+
+@pytest.mark.parametrize("settings", [{}, {"judged": 2}, {"says": 1.0}])
+def test_what_a_scan_has_lowered_is_taken_back_if_the_check_says_so(settings: dict[str, Any]) -> None:
+    """Some losses rise at first, at any rate that is good later, as a quantizer's. The rate is never above the user's for it, so it is safe everywhere."""
+    for arms, octaves in (([2.6, 2.5, 2.3], 3.0), ([2.6, 2.5, 2.499], 0.0), ([2.6, 2.5, 2.6], 0.0), ([2.2, 2.5, 2.6], -2 * PART)):
+        rule = started(**settings)
+        tell(rule, at(rule, 0), 36, [3.9, 4.1, 1e30])
+        tell(rule, at(rule, 36), 70, [3.9, 3.9], correction=1 / 8)
+        check = at(rule, 600)
+        assert check.measure[TRIALS]["multiples"] == [1 / 4, 1, 8]
+        moved, note, end = tell(rule, check, 660, arms, correction=1 / 8)
+        assert moved == octaves and end is None and ("now 0.001" in note) == (octaves == 3)
+    assert at(past_scan(**settings), 600).measure[TRIALS]["multiples"] == [1 / 4, 1, 4]
 
 
 def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
@@ -247,6 +275,18 @@ def test_a_check_is_repeated_twice_at_most_and_not_without_a_budget() -> None:
     rule = past_scan()
     tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])
     assert at(rule, 800) == Plan(spread=False) and rule.finished
+
+
+def test_a_lower_rate_has_to_be_better_in_training_too() -> None:
+    rule = past_scan()
+    moved, note, _ = tell(rule, at(rule, 600), 700, [2.2, 2.5, 2.9], trained=[2.6, 2.5, 2.9])
+    assert moved == 0 and "0.00025 was the best (but not in training)" in note
+    rule = past_scan()
+    assert tell(rule, at(rule, 600), 700, [2.2, 2.5, 2.9], trained=[2.6, BROKEN, 2.9])[0] < 0, "it breaks"
+    rule = past_scan()
+    assert tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.2], trained=[2.9, 2.5, 2.6])[0] > 0, (
+        "a higher one need not: its noise goes when its rate falls"
+    )
 
 
 @pytest.mark.parametrize(("arms", "octaves", "why"), [
@@ -496,7 +536,7 @@ def test_with_an_engine_corrections_follow(exponent: int, total: int) -> None:
             settings = engine.plan.measure[TRIALS]
             rates = [m * engine.corrections[0] for m in settings["multiples"]]
             scores = scored([2.0 + 0.1 * math.log2(rate / best) ** 2 for rate in rates], settings["scores"])
-            rows = {TRIALS: [Told(0.0, scores, 1.0, 0.0, 4.0).row()]}
+            rows = {TRIALS: [Told(0.0, scores, [one[:1] * last(settings["steps"]) for one in scores], 1.0, 0.0, 2.5).row()]}
         engine.close([4.0], rows, scheduled=[1.0], peak=[1.0])
     assert 0.5 <= engine.corrections[0] / best <= 2  # an octave off, one arm of the check is as good as the rate in force
 

@@ -55,7 +55,8 @@ class Rises:
         if self.falls_to is None:
             return ". Nobody knows to what the schedule falls (AutoLR's falls_to=), so the rate is raised only where it hardly learns"
         if self.end:
-            return f". The schedule falls to {self.falls_to:.0%} of its peak only, so the rate is raised only where it hardly learns"
+            falls = "stays at its peak" if self.falls_to == 1 else f"falls to {self.falls_to:.0%} of its peak only"
+            return f". The schedule {falls}, so the rate is raised only where it hardly learns (falls_to=0, if averaged weights are what counts)"
         return ""
 
     def found(self) -> str:

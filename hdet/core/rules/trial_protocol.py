@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..plan import SnapshotOf
 
-__all__ = ["BROKEN", "ORIGIN", "RUN", "TRIALS", "Told", "arm", "snapshots"]
+__all__ = ["BROKEN", "ORIGIN", "RUN", "TRIALS", "Told", "arm", "by_arm", "last", "snapshots"]
 
 TRIALS = "trials"
 """The measurement's name."""
@@ -29,6 +30,11 @@ def snapshots(arms: int, origin: str = "", place: str = "device") -> dict[str, S
     return {name: SnapshotOf(place) for name in [RUN, *map(arm, range(arms)), *filter(None, [origin])]}
 
 
+def last(steps: int) -> int:
+    """Of how many of a trial's last steps the losses are told with which arms have come to their batches."""
+    return steps - steps // 2
+
+
 @dataclass(frozen=True)
 class Told:
     """Of one replica, after a trial."""
@@ -36,7 +42,9 @@ class Told:
     broken: float
     """On how many ranks the run's own weights are not finite."""
     scores: Sequence[Sequence[float]]
-    """[arm][batch]: losses."""
+    """[arm][batch]: losses of batches that no arm has trained on."""
+    trained: Sequence[Sequence[float]]
+    """[arm][step]: losses of the `last` batches that it has trained on, before it did."""
     far: float
     """How many times as far as the run's an arm's first step went at the run's own rate: 1, if arms do what the loop does (and where nothing is known)."""
     part: float
@@ -46,13 +54,20 @@ class Told:
 
     def row(self) -> list[float]:
         """As in `Evidence.measured`."""
-        return [self.broken, *(loss for arm in self.scores for loss in arm), self.far, self.part, self.began]
+        return [self.broken, *chain(*self.scores), *chain(*self.trained), self.far, self.part, self.began]
 
     @classmethod
-    def read(cls, row: Sequence[float], arms: int) -> Told:
-        """Raises ValueError for a row of a trial with another number of arms."""
+    def read(cls, row: Sequence[float], arms: int, steps: int) -> Told:
+        """Raises ValueError for a row of a trial with another number of arms, or of steps."""
         broken, *losses, far, part, began = row
-        each, rest = divmod(len(losses), arms) if arms else (0, 0)
-        if rest or not each:
-            raise ValueError(f"a row of {len(row)} numbers is not of a trial with {arms} arms")
-        return cls(broken, [losses[i * each : (i + 1) * each] for i in range(arms)], far, part, began)
+        told = arms * last(steps)
+        scores, trained = losses[: len(losses) - told], losses[len(losses) - told :]
+        if len(losses) <= told or len(scores) % arms:
+            raise ValueError(f"a row of {len(row)} numbers is not of a trial with {arms} arms and {steps} steps")
+        return cls(broken, by_arm(scores, arms), by_arm(trained, arms), far, part, began)
+
+
+def by_arm(losses: Sequence[float], arms: int) -> list[Sequence[float]]:
+    """[arm * each + number] -> [arm][number]"""
+    each = len(losses) // arms
+    return [losses[i * each : (i + 1) * each] for i in range(arms)]

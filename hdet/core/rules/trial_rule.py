@@ -263,9 +263,15 @@ class TrialRule(Controller):
     def _octaves(self) -> tuple[float, ...]:
         """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
         if not self._scan:
-            return CHECKS
+            return CHECKS if self._own is None else (*CHECKS[:2], self._own)
         below, same, above = SCANS
         return (below, same) if self.lowered else (below, same, above - NEARER * self.repeated)
+
+    @property
+    def _own(self) -> float | None:
+        """Where a scan has lowered the rate, the octave of one step back."""
+        lowered = bool(self.peaks) and self.peaks[-1][1] * 2.0 ** -SCANS[0] <= self.peaks[-1][0] * (1 + 1e-6)
+        return -SCANS[0] if lowered else None
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
@@ -293,15 +299,16 @@ class TrialRule(Controller):
             return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
         steps, octaves = self.used, self._octaves()
         self._spend()
-        told = [Told.read(row, len(octaves)) for row in rows]
+        told = [Told.read(row, len(octaves), steps) for row in rows]
         self.first = self.first or [mean(one.began for one in told)]
         self.strayed = next((one.far for one in told if not 1 / STRAYED < one.far < STRAYED), 0.0)
         self.epochs = max(self.epochs, self._total * sum(one.part for one in told))  # each replica has a part of the data of its own
         if self.strayed:
             warnings.warn(f"AutoLR: {self.report()}", stacklevel=2)
         judges = told[:1] if self.judged else told
-        scores = [[loss for one in judges for loss in one.scores[number]] for number in range(len(octaves))]
-        arms = Arms(dict(zip(octaves, scores, strict=True)), steps, self.first[0])
+        scores = {octave: [loss for one in judges for loss in one.scores[number]] for number, octave in enumerate(octaves)}
+        trained = {octave: [loss for one in told for loss in one.trained[number]] for number, octave in enumerate(octaves)}
+        arms = Arms(scores, steps, self.first[0], {} if self.judged else trained)
         correction, peak = self._in_force(evidence)
         found = self._found(arms, peak, correction, broke=any(one.broken for one in told))
         self._go_on(found)
@@ -327,7 +334,7 @@ class TrialRule(Controller):
             return taken_back(peak, correction, why)
         if self.strayed:
             return Finding(1.0, "")
-        return scanned(arms, self._rises, broke) if self._scan else checked(arms, self._rises, peak)
+        return scanned(arms, self._rises, broke) if self._scan else checked(arms, self._rises, peak, self._own)
 
     def _go_on(self, found: Finding) -> None:
         """To the next round, or to this one once more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 
 from .rises import Rises
@@ -16,6 +16,8 @@ CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
 RAISES, LOWERS = 0.0025, 0.004
 """Of what the run has learned so far: a gain that is smaller moves nothing. Short trials lean towards low rates, so less is asked of a higher one."""
+AGREED = 2.0
+"""Standard errors by which a lower arm has to have been better in training, too."""
 PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
@@ -55,6 +57,8 @@ class Arms:
     steps: int
     first: float
     """The loss before the run's first step."""
+    trained: Mapping[float, Sequence[float]] = field(default_factory=dict)
+    """By octave: losses of the last batches that it has trained on, before it did; empty where a judge scores, whose losses are others."""
 
     def loss(self, octave: float) -> float:
         return mean(self.scores[octave])
@@ -74,6 +78,14 @@ class Arms:
         scores = self.scores[octave]
         return self.better(octave) and self.gain(octave) > CLEAR * stdev(scores) / math.sqrt(len(scores))
 
+    def agreed(self, octave: float) -> bool:
+        """Was it better than the rate in force already on the last batches that both have trained on? Where data comes in blocks, as sorted by class
+        or domain, who has learned less of one block looks better on the next, which has scored both; in training it does not."""
+        if not self.trained:
+            return True
+        gains = [same - loss for loss, same in zip(self.trained[octave], self.trained[0.0], strict=True)]
+        return max(self.trained[0.0]) >= BROKEN or mean(gains) > max(0.0, AGREED * stdev(gains) / math.sqrt(len(gains)))
+
     def learned(self, octave: float = 0.0) -> float:
         """How far it is below the run's first loss."""
         return self.first - self.loss(octave)
@@ -88,12 +100,12 @@ class Arms:
 
 
 def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
-    """From the run's beginning. ``broke``: are the run's own weights not finite?"""
+    """From the run's beginning. ``broke``: are the run's own weights not finite? A rate that has learned anything is not grossly too high."""
     below, above = min(arms.scores), max(arms.scores)
     after = f"in {arms.steps} steps from the start"
     if max(arms.scores[below]) >= BROKEN:
         return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
-    if broke or arms.far_better(below):
+    if broke or (arms.far_better(below) and arms.agreed(below) and arms.learned() <= 0):
         return Finding(2.0**below, f"2^{below:g} times the rate is better {after}: the run goes on as that arm", arm(0), again=True)
     if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
         return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
@@ -101,21 +113,26 @@ def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
     return Finding(1.0, f"{after} {tried} times the rate is better: kept")
 
 
-def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
-    """Early in the run. ``peak``: the one in force."""
+def checked(arms: Arms, rises: Rises, peak: float, own: float | None = None) -> Finding:
+    """Early in the run. ``peak``: the one in force. ``own``: the octave of the user's rate, or of one on the way there, where a scan has lowered it:
+    some losses rise at first under any rate that is good later, so what the scan has done is taken back, if the check says so."""
     octave = min(arms.scores, key=lambda octave: (arms.loss(octave), abs(octave)))
+    other = next(one for one in arms.scores if one not in (0.0, octave))
     gain, but = arms.gain(octave), ""
     if not arms.better(octave):
         but = "not clearly"
     elif gain < (RAISES if octave > 0 else LOWERS) * abs(arms.learned()):
         but = "too little"
-    elif arms.gain(-octave) >= gain / 2:  # the run is about to break
+    elif arms.gain(other) >= gain / 2 and octave != own:  # the run is about to break
         but = "as the other side was"
-    elif octave > 0 and not rises.allowed(scan=False, far_behind=arms.far_behind(octave)):
+    elif octave < 0 and not arms.agreed(octave):
+        but = "but not in training"
+    elif octave > 0 and octave != own and not rises.allowed(scan=False, far_behind=arms.far_behind(octave)):
         but = "which is not safe here"
-    factor = 1.0 if but else 2.0 ** (PART * octave)
-    now, edge = peak * factor, peak * 2.0**octave if octave else 0.0
-    was = f"{edge:.2g} was the best{f' ({but})' if but else ''}" if octave else "no other was better"
+    factor = 1.0 if but else 2.0**octave if octave == own else 2.0 ** (PART * octave)
+    now, best = peak * factor, peak * 2.0**octave
+    edge = best if octave and best != now else 0.0
+    was = f"{best:.2g} was the best{f' ({but})' if but else ''}" if octave else "no other was better"
     what = f"now {now:.2g}" if factor != 1 else "kept"
     note = f"{between(now, edge)}: in {arms.steps} steps {was}, {peak:.2g} was in force, {what}"
     return Finding(factor, note, again=not but, edge=edge)
