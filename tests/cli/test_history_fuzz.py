@@ -21,7 +21,7 @@ from hdet.cli.runs import RunFiles
 
 from .harness import one_line
 
-TOLD = {"measured": {"trials": [[0.0, 5.0, 5.1, 4.9, 5.0, 4.8, 4.7, 1.0, 0.0, 6.0]]}}
+TOLD = {"measured": {"trials": [[0.0, 5.0, 5.1, 4.9, 5.0, 4.8, 4.7, *[5.0] * 3 * 8, 1.0, 0.0, 6.0]]}}
 TRIAL = {"trial": 1, "multiples": [0.5, 1.0, 2.0], "steps": 16, "scores": 2}
 CYCLE = {
     "multipliers": {"lr": [0.9, 1.1]}, "losses": [5.0, 5.1], "probe": None, "left_out": [], "rolled_back": False, "notes": ["a note"],

@@ -56,7 +56,9 @@ def write(
                 "moment": {"step": step - 10},
                 "plan": {"measure": {"trials": TRIAL} if controller == "auto" and cycle in (2, 3) else {}},
             }
-            told["evidence"] = {"measured": {"trials": [[0.0, *LOSSES, 1.0, 0.0, 6.0]]} if controller == "auto" and cycle == 3 else {}}
+            told["evidence"] = {
+                "measured": {"trials": [[0.0, *LOSSES, *[5.0] * 3 * 14, 1.0, 0.0, 6.0]]} if controller == "auto" and cycle == 3 else {}
+            }
             losses = [None if value is None else value + 0.02 * (1 - m) for m in rho]
             note = (
                 "lr: best peak 0.0002 to 0.0008: in 28 steps 0.0003 was the best, 0.0004 was in force, kept"
@@ -247,7 +249,7 @@ def test_what_stands_behind_the_losses_is_none_of_them(scores: int) -> None:
     follow on no step of the run."""
     plan = {"trial": 2, "multiples": [0.125, 1.0], "steps": 28, "scores": scores}
     told = {"moment": {"step": 0}, "plan": {"measure": {"trials": plan}}}
-    told["evidence"] = {"measured": {"trials": [[0.0, 3.0, 3.1, 3.2, 2.0, 2.1, 2.2, 1.0, 0.0, 6.0]]}}
+    told["evidence"] = {"measured": {"trials": [[0.0, 3.0, 3.1, 3.2, 2.0, 2.1, 2.2, *[5.0] * 2 * 14, 1.0, 0.0, 6.0]]}}
     trial = Trial.read([{"step": 40, "notes": [], "record": told}])
     assert trial.above == [pytest.approx((1.0, 0.0)), pytest.approx((0.0, 0.0))] and trial.cost == 2 * (28 + 1)
 

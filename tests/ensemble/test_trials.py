@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.core.plan import SnapshotOf
-from hdet.core.rules.trial_protocol import BROKEN, snapshots
+from hdet.core.rules.trial_protocol import BROKEN, Told, last, snapshots
 from hdet.measure.measurement import Measurement
 from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
@@ -50,6 +50,11 @@ class Tries(hdet.Controller):
     def learn(self, evidence: hdet.Evidence) -> hdet.Learned:
         self.told.append(evidence.measured.get("trials"))
         return hdet.Learned([hdet.Decision() for _ in evidence.knobs], self.end if evidence.cycle == 0 else None)
+
+
+def read(controller: Any, cycle: int = 0, replica: int = 0) -> Told:
+    """What it was told of a cycle's trial."""
+    return Told.read(controller.told[cycle][replica], len(controller.settings["multiples"]), STEPS)
 
 
 def noisy() -> nn.Module:
@@ -99,20 +104,19 @@ def by_hand(
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
 def test_an_arm_is_what_a_loop_by_hand_makes_of_it(optimizer: Any, of: str, length: int | None) -> None:
     run = tries(net=model(), optimizer=optimizer, of=of, length=length).steps(STEPS + SCORES)
-    ((_, *row, _, _, _),) = run.controller.told[-1]
     assert not any(run.controller.told[:-1])
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
-        assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, optimizer=optimizer, of=of)[1]
+        assert read(run.controller, -1).scores[number] == by_hand(multiple, optimizer=optimizer, of=of)[1]
 
 
 def test_where_the_schedule_begins_at_0_arms_rise_from_there() -> None:
     def warmed(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 20))
 
-    ((_, *row, far, _, _),) = tries(net=model(), of="peak", scheduler=warmed).steps(STEPS + SCORES).controller.told[-1]
+    told = read(tries(net=model(), of="peak", scheduler=warmed).steps(STEPS + SCORES).controller, -1)
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
-        assert row[number * SCORES : (number + 1) * SCORES] == by_hand(multiple, of="peak", begins=0.0)[1]
-    assert far == 1.0, "the run has not moved: nothing to compare with"
+        assert told.scores[number] == by_hand(multiple, of="peak", begins=0.0)[1]
+    assert told.far == 1.0, "the run has not moved: nothing to compare with"
 
 
 @pytest.mark.parametrize("groups", [None, "each"])
@@ -140,14 +144,22 @@ def test_each_group_goes_to_its_own_peak(groups: str | None, later: int) -> None
         ensemble.step(1.0, closure=lambda i=i: losses_of(net, batch(i)))
     peaks = [1e-3, 1e-3] if later == 0 else [5e-4, 2e-3]
     assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(peaks)
-    assert controller.told[0][0][-3] == 1.0, "groups rise by different factors: how far a step goes says nothing"
+    assert read(controller).far == 1.0, "groups rise by different factors: how far a step goes says nothing"
+
+
+def test_losses_of_the_last_batches_that_arms_have_trained_on_are_told() -> None:
+    told = read(tries(net=model(), multiples=(0.0, 1.0)).steps(STEPS + SCORES).controller)
+    net = model()
+    assert [len(losses) for losses in told.trained] == [5, 5] and told.trained[0] != told.trained[1]
+    with torch.no_grad():  # an arm that hardly moves has the run's first weights
+        assert told.trained[0] == pytest.approx([float(loss_of(net, batch(100 * i))) for i in range(STEPS - 5, STEPS)], rel=1e-2)
 
 
 @pytest.mark.parametrize("falls_to", [0.25, 1.0])
 def test_an_arm_ends_at_the_part_of_its_rate_that_is_asked_for(falls_to: float) -> None:
     run = tries(net=model(), multiples=(4.0,), falls_to=falls_to).steps(STEPS + SCORES)
-    ((_, *row, _, _, began),) = run.controller.told[-1]
-    assert row == by_hand(4.0, falls_to=falls_to)[1] and began == pytest.approx(float(loss_of(model(), batch(0))))
+    told = read(run.controller, -1)
+    assert told.scores == [by_hand(4.0, falls_to=falls_to)[1]] and told.began == pytest.approx(float(loss_of(model(), batch(0))))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
@@ -166,8 +178,7 @@ def test_arms_are_clipped_as_the_loop_clips() -> None:
 
     run = tries(net=net, before_step=clip).steps(STEPS + SCORES)
     assert len(clipped) == 3 * STEPS and min(clipped) > 0.01
-    ((_, *row, _, _, _),) = run.controller.told[0]
-    assert row != [score for multiple in (0.5, 1.0, 4.0) for score in by_hand(multiple)[1]]
+    assert all(scores != by_hand(multiple)[1] for scores, multiple in zip(read(run.controller).scores, (0.5, 1.0, 4.0), strict=True))
 
 
 class Peaks(Measurement):
@@ -222,7 +233,7 @@ def test_it_is_told_how_far_an_arm_goes_where_the_run_has_made_a_step(optimizer:
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.ensemble.step(loss.mean(), closure=lambda i=i: losses_of(net, batch(100 * i)))
-    assert run.controller.told[-1][0][-3] == pytest.approx(far if optimizer is torch.optim.SGD else 1.0, rel=1e-3)
+    assert read(run.controller, -1).far == pytest.approx(far if optimizer is torch.optim.SGD else 1.0, rel=1e-3)
 
 
 def test_an_arm_that_breaks_is_left_and_told() -> None:
@@ -233,8 +244,8 @@ def test_an_arm_that_breaks_is_left_and_told() -> None:
         return batch(key)
 
     run = tries(multiples=(1e30, 1.0), optimizer=torch.optim.SGD, data=data, net=model()).steps(STEPS + SCORES)
-    ((_, *row, _, _, _),) = run.controller.told[0]
-    assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
+    told = read(run.controller)
+    assert told.scores[0] == [BROKEN] * SCORES and told.trained[0][-1] == BROKEN and max(told.scores[1]) < 100
     assert all(torch.isfinite(p).all() for p in run.net.parameters())
 
 
@@ -244,10 +255,10 @@ def test_a_judge_scores_the_arms() -> None:
     net, _ = by_hand(2.0)
     with torch.no_grad():
         expected = [float(loss_of(net, data)) for data in held_out]
-    assert run.controller.told[0] is not None and run.controller.told[0][0][1:-3] == expected
+    assert read(run.controller).scores == [expected]
     with torch.no_grad():
         began = sum(float(loss_of(model(), data)) for data in held_out) / 3
-    assert run.controller.told[0][0][-1] == pytest.approx(began), "measured with the same scale, whatever the training loss is"
+    assert read(run.controller).began == pytest.approx(began), "measured with the same scale, whatever the training loss is"
 
 
 @pytest.mark.parametrize("judged", [False, True])
@@ -264,7 +275,7 @@ def test_losses_that_need_derivatives_of_the_model_are_scored_too(judged: bool) 
     run = tries(net=net, multiples=(1.0,), optimizer=torch.optim.SGD, **judge)
     run.losses = lambda data: residuals(net, data)
     run.steps(STEPS + SCORES)
-    assert run.controller.told[0] is not None and all(math.isfinite(x) and x > 0 for x in run.controller.told[0][0][1:-3])
+    assert all(math.isfinite(x) and x > 0 for x in read(run.controller).scores[0])
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in net.parameters())
     plain = Run(net=model(), spread=0.0, optimizer=torch.optim.SGD)
     plain.losses = lambda data: residuals(plain.net, data)
@@ -321,7 +332,7 @@ def test_a_shadow_measures_without_a_trace() -> None:
     plain = Run(net=model(), spread=0.0, every=7).steps(30)
     shadow = tries(net=model(), wrap=hdet.Shadow, end=hdet.Restore("arm 2"), every=7, length=7).steps(30)
     assert torch.equal(plain.weights(), shadow.weights())
-    assert shadow.controller.rule.told[1][0][1 : 1 + SCORES] == by_hand(0.5)[1]
+    assert read(shadow.controller.rule, 1).scores[0] == by_hand(0.5)[1]
 
 
 def sgd(parameters: Any, **_: Any) -> torch.optim.Optimizer:
@@ -382,7 +393,8 @@ def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None
                 inside = under(run.steps(1).data(0))
             assert torch.equal(inside, under(run.data(0)))  # the run's weights, not the last arm's
         told.append(run.controller.told[0][0])
-    assert told[0] == pytest.approx(told[1], rel=0.02) and told[1][1 : 1 + SCORES] != told[1][1 + SCORES :]
+    one, other = read(run.controller).scores
+    assert told[0] == pytest.approx(told[1], rel=0.02) and one != other
 
 
 def test_a_model_that_raises_on_an_arm_that_has_broken_does_not_end_the_run() -> None:
@@ -395,8 +407,8 @@ def test_a_model_that_raises_on_an_arm_that_has_broken_does_not_end_the_run() ->
         return found
 
     run.losses = losses
-    ((_, *row, _, _, _),) = run.steps(STEPS + SCORES).controller.told[0]
-    assert row[:SCORES] == [BROKEN] * SCORES and max(row[SCORES:]) < 100
+    told = read(run.steps(STEPS + SCORES).controller)
+    assert told.scores[0] == [BROKEN] * SCORES and max(told.scores[1]) < 100
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -408,8 +420,8 @@ def test_a_group_that_is_still_frozen_by_its_schedule_does_not_move_in_an_arm(pl
     before, other = state_of(net[2 * place]), state_of(net[2 - 2 * place])
     run.steps(STEPS + SCORES)
     assert same(state_of(net[2 * place]), before) and not same(state_of(net[2 - 2 * place]), other)
-    row = run.controller.told[0][0]
-    assert row[1 : 1 + SCORES] != row[1 + SCORES :]
+    one, other = read(run.controller).scores
+    assert one != other
 
 
 def test_what_follows_a_step_in_a_hook_is_not_told_of_arms() -> None:
@@ -434,7 +446,7 @@ def test_a_score_that_raised_and_was_caught_loses_the_trial() -> None:
     run.losses = plain
     run.steps(STEPS + 2 * SCORES)
     first, second = run.controller.told
-    assert not first and len(second[0]) == 4 + 2 * SCORES
+    assert not first and len(second[0]) == 4 + 2 * (SCORES + last(STEPS))
 
 
 # -- interrupted -------------------------------------------------------------------------------------------------------------
@@ -444,14 +456,14 @@ def test_a_trial_goes_on_after_an_average_by_hand() -> None:
     run = tries(net=model()).steps(3)
     run.ensemble.converge()
     run.steps(STEPS + SCORES - 3)
-    assert run.controller.told[0][0][1 : 1 + SCORES] == by_hand(0.5)[1]
+    assert read(run.controller).scores[0] == by_hand(0.5)[1]
 
 
 def test_a_trial_that_a_resumed_run_cannot_finish_tells_nothing_and_the_next_one_does() -> None:
     run = tries(net=model()).steps(3)
     run = tries(net=model()).loaded(run.saved()).steps(2 * (STEPS + SCORES) - 3)
     first, second = run.controller.told
-    assert not first and len(second[0]) == 4 + 3 * SCORES
+    assert not first and len(second[0]) == 4 + 3 * (SCORES + last(STEPS))
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------------
@@ -521,8 +533,7 @@ def test_ranks_train_the_same_arms_however_gradients_are_averaged(reduce: str) -
     assert wrapped == (reduce == "ddp") and told == others and len(told) == 2
     for rank in range(2 if reduce != "local" else 0):
         for number, multiple in enumerate((0.5, 1.0, 4.0)):
-            found = told[rank][1 + number * SCORES : 1 + (number + 1) * SCORES]
-            assert found == pytest.approx(by_hand(multiple, ranks=2, rank=rank)[1], rel=1e-4)
+            assert Told.read(told[rank], 3, STEPS).scores[number] == pytest.approx(by_hand(multiple, ranks=2, rank=rank)[1], rel=1e-4)
     if reduce != "local":
         assert torch.equal(weights, others_weights) and torch.allclose(weights, flat(by_hand(4.0, ranks=2)[0]), atol=1e-5)
 

@@ -62,7 +62,7 @@ class Told:
         broken, *losses, far, part, began = row
         told = arms * last(steps)
         scores, trained = losses[: len(losses) - told], losses[len(losses) - told :]
-        if len(losses) <= told or len(scores) % arms:
+        if not arms or len(losses) <= told or len(scores) % arms:
             raise ValueError(f"a row of {len(row)} numbers is not of a trial with {arms} arms and {steps} steps")
         return cls(broken, by_arm(scores, arms), by_arm(trained, arms), far, part, began)
 

@@ -23,7 +23,7 @@ PART = 0.5
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
 LITTLE = 0.3
-"""The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
+"""The part of what another arm of a scan has learned, above which the rate in force is not grossly wrong: a language model learns the letters'
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
 FLAT = 0.0002
 """Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
@@ -100,12 +100,13 @@ class Arms:
 
 
 def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
-    """From the run's beginning. ``broke``: are the run's own weights not finite? A rate that has learned anything is not grossly too high."""
+    """From the run's beginning. ``broke``: are the run's own weights not finite? Only a rate that has hardly learned anything, beside a lower or a
+    higher one, is grossly wrong."""
     below, above = min(arms.scores), max(arms.scores)
     after = f"in {arms.steps} steps from the start"
     if max(arms.scores[below]) >= BROKEN:
         return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
-    if broke or (arms.far_better(below) and arms.agreed(below) and arms.learned() <= 0):
+    if broke or (arms.far_better(below) and arms.agreed(below) and arms.far_behind(below)):
         return Finding(2.0**below, f"2^{below:g} times the rate is better {after}: the run goes on as that arm", arm(0), again=True)
     if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
         return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
