@@ -176,11 +176,10 @@ def test_the_scan_lowers_a_rate_that_is_too_high_from_the_start_and_goes_on_as_t
 
 
 @pytest.mark.parametrize(("arms", "trained", "why"), [
-    ([2.5, 3.0, 1e30], None, "it learns: 4.0 - 3.0"),
     ([5.0, 6.0, 1e30], [5.0, 3.0, 1e30], "data in blocks: of the one that it was trained on it had learned more"),
     ([5.0, 6.0, 1e30], [5.0, 5.0, 1e30], "as much, as far as anybody can tell"),
 ])  # fmt: skip
-def test_the_scan_lowers_nothing_that_learns_or_does_better_in_training(arms: list[float], trained: list[float] | None, why: str) -> None:
+def test_the_scan_lowers_nothing_that_does_better_in_training(arms: list[float], trained: list[float], why: str) -> None:
     rule = started()
     assert tell(rule, at(rule, 0), 36, arms, trained=trained)[::2] == (0.0, None), why
 
@@ -188,7 +187,7 @@ def test_the_scan_lowers_nothing_that_learns_or_does_better_in_training(arms: li
 @pytest.mark.parametrize("settings", [{}, {"judged": 2}, {"says": 1.0}])
 def test_what_a_scan_has_lowered_is_taken_back_if_the_check_says_so(settings: dict[str, Any]) -> None:
     """Some losses rise at first, at any rate that is good later, as a quantizer's. The rate is never above the user's for it, so it is safe everywhere."""
-    for arms, octaves in (([2.6, 2.5, 2.3], 3.0), ([2.6, 2.5, 2.499], 0.0), ([2.6, 2.5, 2.6], 0.0), ([2.2, 2.5, 2.6], -2 * PART)):
+    for arms, octaves in (([2.6, 2.5, 2.3], 3.0), ([2.6, 2.5, 2.4999], 3.0), ([2.6, 2.5, 2.5001], 0.0), ([2.2, 2.5, 2.6], -2 * PART)):
         rule = started(**settings)
         tell(rule, at(rule, 0), 36, [3.9, 4.1, 1e30])
         tell(rule, at(rule, 36), 70, [3.9, 3.9], correction=1 / 8)
@@ -196,6 +195,7 @@ def test_what_a_scan_has_lowered_is_taken_back_if_the_check_says_so(settings: di
         assert check.measure[TRIALS]["multiples"] == [1 / 4, 1, 8]
         moved, note, end = tell(rule, check, 660, arms, correction=1 / 8)
         assert moved == octaves and end is None and ("now 0.001" in note) == (octaves == 3)
+        assert rule.finished or moved < 0
     assert at(past_scan(**settings), 600).measure[TRIALS]["multiples"] == [1 / 4, 1, 4]
 
 

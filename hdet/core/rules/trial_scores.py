@@ -23,7 +23,7 @@ PART = 0.5
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
 LITTLE = 0.3
-"""The part of what another arm of a scan has learned, above which the rate in force is not grossly wrong: a language model learns the letters'
+"""The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
 FLAT = 0.0002
 """Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
@@ -100,13 +100,12 @@ class Arms:
 
 
 def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
-    """From the run's beginning. ``broke``: are the run's own weights not finite? Only a rate that has hardly learned anything, beside a lower or a
-    higher one, is grossly wrong."""
+    """From the run's beginning. ``broke``: are the run's own weights not finite?"""
     below, above = min(arms.scores), max(arms.scores)
     after = f"in {arms.steps} steps from the start"
     if max(arms.scores[below]) >= BROKEN:
         return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
-    if broke or (arms.far_better(below) and arms.agreed(below) and arms.far_behind(below)):
+    if broke or (arms.far_better(below) and arms.agreed(below)):
         return Finding(2.0**below, f"2^{below:g} times the rate is better {after}: the run goes on as that arm", arm(0), again=True)
     if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
         return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
@@ -115,8 +114,15 @@ def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
 
 
 def checked(arms: Arms, rises: Rises, peak: float, own: float | None = None) -> Finding:
-    """Early in the run. ``peak``: the one in force. ``own``: the octave of the user's rate, or of one on the way there, where a scan has lowered it:
-    some losses rise at first under any rate that is good later, so what the scan has done is taken back, if the check says so."""
+    """Early in the run. ``peak``: the one in force. ``own``: the octave of the user's rate, or of one on the way there, where a scan has lowered it.
+    Some losses rise at first under any rate that is good later. So a scan's step is taken back if that is any better now."""
+    if own is not None and arms.gain(own) > 0:
+        now = peak * 2.0**own
+        return Finding(
+            2.0**own,
+            f"{between(now, 0.0)}: in {arms.steps} steps the rate of before, {now:.2g}, is better than {peak:.2g}: now {now:.2g}",
+            edge=0.0,
+        )
     octave = min(arms.scores, key=lambda octave: (arms.loss(octave), abs(octave)))
     other = next(one for one in arms.scores if one not in (0.0, octave))
     gain, but = arms.gain(octave), ""
@@ -124,15 +130,15 @@ def checked(arms: Arms, rises: Rises, peak: float, own: float | None = None) -> 
         but = "not clearly"
     elif gain < (RAISES if octave > 0 else LOWERS) * abs(arms.learned()):
         but = "too little"
-    elif arms.gain(other) >= gain / 2 and octave != own:  # the run is about to break
+    elif arms.gain(other) >= gain / 2:  # the run is about to break
         but = "as the other side was"
     elif octave < 0 and not arms.agreed(octave):
         but = "but not in training"
-    elif octave > 0 and octave != own and not rises.allowed(scan=False, far_behind=arms.far_behind(octave)):
+    elif octave > 0 and not rises.allowed(scan=False, far_behind=arms.far_behind(octave)):
         but = "which is not safe here"
-    factor = 1.0 if but else 2.0**octave if octave == own else 2.0 ** (PART * octave)
+    factor = 1.0 if but else 2.0 ** (PART * octave)
     now, best = peak * factor, peak * 2.0**octave
-    edge = best if octave and best != now else 0.0
+    edge = best if octave else 0.0
     was = f"{best:.2g} was the best{f' ({but})' if but else ''}" if octave else "no other was better"
     what = f"now {now:.2g}" if factor != 1 else "kept"
     note = f"{between(now, edge)}: in {arms.steps} steps {was}, {peak:.2g} was in force, {what}"
