@@ -15,7 +15,7 @@ from pathlib import Path
 from . import fixed_rates
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
-from .workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST, ZERO
+from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, ZERO
 
 STARTS = (-4, -2, 0, 2, 4)
 LONG = 10_000
@@ -45,6 +45,7 @@ SECTIONS: dict[str, Chosen] = {
     "Examples that come again": _of(REPEATED),
     "Data that gets harder": _of(HARDER),
     "Warm-ups that begin at 0": _of(ZERO),
+    "Blocks, and a loss that rises at first": _of(MISLEADING),
 }
 COUNTED: dict[str, Chosen] = {
     "all": lambda run: True,
@@ -56,6 +57,7 @@ COUNTED: dict[str, Chosen] = {
     "examples that come again": _of(REPEATED),
     "data that gets harder": _of(HARDER),
     "warm-ups that begin at 0": _of(ZERO),
+    "blocks, and a loss that rises at first": _of(MISLEADING),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import auto, fixed_rates
-from benchmarks.evidence.workloads import DEVELOPMENT, HARDER, HIGH, REPEATED, TEST, WORKLOADS, ZERO, finetuning, generated
+from benchmarks.evidence.workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, WORKLOADS, ZERO, finetuning, generated
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def hardly_pretrained(monkeypatch: Any) -> Any:
     finetuning.pretrained.cache_clear()
 
 
-@pytest.mark.parametrize("name", [*DEVELOPMENT, *TEST, "regression-constant", "heat-tenth", "rows-256", "pairs-zero", *HARDER])
+@pytest.mark.parametrize("name", [*DEVELOPMENT, *TEST, "regression-constant", "heat-tenth", "rows-256", "pairs-zero", *HARDER, *MISLEADING])
 def test_a_workload_trains(name: str) -> None:
     fixed_rates.untrained.cache_clear()
     line = fixed_rates.run(name, 0, seed=3, steps=40)
@@ -32,7 +32,9 @@ def test_a_workload_trains(name: str) -> None:
 
 
 def test_no_workload_is_in_both_halves() -> None:
-    assert not DEVELOPMENT.keys() & TEST.keys() and len(WORKLOADS) == sum(map(len, (DEVELOPMENT, TEST, HIGH, REPEATED, HARDER, ZERO)))
+    assert not DEVELOPMENT.keys() & TEST.keys() and len(WORKLOADS) == sum(
+        map(len, (DEVELOPMENT, TEST, HIGH, REPEATED, HARDER, ZERO, MISLEADING))
+    )
 
 
 def test_a_run_that_breaks_has_no_loss_and_counts_as_untrained() -> None:

@@ -24,10 +24,11 @@ from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
 from .harder import CURRICULUM, FADING, SWELLING
 from .images import AUTOENCODER, DIFFUSION, MIXER, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
+from .misleading import BLOCKS, QUANTIZED
 from .sequences import CONVOLUTIONS, SORTING
 from .tables import REGRESSION, SMALL, flipped, small_judge
 
-__all__ = ["DEVELOPMENT", "HARDER", "HIGH", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "ZERO", "Workload"]
+__all__ = ["DEVELOPMENT", "HARDER", "HIGH", "MISLEADING", "OPTIMIZERS", "REPEATED", "SCHEDULES", "TEST", "WORKLOADS", "ZERO", "Workload"]
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
@@ -157,4 +158,6 @@ ZERO = {
     for name in ("pairs", "graphs", "marked", "letters", "neighbours")
 }
 """Some of them with a warm-up that begins at 0, in which all arms of a scan once were at rate 0."""
-WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO}
+MISLEADING = _named(Workload(BLOCKS, "adamw-0.999", "cosine", 1e-3), Workload(QUANTIZED, "adamw-0.999", "cosine", 1e-3))
+"""An adversary's. On the likes of them the rule was mended."""
+WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO, **MISLEADING}
