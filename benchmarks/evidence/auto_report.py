@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import fixed_rates
+from . import fixed_rates, ranks
 from .auto import HARM, RESULTS, Compared, compared, counted, each
 from .runs import read, spaced
 from .workloads import DEVELOPMENT, HARDER, HIGH, MISLEADING, REPEATED, TEST, ZERO
@@ -99,7 +99,7 @@ def in_all(runs: Sequence[Compared]) -> str:
 
 def report(runs: Sequence[Compared]) -> dict[str, str]:
     """Tables by name."""
-    return {**sections(runs), "By workload": by_workload(runs), "In all": in_all(runs)}
+    return {**sections(runs), "By workload": by_workload(runs), "In all": in_all(runs), "More ranks": ranks.table(read(ranks.RESULTS))}
 
 
 def written(page: str, tables: Mapping[str, str]) -> str:

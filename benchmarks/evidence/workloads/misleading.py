@@ -19,9 +19,11 @@ PARTS, CODES, LATENT, MIXED, SIZE = 4, 64, 8, 60, 24
 @functools.cache
 def _teacher() -> tuple[Tensor, Tensor, Tensor]:
     """(inputs, waves), what each domain adds to the common target (domains, waves), and where its inputs lie (domains, inputs)."""
-    generator = seeded("misleading", "domains")
-    waves, own, at = (torch.randn(shape, generator=generator) for shape in ((INPUTS, WAVES), (DOMAINS + 1, WAVES), (DOMAINS, INPUTS)))
-    return 0.375 * waves, 0.25 * own, at
+    generator = torch.Generator().manual_seed(1)  # the adversary's
+    waves, own, common, at = (
+        torch.randn(shape, generator=generator) for shape in ((INPUTS, WAVES), (DOMAINS, WAVES), (WAVES,), (DOMAINS, INPUTS))
+    )
+    return 0.375 * waves, 0.25 * torch.cat([own, common[None]]), at
 
 
 def _streamed(key: Key, count: int, domain: int | None = None) -> Batch:
