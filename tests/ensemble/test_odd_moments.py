@@ -205,7 +205,7 @@ def test_and_stays_as_it_is_in_the_model() -> None:
     run.losses = lambda data: (net(data[0]) - data[1]).square().mean(1)
     assert [b.shape[0] for b in run.ensemble.parameters.buffers] == [3] and run.ensemble.parameters.buffers[0] is net.mean
     run.steps(60)
-    assert torch.equal(net.weight.float(), torch.ones(6, 6)) and run.controller.state_dict()["found"]
+    assert torch.equal(net.weight.float(), torch.ones(6, 6)) and run.controller.state_dict()["said"]
 
 
 # -- a process group that is gone ------------------------------------------------------------------------------------------------
