@@ -36,18 +36,19 @@ class Trials(Measurement):
     """[replica]: a row of `Told`.
 
     An arm begins as the run is then, or as a snapshot is. In each of the first ``steps`` steps it trains on the batch that the run has just
-    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. The rate of each group rises from the run's to
-    ``multiple`` times its reference over the first fifth, then falls to zero in a straight line, or to a part of that. A group whose rate is 0, beside
-    others', stays there; where all are 0 the schedule begins so, and all rise. In the ``scores`` steps that follow,
-    nothing of the arms moves, and the closure computes the losses of batches that no arm has seen (in eval mode, without gradients); or those of
-    the judge, at the cycle's end.
+    trained on: the closure is called on its weights, with gradients, and the optimizer steps it. The rate of each group rises from the run's (from
+    0, in an arm that begins with a snapshot of before) to ``multiple`` times its reference over the first fifth, then falls to zero in a straight
+    line, or to a part of that. A group whose rate is 0, beside others', stays there; where all are 0 the schedule begins so, and all rise. In the
+    ``scores`` steps that follow, nothing of the arms moves, and the closure computes the losses of batches that no arm has seen (in eval mode,
+    without gradients); or those of the judge, at the cycle's end.
 
     Arguments are those of `hdet.AutoLR`.
 
     Settings in a plan: ``trial``, its number: with another one a new trial begins, with the same one it goes on from cycle to cycle;
-    ``multiples``, one for each arm; ``origin``, a snapshot with which they begin (none: the run); ``of``, the reference: "peak" (of the base
-    value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which the arms' rates fall, by arm
-    (None: all to 0). The plan names the snapshots of `core.rules.trial_protocol.snapshots` too. Losses are told at the end of the cycle in which it has lasted ``steps + scores`` steps.
+    ``multiples``, one for each arm; ``origins``, the snapshots with which they begin, by arm ("": the run; None: all as the run); ``of``, the
+    reference: "peak" (of the base value in the run) or "base" (the one in force when it begins); ``steps``; ``scores``; ``ends``, the parts to which
+    the arms' rates fall, by arm (None: all to 0). The plan names the snapshots of `core.rules.trial_protocol.snapshots` too. Losses are told at the
+    end of the cycle in which it has lasted ``steps + scores`` steps.
 
     Each arm costs a step of the run's compute in each of its steps, and memory for all that is trained: parameters, masters, moments, buffers.
     The run is left bit for bit as it was, random states included. A closure whose losses have no graph has done the backward pass itself; it returns None
@@ -106,28 +107,27 @@ class Trials(Measurement):
         self._device = local_parts(watched.sets[0][:1])[0].device
 
     def on_cycle_start(self, settings: Any) -> None:
-        settings = {"trial": 0, "multiples": [], "of": "peak", "origin": "", "steps": 1, "scores": 2, "ends": None, **(settings or {})}
+        settings = {"trial": 0, "multiples": [], "of": "peak", "origins": None, "steps": 1, "scores": 2, "ends": None, **(settings or {})}
         if settings == self._settings:  # it goes on
             return
         self._settings = settings
         self._begin()
-        snapshots, origin = self._watched.snapshots, self._settings["origin"]
-        self._from_here = not origin or origin in snapshots.fresh
-        if origin:
-            snapshots.take(RUN)
-            snapshots.restore(origin)
-        for number in range(len(self._settings["multiples"])):
+        snapshots, multiples = self._watched.snapshots, self._settings["multiples"]
+        origins = self._settings["origins"] or [""] * len(multiples)
+        self._from_here.update(number for number, origin in enumerate(origins) if not origin or origin in snapshots.fresh)
+        snapshots.take(RUN)
+        for number, origin in enumerate(origins):
+            snapshots.restore(origin or RUN)
             snapshots.take(arm(number))
-        if origin:
-            snapshots.restore(RUN)
+        snapshots.restore(RUN)
 
     def _begin(self) -> None:
         self._position = 0
         self._losses: dict[tuple[int, int], torch.Tensor | None] = {}  # by score and arm
         self._trained: dict[tuple[int, int], torch.Tensor | None] = {}  # by position and arm
         self._broken: set[int] = set()
-        self._from_here = True
-        """Do arms begin with what the run begins the cycle with? Then the run's first step is one of theirs."""
+        self._from_here: set[int] = set()
+        """Arms that begin with what the run begins the cycle with: the run's first step is one of theirs."""
         self._went = torch.zeros(2, dtype=torch.float64)
         """Squares of what the first step moved: the run's, and that of an arm at its rate."""
         self._began: torch.Tensor | None = None
@@ -211,7 +211,7 @@ class Trials(Measurement):
         are written over; none: nothing to compare with."""
         factors = [self._value(number, 1, at, top) / at for _, *cells in self._rates for at, top in zip(*cells, strict=True) if at > 0]
         alike = bool(factors) and max(factors) <= min(factors) * (1 + 1e-6)  # else a step's length tells nothing
-        if not weights or self._settings["multiples"][number] != 1 or not alike:
+        if not weights or number not in self._from_here or self._settings["multiples"][number] != 1 or not alike:
             yield
             return
         values = self._values()
@@ -299,6 +299,8 @@ class Trials(Measurement):
         """The rate of a group in the arm of this number."""
         steps, top = self._settings["steps"], self._settings["multiples"][number] * reference
         rise = max(1, round(RISE * steps))
+        if number not in self._from_here:
+            begins = 0.0  # the run's rate may be far along
         if position <= rise:
             return begins + (top - begins) * (position / rise)
         end = 0.0 if self._settings["ends"] is None else self._settings["ends"][number]

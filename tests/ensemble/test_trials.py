@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.core.plan import SnapshotOf
-from hdet.core.rules.trial_protocol import BROKEN, Told, last, snapshots
+from hdet.core.rules.trial_protocol import BROKEN, ORIGIN, Told, last, snapshots
 from hdet.measure.measurement import Measurement
 from hdet.measure.trials import RISE, Trials
 from tests.harness import Run, batch, loss_of, losses_of, model
@@ -117,6 +117,44 @@ def test_where_the_schedule_begins_at_0_arms_rise_from_there() -> None:
     for number, multiple in enumerate((0.5, 1.0, 4.0)):
         assert told.scores[number] == by_hand(multiple, of="peak", begins=0.0)[1]
     assert told.far == 1.0, "the run has not moved: nothing to compare with"
+
+
+class Anew(Tries):
+    """The second cycle has a trial, whose first arm begins with the run's first weights."""
+
+    def plan(self, now: hdet.Moment) -> hdet.Plan:
+        settings = {**self.settings, "trial": 1, "origins": [ORIGIN, "", ""]}
+        measure = {"trials": settings} if now.cycle else {}
+        keep = snapshots(3, ORIGIN) if now.cycle else {ORIGIN: SnapshotOf()}
+        return hdet.Plan(steps=STEPS + SCORES, spread=False, measure=measure, snapshots=keep)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, hdet.FusedAdamW])
+def test_an_arm_may_begin_with_the_runs_first_weights(optimizer: Any) -> None:
+    """Its rate rises from 0 then: the run's may be far too high for them. The other arms, and the run, do not feel it."""
+    net, before = model(), STEPS + SCORES
+    run = Run(net=net, controller=Anew(Trials(net)), closure=True, spread=0.0, optimizer=optimizer).steps(before)
+    rate, weights, wanted = run.rate, copy.deepcopy(net.state_dict()), []
+    for number, multiple in enumerate((0.5, 1.0, 4.0)):
+        fresh, rise = model(), round(RISE * STEPS)
+        own = optimizer(fresh.parameters(), lr=rate, weight_decay=0.0)
+        if number:
+            fresh.load_state_dict(weights)
+            own.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        own.param_groups[0].update({k: v for k, v in run.optimizer.param_groups[0].items() if k not in ("params", "lr")})
+        begins, top = rate if number else 0.0, multiple * rate
+        for i in range(STEPS):
+            own.param_groups[0]["lr"] = begins + (top - begins) * ((i + 1) / rise) if i < rise else top * ((STEPS - i) / (STEPS - rise + 1))
+            own.zero_grad()
+            loss_of(fresh, batch(100 * (before + i))).backward()
+            own.step()
+        with torch.no_grad():
+            wanted.append([float(losses_of(fresh, batch(100 * (before + i))).double().mean()) for i in range(STEPS, STEPS + SCORES)])
+    run.steps(before)
+    told = read(run.controller, 1)
+    assert list(map(list, told.scores)) == wanted and told.far == pytest.approx(1.0, abs=1e-4)
+    alone = Run(net=model(), spread=0.0, optimizer=optimizer).steps(2 * before)
+    assert torch.equal(run.weights(), alone.weights())
 
 
 @pytest.mark.parametrize("groups", [None, "each"])

@@ -5,11 +5,14 @@ most of what a high rate costs is noise, which goes when the rate falls. So copi
 multiples of its rate, each falling to zero, and are scored on batches that none of them has seen. How much that says depends on the trial's length,
 and on where in the run it begins (docs/evidence/autolr.md, "What a trial can tell"). Hence the rounds:
 
-- One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that is too high even for a few steps
-  (then the run goes on as the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
+- One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that breaks at once (then the run goes on as
+  the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
 - One *check* early in the run, but after the warm-up, at a quarter of the rate and at four times, for as many steps as the budget has. Where one
   of them is clearly better, the base value moves half the way to it, and the check is repeated while the budget lasts. Else it stays, and the
   run is bit for bit the one that it would have been.
+- Before it, and only where the scan's lower arm was clearly better: a trial *anew*. Arms go from the run's first weights, at an eighth of the rate
+  and at a 64th. If one of them comes further in its few steps than the run has in all of its own, the run goes on as that arm. In the scan it
+  would be too early to say that: some losses rise at first, at any rate that is good later.
 
 Later on in the run there is no check: there the rate that anneals soonest looks best, a right one's half as well as a wrong one's.
 """
@@ -24,17 +27,17 @@ from statistics import mean
 
 from ..controller import Controller
 from ..evidence import Evidence, Run
-from ..plan import Decision, Learned, Moment, Plan, Restore
+from ..plan import Decision, Learned, Moment, Plan, Restore, SnapshotOf
 from ..schema import COUNT, FLAG, Kind, ListOf, Number, Or, Row
 from ..validate import within
 from .rises import Rises
 from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
 from .trial_protocol import BROKEN, ORIGIN, TRIALS, Told, snapshots
-from .trial_scores import Arms, Finding, between, checked, scanned, taken_back
+from .trial_scores import Arms, Finding, begun_anew, between, checked, scanned, taken_back
 
 __all__ = ["TrialRule"]
 
-SCANS, CHECKS = (-3.0, 0.0, 7.0), (-2.0, 0.0, 2.0)
+SCANS, CHECKS, ANEW = (-3.0, 0.0, 7.0), (-2.0, 0.0, 2.0), (-6.0, -3.0, 0.0)
 """Octaves from the rate in force to each arm's, ascending."""
 NEARER = 1.0
 """Octaves by which the higher arm of a scan lies nearer when it is repeated, at a rate that was raised."""
@@ -70,7 +73,7 @@ class TrialRule(Controller):
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
         "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
-        "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0),
+        "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
     }  # fmt: skip
 
     def __init__(
@@ -94,6 +97,8 @@ class TrialRule(Controller):
         """How often it has been repeated."""
         self.lowered = False
         """Has this scan lowered the rate?"""
+        self.anew = False
+        """Is the trial that goes on one anew?"""
         self.risen = False
         """Has the schedule come near its peak?"""
         self.spent = 0.0
@@ -127,6 +132,8 @@ class TrialRule(Controller):
         """Of this run, when its length is known."""
         self._pace = 1.0
         """Optimizer steps for each step of the schedule."""
+        self._doubted = False
+        """Was a lower rate better in the scan? Then the run's beginning is kept."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
         self._lost = False
@@ -192,6 +199,7 @@ class TrialRule(Controller):
         if not self._resumed:
             self.used = 0
         self._spend(done)
+        self._doubted = self.anew = False  # the run's beginning is gone
 
     @property
     def _total(self) -> int:
@@ -249,43 +257,41 @@ class TrialRule(Controller):
                 if now.schedule_step < self.ready:
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
+            self.anew = self._doubted
             steps = self.costs.steps(self._scan, len(self._octaves()), self.spent, left, self._pace)
             if now.schedule_step < latest and steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
+                self._doubted = False
                 return self._trial(now)
             self._next()
         return Plan(spread=False)
 
     def _wait(self, steps: int) -> Plan:
         """``steps``: of the schedule."""
-        return Plan(steps=None if self._fixed else min(self._interval, math.ceil(steps * self._pace)), spread=False)
+        kept = {ORIGIN: SnapshotOf(self.place)} if self._doubted else {}
+        return Plan(steps=None if self._fixed else min(self._interval, math.ceil(steps * self._pace)), spread=False, snapshots=kept)
 
     def _octaves(self) -> tuple[float, ...]:
-        """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate)."""
+        """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate, nor anew)."""
         if not self._scan:
-            return CHECKS if self._own is None else (*CHECKS[:2], self._own)
+            return ANEW if self.anew else CHECKS
         below, same, above = SCANS
         return (below, same) if self.lowered else (below, same, above - NEARER * self.repeated)
-
-    @property
-    def _own(self) -> float | None:
-        """Where a scan has lowered the rate, the octave of one step back."""
-        lowered = bool(self.peaks) and self.peaks[-1][1] * 2.0 ** -SCANS[0] <= self.peaks[-1][0] * (1 + 1e-6)
-        return -SCANS[0] if lowered else None
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
         multiples, scores = [2.0**octave for octave in self._octaves()], self.costs.scored(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self._scan
-        of, origin = ("peak", ORIGIN) if scan else ("base", "")
+        origins = [ORIGIN] * len(multiples) if scan else [ORIGIN, ORIGIN, ""] if self.anew else None
         # The scan's higher arm is to show how much there is to learn, not the noise that its rate would leave.
         ends = [0.0 if scan and multiple > 1 else self._rises.end for multiple in multiples]
         settings = {
-            "trial": self.trial, "multiples": multiples, "of": of, "origin": origin, "steps": self.used, "scores": scores, "ends": ends,
+            "trial": self.trial, "multiples": multiples, "of": "peak" if scan else "base", "origins": origins, "steps": self.used, "scores": scores,
+            "ends": ends,
         }  # fmt: skip
         # What breaks in a scan is taken back by it.
-        keep = snapshots(len(multiples), origin, self.place)
+        keep = snapshots(len(multiples), ORIGIN if origins else "", self.place)
         return Plan(steps=length, spread=False, measure={TRIALS: settings}, snapshots=keep, judged=not scan or self._fixed)
 
     # -- learn ---------------------------------------------------------------------------------------------------------------
@@ -312,6 +318,7 @@ class TrialRule(Controller):
         correction, peak = self._in_force(evidence)
         found = self._found(arms, peak, correction, broke=any(one.broken for one in told))
         self._go_on(found)
+        self._doubted, self.anew = found.doubted and not self._fixed, False
         if found.snapshot is not None and self._fixed:
             found = replace(found, snapshot=None, note=f"{found.note} (in its rate alone: replicas have gradients of their own)")
         return self._carried_out(found, evidence, math.ceil(steps / self._pace) if found.factor > 1 else 0)
@@ -334,7 +341,12 @@ class TrialRule(Controller):
             return taken_back(peak, correction, why)
         if self.strayed:
             return Finding(1.0, "")
-        return scanned(arms, self._rises, broke) if self._scan else checked(arms, self._rises, peak, self._own)
+        return self._followed(arms, peak, raised, broke)
+
+    def _followed(self, arms: Arms, peak: float, raised: bool, broke: bool) -> Finding:
+        if self._scan:
+            return scanned(arms, self._rises, raised, broke)
+        return begun_anew(arms) if self.anew else checked(arms, self._rises, peak)
 
     def _go_on(self, found: Finding) -> None:
         """To the next round, or to this one once more."""
@@ -390,4 +402,4 @@ class TrialRule(Controller):
         return Rises(self.judged > 0, self.falls_to, self.epochs)
 
     def _next(self) -> None:
-        self.round, self.repeated, self.lowered = self.round + 1, 0, False
+        self.round, self.repeated, self.lowered, self.anew = self.round + 1, 0, False, False

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from .rises import Rises
 from .trial_protocol import BROKEN, ORIGIN, arm
 
-__all__ = ["WITHIN", "Arms", "Finding", "between", "checked", "scanned", "taken_back"]
+__all__ = ["WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "scanned", "taken_back"]
 
 CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
@@ -44,6 +44,8 @@ class Finding:
     """As which the run goes on; None: as itself."""
     again: bool = False
     """Is the round to be repeated, at the rate that is in force then?"""
+    doubted: bool = False
+    """Is the run to be held against its first weights at a lower rate, later?"""
     edge: float | None = None
     """Of a check: the rate of the best arm, if it was the highest or the lowest one; 0 if not. None: nothing is said of where the best peak lies."""
 
@@ -99,30 +101,39 @@ class Arms:
         return all(abs(self.gain(octave)) < FLAT * self.learned() for octave in self.scores)
 
 
-def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
-    """From the run's beginning. ``broke``: are the run's own weights not finite?"""
+def scanned(arms: Arms, rises: Rises, raised: bool, broke: bool) -> Finding:
+    """From the run's beginning. ``raised``: is the rate that a scan has raised in force? ``broke``: are the run's own weights not finite?
+    Otherwise a rate is not lowered so soon: some losses rise at first under any rate that is good later, as a vector quantizer's."""
     below, above = min(arms.scores), max(arms.scores)
     after = f"in {arms.steps} steps from the start"
     if max(arms.scores[below]) >= BROKEN:
         return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
-    if broke or (arms.far_better(below) and arms.agreed(below)):
+    lower = arms.far_better(below) and arms.agreed(below)
+    if broke or (lower and raised):
         return Finding(2.0**below, f"2^{below:g} times the rate is better {after}: the run goes on as that arm", arm(0), again=True)
+    if lower:
+        note = f"2^{below:g} times the rate is better {after}: kept for now, and held against the first weights before the check"
+        return Finding(1.0, note, doubted=True)
     if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
         return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
+    if arms.far_better(below) and arms.agreed(below):
+        note = f"2^{below:g} times the rate is better {after}, which may be because the loss rises at first: kept until the check"
+        return Finding(1.0, note, doubted=True)
     tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms.scores if octave)
     return Finding(1.0, f"{after} {tried} times the rate is better: kept")
 
 
-def checked(arms: Arms, rises: Rises, peak: float, own: float | None = None) -> Finding:
-    """Early in the run. ``peak``: the one in force. ``own``: the octave of the user's rate, or of one on the way there, where a scan has lowered it.
-    Some losses rise at first under any rate that is good later. So a scan's step is taken back if that is any better now."""
-    if own is not None and arms.gain(own) > 0:
-        now = peak * 2.0**own
-        return Finding(
-            2.0**own,
-            f"{between(now, 0.0)}: in {arms.steps} steps the rate of before, {now:.2g}, is better than {peak:.2g}: now {now:.2g}",
-            edge=0.0,
-        )
+def begun_anew(arms: Arms) -> Finding:
+    """Early in the run, beside arms from its first weights at lower rates. Whatever it says, a check may follow."""
+    number, octave = min(enumerate(sorted(arms.scores)[:-1]), key=lambda arm: arms.loss(arm[1]))
+    did = f"{arms.steps} steps from the first weights at 2^{octave:g} times the rate"
+    if arms.better(octave) and arms.gain(octave) >= LOWERS * arms.learned(octave) and arms.agreed(octave):
+        return Finding(2.0**octave, f"{did} come further than the run has: it goes on as that arm", arm(number), again=True)
+    return Finding(1.0, f"{did} come no further than the run has: kept", again=True)
+
+
+def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
+    """Early in the run. ``peak``: the one in force."""
     octave = min(arms.scores, key=lambda octave: (arms.loss(octave), abs(octave)))
     other = next(one for one in arms.scores if one not in (0.0, octave))
     gain, but = arms.gain(octave), ""
