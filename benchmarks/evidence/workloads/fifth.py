@@ -325,12 +325,12 @@ def _phrases(key: Key, count: int, rule: str = "first") -> Batch:
     return tokens, said
 
 
-def _hidden_matrices(model: nn.Module) -> list[dict[str, Any]]:
+def hidden_first(model: nn.Module) -> list[dict[str, Any]]:
     hidden = hdet.hidden_matrices(model)
     return [{"params": [p for n, p in model.named_parameters() if hidden(n, p) == use], "use_muon": use} for use in (True, False)]
 
 
-MASKED = replace(problem("masked", drawn(Filler), _masked, _hidden_alone), groups=_hidden_matrices)
+MASKED = replace(problem("masked", drawn(Filler), _masked, _hidden_alone), groups=hidden_first)
 SHAPES = problem("shapes", drawn(Outliner), _shapes, _dots, size=16, decay=5e-4)
 FLOW = problem("flow", drawn(Flow), _spirals, _improbable, size=64, decay=0.0)
 NEIGHBOURS = problem("neighbours", drawn(Words), _neighbours, _near_or_not, size=128)
