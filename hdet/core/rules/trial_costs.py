@@ -26,6 +26,9 @@ LONG = 30_000
 eight there from a good rate. (In three times as many steps again a rate that is far too low no longer looks worse.)"""
 CHECKED = 224
 """Steps of a check for which it takes all that is left of the budget. In fewer, pretrained weights look best at a rate that is far too low."""
+ANEWED = 57
+"""Steps of a trial anew for which it takes all that is left of the budget. A longer one leaves half of it to a check: if the run was right to go on, its
+rate may still be somewhat too high."""
 AGAIN = 2
 """How often a scan, or a check that has moved the rate, is repeated."""
 ARMS = 3
@@ -63,12 +66,14 @@ class Costs:
         affords = int((self.budget * self.total - self.first) / (ARMS * self.arm(ENOUGH)))
         return () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
 
-    def steps(self, scan: bool, arms: int, spent: float, left: int, pace: float) -> int:
+    def steps(self, scan: bool, anew: bool, arms: int, spent: float, left: int, pace: float) -> int:
         """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``left``: optimizer
         steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
         affords = self.budget * self.total * pace - spent
         if scan:
             worth = min(affords / 2, arms * self.arm(int(SCANNED * max(1.0, self.total / LONG)))) / arms
+        elif anew:
+            worth = max(affords / 2, min(affords, arms * self.arm(ANEWED))) / arms
         else:
             worth = max(affords / (1 + AGAIN), min(affords, arms * self.arm(CHECKED))) / arms
         steps = self._worth(worth)

@@ -258,7 +258,7 @@ class TrialRule(Controller):
                     return self._wait(self.ready - now.schedule_step)
             left = int((self._total - now.schedule_step) * self._pace)
             self.anew = self._doubted
-            steps = self.costs.steps(self._scan, len(self._octaves()), self.spent, left, self._pace)
+            steps = self.costs.steps(self._scan, self.anew, len(self._octaves()), self.spent, left, self._pace)
             if now.schedule_step < latest and steps >= FEWEST:
                 self.trial, self.used, self.began = self.trial + 1, steps, now.step
                 self._doubted = False

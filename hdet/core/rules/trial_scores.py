@@ -18,6 +18,9 @@ RAISES, LOWERS = 0.0025, 0.004
 """Of what the run has learned so far: a gain that is smaller moves nothing. Short trials lean towards low rates, so less is asked of a higher one."""
 AGREED = 2.0
 """Standard errors by which a lower arm has to have been better in training, too."""
+MUCH = 0.2
+"""Of the run's first loss: what an arm from the first weights has to have learned itself; and of that: by what it has to be ahead of the run. In a
+plateau, or in the noise of a good high rate, an arm that stays where it began is better, too."""
 PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
@@ -92,6 +95,11 @@ class Arms:
         """How far it is below the run's first loss."""
         return self.first - self.loss(octave)
 
+    def far_ahead(self, octave: float) -> bool:
+        """Has it learned much, and much more than the rate in force? The first loss is of one batch, so by what batches differ by, too."""
+        learned, differ = self.learned(octave), stdev(self.scores[min(self.scores)])
+        return learned > MUCH * abs(self.first) + CLEAR * differ and self.gain(octave) > MUCH * learned
+
     def far_behind(self, octave: float) -> bool:
         """Has the rate in force hardly learned anything, beside this one?"""
         return self.learned() < LITTLE * self.learned(octave)
@@ -127,9 +135,9 @@ def begun_anew(arms: Arms) -> Finding:
     """Early in the run, beside arms from its first weights at lower rates. Whatever it says, a check may follow."""
     number, octave = min(enumerate(sorted(arms.scores)[:-1]), key=lambda arm: arms.loss(arm[1]))
     did = f"{arms.steps} steps from the first weights at 2^{octave:g} times the rate"
-    if arms.better(octave) and arms.gain(octave) >= LOWERS * arms.learned(octave) and arms.agreed(octave):
-        return Finding(2.0**octave, f"{did} come further than the run has: it goes on as that arm", arm(number), again=True)
-    return Finding(1.0, f"{did} come no further than the run has: kept", again=True)
+    if arms.better(octave) and arms.far_ahead(octave) and arms.agreed(octave):
+        return Finding(2.0**octave, f"{did} come much further than the run has: it goes on as that arm", arm(number), again=True)
+    return Finding(1.0, f"{did} come not much further than the run has: kept", again=True)
 
 
 def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
