@@ -64,6 +64,18 @@ def test_a_raised_rate_is_taken_back_where_the_data_gets_harder() -> None:
     assert "in force again" in ran.ensemble.report()
 
 
+@pytest.mark.parametrize("broken", [100.0, math.nan])
+def test_a_raised_rate_that_breaks_later_is_taken_back_with_all_that_it_did(broken: float) -> None:
+    ran = auto(1e-4).steps(TOTAL // 2)
+    assert ran.ensemble.corrections["lr"] > 8
+    with torch.no_grad():
+        for parameter in ran.net.parameters():
+            parameter.mul_(broken)
+    ran.steps()
+    assert ran.ensemble.corrections == {"lr": 1.0} and any("weights of before" in note for note in ran.notes())
+    assert above_best(ran) < above_best(fixed(1e-4))
+
+
 def test_a_run_that_is_too_short_for_trials_is_left_alone() -> None:
     ran = auto(1e-4, budget=0.03).steps(50)
     assert torch.equal(ran.weights(), run(lambda model: None, together=1, lr=1e-4, spread=0.0, total=TOTAL).steps(50).weights())

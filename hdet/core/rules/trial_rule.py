@@ -14,6 +14,9 @@ and on where in the run it begins (docs/evidence/autolr.md, "What a trial can te
   and at a 64th. If one of them comes further in its few steps than the run has in all of its own, the run goes on as that arm. In the scan it
   would be too early to say that: some losses rise at first, at any rate that is good later.
 
+A rate that was raised is watched to the end of the run, and copies of the run are kept meanwhile: where its loss doubles, the run goes back to one, and
+to the rate of before.
+
 Later on in the run there is no check: there the rate that anneals soonest looks best, a right one's half as well as a wrong one's.
 """
 
@@ -50,7 +53,8 @@ FIRST = 4
 """Steps of the first cycle, where there is no scan: their mean loss is near that before the first step."""
 WATCHED, WORSE = 200, 2.0
 """Steps, at least, of a window over whose cycles losses are averaged, after the trials. Of the loss: between two windows a raised rate is taken back,
-where it rises by more than this. It does where the data gets harder, as in a curriculum: no trial has tried the rate there."""
+where it rises by more than this. It does where the data gets harder, as in a curriculum, which no trial has tried the rate on; or where the rate
+breaks after all, thousands of steps later."""
 
 
 class TrialRule(Controller):
@@ -134,6 +138,8 @@ class TrialRule(Controller):
         """Optimizer steps for each step of the schedule."""
         self._doubted = False
         """Was a lower rate better in the scan? Then the run's beginning is kept."""
+        self._kept: list[str] = []
+        """Snapshots of the run with which the last window but one of the watch began, and the last."""
         self._resumed = False
         """Have weights been loaded, or taken back, in the middle of a trial?"""
         self._lost = False
@@ -199,7 +205,8 @@ class TrialRule(Controller):
         if not self._resumed:
             self.used = 0
         self._spend(done)
-        self._doubted = self.anew = False  # the run's beginning is gone
+        self._doubted = self.anew = False  # snapshots are gone
+        self._kept = []
 
     @property
     def _total(self) -> int:
@@ -264,7 +271,14 @@ class TrialRule(Controller):
                 self._doubted = False
                 return self._trial(now)
             self._next()
-        return Plan(spread=False)
+        return self._watching() if self._raised and not self._fixed else Plan(spread=False)
+
+    def _watching(self) -> Plan:
+        name = f"run {self.watched}"
+        if name not in self._kept:
+            self._kept = [*self._kept[-1:], name]
+        # What breaks is taken back by the watch, if losses are told.
+        return Plan(spread=False, snapshots={name: SnapshotOf(self.place) for name in self._kept}, judged=not self.level)
 
     def _wait(self, steps: int) -> Plan:
         """``steps``: of the schedule."""
@@ -376,13 +390,17 @@ class TrialRule(Controller):
         """After the trials, a cycle under a raised rate."""
         if seen or self.window or self.level:
             self.window.append(mean(seen) if seen else BROKEN)
-        if not self.window or evidence.step - self.watched < WATCHED:
+        broke = bool(self.level) and not seen
+        if not self.window or not (broke or evidence.step - self.watched >= WATCHED):
             return self._nothing(evidence)
         before, self.level, self.window, self.watched = self.level, [mean(self.window)], [], evidence.step
         correction, peak = self._in_force(evidence)
         if not before or not self.level[0] > WORSE * before[0] > 0 or not correction > 1:
             return self._nothing(evidence)
-        return self._carried_out(taken_back(peak, correction, f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}"), evidence)
+        found = taken_back(peak, correction, f"the loss rose from {before[0]:.4g} to {self.level[0]:.4g}")
+        if self._kept:  # the older one: in the window before it may have begun to rise
+            found = replace(found, note=f"{found.note}, and to the weights of before", snapshot=self._kept[0])
+        return self._carried_out(found, evidence)
 
     def hold(self, evidence: Evidence) -> Learned:
         self._look(evidence)

@@ -153,6 +153,8 @@ def checked(arms: Arms, rises: Rises, peak: float) -> Finding:
         but = "as the other side was"
     elif octave < 0 and not arms.agreed(octave):
         but = "but not in training"
+    elif octave < 0 and arms.learned(octave) <= 0:
+        but = "but it has learned nothing"
     elif octave > 0 and not rises.allowed(scan=False, far_behind=arms.far_behind(octave)):
         but = "which is not safe here"
     factor = 1.0 if but else 2.0 ** (PART * octave)
