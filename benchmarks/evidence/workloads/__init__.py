@@ -24,7 +24,7 @@ from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
 from .harder import CURRICULUM, FADING, SWELLING
 from .images import AUTOENCODER, DIFFUSION, MIXER, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
-from .misleading import BLOCKS, QUANTIZED
+from .misleading import BITS_UNTOLD, BLOCKS, QUANTIZED, STRETCHED
 from .sequences import CONVOLUTIONS, SORTING
 from .seventh import DEEP, ECHOED, HEAVY, QUANTILES, RANKED, THREES
 from .sixth import BINARY, COUNTED, DISTILLED, FORKED, HALVED, PAINTED, PARITY, SWUNG, TRANSLATED
@@ -172,6 +172,11 @@ HARDER = _named(
 """Data that changes after the trials. On the first one the rule was mended; the others were run once, afterwards."""
 ZERO = {f"{name}-zero": replace(DEVELOPMENT[name], schedule="zero") for name in ("pairs", "graphs", "marked", "letters", "neighbours")}
 """Some of them with a warm-up that begins at 0, in which all arms of a scan once were at rate 0."""
-MISLEADING = _named(Workload(BLOCKS, "adamw-0.999", "cosine", 1e-3), Workload(QUANTIZED, "adamw-0.999", "cosine", 1e-3))
-"""An adversary's. On the likes of them the rule was mended."""
+MISLEADING = _named(
+    Workload(BLOCKS, "adamw-0.999", "cosine", 1e-3),
+    Workload(QUANTIZED, "adamw-0.999", "cosine", 1e-3),
+    Workload(BITS_UNTOLD, "sgd", "cosine", 0.2),
+    Workload(STRETCHED, "sgd", "wsd", 0.0096),
+)
+"""Two adversaries'. On the likes of them the rule was mended."""
 WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO, **MISLEADING}

@@ -1,4 +1,5 @@
-"""What mislead a scan: a stream that comes in blocks, 25 batches of each of six domains in turn; and a quantizer's loss, which rises at first."""
+"""What misled a scan: a stream that comes in blocks, 25 batches of each of six domains in turn; and a quantizer's loss, which rises at first. What misled
+a trial anew: plateaus with noise at the best rate, of a parity, and of a regression of which almost all inputs say nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
 from .generated import Key, problem, squares
 
 DOMAINS, BLOCK, INPUTS, WAVES = 6, 25, 16, 32
+BITS, IDLE, TELLING = 150, 300, 20
 PARTS, CODES, LATENT, MIXED, SIZE = 4, 64, 8, 60, 24
 
 
@@ -71,9 +74,41 @@ def _reconstruction(model: nn.Module, batch: Batch) -> Tensor:
     return (again - x).square().mean(1) + apart
 
 
+def _wide() -> nn.Module:
+    net = nn.Sequential(nn.Linear(BITS, 256), nn.ReLU(), nn.Linear(256, 1), nn.Flatten(0))
+    for layer in net[:3:2]:
+        nn.init.normal_(layer.weight, std=layer.in_features**-0.5)  # type: ignore[arg-type, operator]
+        nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return net
+
+
+def _parity(key: Key, count: int) -> Batch:
+    x = torch.randint(2, (count, BITS), generator=seeded("misleading", "bits", *key)) * 2.0 - 1
+    return x, (x[:, :3].prod(1) > 0).float()
+
+
+def _either(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
+
+
+def _line() -> nn.Module:
+    net = nn.Sequential(nn.Linear(IDLE + TELLING, 1), nn.Flatten(0))
+    nn.init.zeros_(net[0].weight)  # type: ignore[arg-type]
+    nn.init.zeros_(net[0].bias)  # type: ignore[arg-type]
+    return net
+
+
+def _stretched(key: Key, count: int) -> Batch:
+    x = torch.randn(count, IDLE + TELLING, generator=seeded("misleading", "line", *key))
+    return torch.cat([x[:, :IDLE], 0.05 * x[:, IDLE:]], 1), x[:, IDLE:].sum(1) / TELLING**0.5
+
+
 BLOCKS = replace(
     problem("blocks", drawn(_regressor), _streamed, squares),
     batch=lambda seed, step: _streamed((seed, step), 32, step // BLOCK % DOMAINS),
     spare=lambda seed, step, number: _streamed((seed, "spare", number), 32, step // BLOCK % DOMAINS),
 )
 QUANTIZED = problem("quantized", drawn(Quantizer), _mixture, _reconstruction, 64)
+BITS_UNTOLD = problem("bits", drawn(_wide), _parity, _either, size=64, decay=0.0)
+STRETCHED = problem("stretched", drawn(_line), _stretched, squares, decay=0.0)
