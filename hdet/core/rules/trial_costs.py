@@ -26,7 +26,7 @@ LONG = 30_000
 eight there from a good rate. (In three times as many steps again a rate that is far too low no longer looks worse.)"""
 CHECKED = 224
 """Steps of a check for which it takes all that is left of the budget. In fewer, pretrained weights look best at a rate that is far too low."""
-ANEWED = 57
+ANEWED = 64
 """Steps of a trial anew for which it takes all that is left of the budget. A longer one leaves half of it to a check: if the run was right to go on, its
 rate may still be somewhat too high."""
 AGAIN = 2
