@@ -115,11 +115,10 @@ class Trials(Measurement):
         snapshots, multiples = self._watched.snapshots, self._settings["multiples"]
         origins = self._settings["origins"] or [""] * len(multiples)
         self._from_here.update(number for number, origin in enumerate(origins) if not origin or origin in snapshots.fresh)
-        snapshots.take(RUN)
-        for number, origin in enumerate(origins):
-            snapshots.restore(origin or RUN)
-            snapshots.take(arm(number))
-        snapshots.restore(RUN)
+        with self._run_kept():
+            for number, origin in enumerate(origins):
+                snapshots.restore(origin or RUN)
+                snapshots.take(arm(number))
 
     def _begin(self) -> None:
         self._position = 0

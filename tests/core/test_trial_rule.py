@@ -107,7 +107,7 @@ def test_the_budget_holds_whatever_arms_score(total: int, arms: list[float] | No
         length = min(plan.steps or 50, total - step)
         step += length
         if not plan.measure:
-            assert not plan.spread
+            assert not plan.spread and (not plan.snapshots or set(plan.snapshots) == {ORIGIN} or (rule.finished and not rule.idle))
             tell(rule, plan, step, None, total_steps=total)
             continue
         settings = plan.measure[TRIALS]
@@ -166,6 +166,7 @@ def test_the_scan_keeps_a_rate_whose_harm_is_less_than_what_batches_differ_by() 
     """Pretrained weights at first lose a little under any high rate, in every batch alike."""
     rule = started()
     assert tell(rule, at(rule, 0), 36, [2.498, 2.5, 2.8])[::2] == (0.0, None)
+    assert not at(rule, 36).snapshots
 
 
 def doubted(**settings: Any) -> TrialRule:
@@ -222,6 +223,19 @@ def test_what_is_learned_from_the_first_weights_has_to_be_more_than_batches_diff
         assert begun_anew(arms).factor == 2.0**octave
 
 
+def test_the_run_has_to_be_behind_batch_by_batch() -> None:
+    for noise, octave in ((0.1, ANEW[1]), (4.0, 0.0)):
+        run = [5.0 + noise * (-1) ** i for i in range(8)]
+        assert begun_anew(Arms({ANEW[0]: [3.5] * 8, ANEW[1]: [2.9] * 8, 0.0: run}, 57, 4.0)).factor == 2.0**octave
+
+
+def test_a_trial_anew_that_tells_nothing_is_followed_by_an_ordinary_check() -> None:
+    """As where a score has raised an error, and the loop has gone on."""
+    rule = doubted(total=30_000)
+    tell(rule, at(rule, 1800), 2000, None)
+    assert at(rule, 2000).measure[TRIALS]["origins"] is None
+
+
 def test_it_is_not_lowered_where_it_does_better_in_training() -> None:
     rule = doubted()
     assert tell(rule, at(rule, 600), 700, [3.5, 3.0, 4.1], trained=[3.5, 3.0, 2.0])[::2] == (0, None)
@@ -248,11 +262,17 @@ def test_a_trial_anew_that_is_lost_is_paid_for_and_not_repeated() -> None:
         assert at(one, 1810).steps == 1 and at(one, 1811).measure[TRIALS]["origins"] is None
 
 
-def test_replicas_with_gradients_of_their_own_are_not_held_against_the_first_weights() -> None:
-    """Which would have to be those of each."""
+def with_gradients_of_their_own() -> TrialRule:
+    """Two replicas."""
     rule = TrialRule()
     knobs = [KnobSpec("lr", 0.0), KnobSpec("decay", 0.0, rate=False)]
     rule.start(Run(Clock(50, 0, TOTAL), knobs, 2, [0.0, 0.0], local=True, falls_to=[0.0, None]))
+    return rule
+
+
+def test_replicas_with_gradients_of_their_own_are_not_held_against_the_first_weights() -> None:
+    """Which would have to be those of each."""
+    rule = with_gradients_of_their_own()
     plan = at(rule, 0)
     for step in range(50, 650, 50):
         tell(rule, plan, step, [3.9, 4.1, 1e30] if plan.measure else None)
@@ -353,7 +373,7 @@ def test_a_check_is_repeated_twice_at_most_and_not_without_a_budget() -> None:
     assert moved == 3 * 2 * PART
     rule = past_scan()
     tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0])
-    assert not at(rule, 800).measure and rule.finished
+    assert replace(at(rule, 800), snapshots={}) == Plan(spread=False) and rule.finished
 
 
 def test_a_lower_rate_has_to_be_better_in_training_too() -> None:
@@ -500,7 +520,7 @@ def cycles(rule: TrialRule, losses: Sequence[float], correction: float = 2**RAIS
     found = []
     for loss in losses:
         plan, step = at(rule, step), step + 200
-        assert replace(plan, snapshots={}, judged=True) == Plan(spread=False)
+        assert (plan if rule.idle else replace(plan, snapshots={}, judged=True)) == Plan(spread=False)
         found.append(tell(rule, plan, step, None, correction=correction, losses=[loss]))
         correction *= 2.0 ** found[-1][0]
     return found
@@ -526,6 +546,16 @@ def test_the_run_goes_back_with_the_rate_to_where_the_window_before_began() -> N
         _, note, end = tell(rule, plan, step, None, correction=2**RAISED, losses=[loss])
     assert end == Restore(kept[0]) and kept == ["run 1100", "run 1300"] and "weights of before" in note
     assert at(rule, step) == Plan(spread=False), "nothing is kept of a rate that was not raised"
+
+
+def test_replicas_with_gradients_of_their_own_go_back_in_their_rate_alone() -> None:
+    rule, correction = with_gradients_of_their_own(), 1.0
+    for step in range(50, 1000, 50):
+        plan = at(rule, step - 50)
+        arms = [3.99, 3.9, 2.0] if correction == 1 else [2.6, 2.5, 2.6]
+        moved, _, _ = tell(rule, plan, step, arms if plan.measure else None, correction=correction)
+        correction *= 2.0**moved
+    assert correction == 2**RAISED and rule.finished and not rule.idle and at(rule, 1000) == Plan(spread=False)
 
 
 def test_after_a_checkpoint_it_goes_back_to_what_there_is() -> None:
@@ -612,7 +642,7 @@ def test_its_state_is_plain_and_goes_on() -> None:
         arms = [3.99, 3.9, 2.0] if correction == 1 else [2.6, 2.5, 2.0]
         found = [tell(one, the, step, arms if number else None, correction, losses=[9.0 if step > 3000 else 1.0])
                  for one, the in ((rule, plan), (other, again))]  # fmt: skip
-        assert found[0][:2] == found[1][:2] and other.report() == rule.report()
+        assert found[0][:2] == found[1][:2] and type(found[0][2]) is type(found[1][2]) and other.report() == rule.report()
         correction *= 2.0 ** found[0][0]
         seen.add((number, rule.finished, correction))
     assert {(3, False, 8.0), (3, False, 16.0), (0, True, 1.0)} <= seen, "raised by a scan and a check, and taken back by the watch"

@@ -157,6 +157,12 @@ def test_an_arm_may_begin_with_the_runs_first_weights(optimizer: Any) -> None:
     assert torch.equal(run.weights(), alone.weights())
 
 
+def test_what_begins_with_the_first_weights_is_not_compared_with_the_runs_step() -> None:
+    net = model()
+    run = Run(net=net, controller=Anew(Trials(net), (1.0, 0.5, 4.0)), closure=True, spread=0.0).steps(2 * (STEPS + SCORES))
+    assert read(run.controller, 1).far == 1.0
+
+
 @pytest.mark.parametrize("groups", [None, "each"])
 @pytest.mark.parametrize("later", [0, 1])
 def test_each_group_goes_to_its_own_peak(groups: str | None, later: int) -> None:

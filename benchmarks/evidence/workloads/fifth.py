@@ -8,20 +8,18 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import hdet
 from hdet.cli.job.data import sample_batch
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, drawn, mean_loss
 from ..problems.transformer import corpus
 from .generated import Key, labelled, next_token, pretrained, problem
-from .groups import decaying_matrices
+from .groups import decaying_matrices, hidden_matrices
 from .text import english
 
 # -- gated: bytes of Python's sources, by linear recurrences with a gate for each head (Mamba-2's form, arXiv 2405.21060) ----------------
@@ -325,12 +323,7 @@ def _phrases(key: Key, count: int, rule: str = "first") -> Batch:
     return tokens, said
 
 
-def hidden_first(model: nn.Module) -> list[dict[str, Any]]:
-    hidden = hdet.hidden_matrices(model)
-    return [{"params": [p for n, p in model.named_parameters() if hidden(n, p) == use], "use_muon": use} for use in (True, False)]
-
-
-MASKED = replace(problem("masked", drawn(Filler), _masked, _hidden_alone), groups=hidden_first)
+MASKED = replace(problem("masked", drawn(Filler), _masked, _hidden_alone), groups=hidden_matrices)
 SHAPES = problem("shapes", drawn(Outliner), _shapes, _dots, size=16, decay=5e-4)
 FLOW = problem("flow", drawn(Flow), _spirals, _improbable, size=64, decay=0.0)
 NEIGHBOURS = problem("neighbours", drawn(Words), _neighbours, _near_or_not, size=128)

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .fifth import hidden_first
 from .generated import Key, problem, squares
+from .groups import hidden_matrices
 
 WIDE = 16
 
@@ -32,10 +32,12 @@ def _target(name: str, x: Tensor) -> Tensor:
     return torch.sin(x @ waves) @ weights
 
 
-def _layers(out: int, width: int = 96, depth: int = 2) -> nn.Module:
-    sizes = [WIDE, *[width] * depth]
-    hidden = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.GELU())]
-    return nn.Sequential(*hidden, nn.Linear(width, out))
+def _hidden(width: int, depth: int, activation: type[nn.Module]) -> list[nn.Module]:
+    return [layer for a, b in pairwise([WIDE, *[width] * depth]) for layer in (nn.Linear(a, b), activation())]
+
+
+def _layers(out: int) -> nn.Module:
+    return nn.Sequential(*_hidden(96, 2, nn.GELU), nn.Linear(96, out))
 
 
 # -- ranked: which of two a noisy judge prefers (Bradley-Terry) --------------------------------------------------------------------------
@@ -125,8 +127,7 @@ def _nearer(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _deep() -> nn.Module:
-    sizes = [WIDE, *[48] * 14]
-    hidden = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    hidden = _hidden(48, 14, nn.ReLU)
     for layer in hidden[::2]:
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # type: ignore[arg-type]
         nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
@@ -158,4 +159,4 @@ ECHOED = problem("echoed", drawn(_unechoed), _echoes, _unlike)
 QUANTILES = problem("quantiles", drawn(lambda: _layers(len(PARTS))), _spread, _pinball, size=64)
 THREES = problem("threes", drawn(lambda: _layers(12)), _threes, _nearer, size=64, decay=1e-4)
 DEEP = problem("deep", drawn(_deep), _smooth, squares, size=64, decay=1e-4)
-HEAVY = replace(problem("heavy", drawn(lambda: _layers(1)), _tailed, _robust, size=64), groups=hidden_first)
+HEAVY = replace(problem("heavy", drawn(lambda: _layers(1)), _tailed, _robust, size=64), groups=hidden_matrices)

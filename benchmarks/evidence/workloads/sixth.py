@@ -16,9 +16,8 @@ from hdet.cli.job.data import sample_batch
 from ..problems import digits
 from ..problems.digits import seeded
 from ..problems.problem import Batch, Problem, drawn, mean_loss
-from .fifth import hidden_first
 from .generated import Key, labelled, problem, squares
-from .groups import decaying_matrices
+from .groups import decaying_matrices, hidden_matrices
 from .text import english
 
 # -- distilled: what a larger network thinks of points (Hinton, Vinyals, Dean, arXiv 1503.02531) -----------------------------------------
@@ -249,7 +248,7 @@ def _parity(key: Key, count: int) -> Batch:
 
 # -- halved: bytes of English text after the eight before them, with parameters of 16 bits -----------------------------------------------
 
-BEFORE = 8
+BEFORE, READ = 8, 64
 
 
 def _next_byte() -> nn.Module:
@@ -257,11 +256,8 @@ def _next_byte() -> nn.Module:
     return nn.Sequential(body, nn.Linear(192, 256)).bfloat16()
 
 
-def _contexts(key: Key, count: int) -> Batch:
-    stream = "validation" if key[0] == "validation" else "train" if len(key) == 2 else "spare"
-    text = english()[stream == "validation"]
-    seed, index = (0, int(str(key[1]))) if stream == "validation" else (int(str(key[0])), int(str(key[-1])))
-    x, y = sample_batch(text, count, BEFORE, seed=seed, stream=stream, index=index)
+def _contexts(stream: str, seed: int, index: int) -> Batch:
+    x, y = sample_batch(english()[stream == "validation"], READ, BEFORE, seed=seed, stream=stream, index=index)
     return x, y[:, -1]
 
 
@@ -273,7 +269,7 @@ def _in_32_bits(model: nn.Module, batch: Batch) -> Tensor:
 DISTILLED = problem("distilled", drawn(_student), _answers, _divergence, size=64)
 PAINTED = problem("painted", drawn(Painter), _picture, squares, size=128, decay=0.0)
 COUNTED = problem("counted", drawn(Counter), _counts, _unlikely, size=64)
-TRANSLATED = replace(problem("translated", drawn(Translator), _translations, _each_word), groups=hidden_first)
+TRANSLATED = replace(problem("translated", drawn(Translator), _translations, _each_word), groups=hidden_matrices)
 FORKED = problem(
     "forked",
     drawn(lambda: nn.Sequential(nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 3 * PEAKS))),
@@ -282,16 +278,16 @@ FORKED = problem(
     size=64,
 )
 SWUNG = problem("swung", drawn(Pendulum), _swung, _astray)
-BINARY = Problem(
-    name="binary",
-    steps=1500,
-    batch_size=digits.IMAGES,
-    build=drawn(_signs),
-    groups=lambda model: decaying_matrices(model, 1e-4),
-    batch=digits.batch,
-    spare=digits.DIGITS.spare,
-    losses=labelled,
-    validate=lambda model: mean_loss(model, labelled, [digits.held_out()]),
-)
+BINARY = replace(digits.DIGITS, name="binary", build=drawn(_signs), groups=lambda model: decaying_matrices(model, 1e-4))
 PARITY = problem("parity", drawn(lambda: nn.Sequential(nn.Linear(BITS, 128), nn.ReLU(), nn.Linear(128, 2))), _parity, labelled)
-HALVED = problem("halved", drawn(_next_byte), _contexts, _in_32_bits, size=64)
+HALVED = Problem(
+    name="halved",
+    steps=1500,
+    batch_size=READ,
+    build=drawn(_next_byte),
+    groups=lambda model: decaying_matrices(model, 0.01),
+    batch=lambda seed, step: _contexts("train", seed, step),
+    spare=lambda seed, step, number: _contexts("spare", seed, number),
+    losses=_in_32_bits,
+    validate=lambda model: mean_loss(model, _in_32_bits, [_contexts("validation", 0, part) for part in range(32)]),
+)

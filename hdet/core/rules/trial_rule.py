@@ -297,7 +297,7 @@ class TrialRule(Controller):
         multiples, scores = [2.0**octave for octave in self._octaves()], self.costs.scored(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self._scan
-        origins = [ORIGIN] * len(multiples) if scan else [ORIGIN, ORIGIN, ""] if self.anew else None
+        origins = [ORIGIN] * len(multiples) if scan else [ORIGIN if octave else "" for octave in ANEW] if self.anew else None
         # The scan's higher arm is to show how much there is to learn, not the noise that its rate would leave.
         ends = [0.0 if scan and multiple > 1 else self._rises.end for multiple in multiples]
         settings = {
@@ -420,4 +420,4 @@ class TrialRule(Controller):
         return Rises(self.judged > 0, self.falls_to, self.epochs)
 
     def _next(self) -> None:
-        self.round, self.repeated, self.lowered, self.anew = self.round + 1, 0, False, False
+        self.round, self.repeated, self.lowered = self.round + 1, 0, False

@@ -124,9 +124,6 @@ def scanned(arms: Arms, rises: Rises, raised: bool, broke: bool) -> Finding:
         return Finding(1.0, note, doubted=True)
     if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
         return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
-    if arms.far_better(below) and arms.agreed(below):
-        note = f"2^{below:g} times the rate is better {after}, which may be because the loss rises at first: kept until the check"
-        return Finding(1.0, note, doubted=True)
     tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms.scores if octave)
     return Finding(1.0, f"{after} {tried} times the rate is better: kept")
 
