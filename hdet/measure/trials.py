@@ -40,7 +40,7 @@ class Trials(Measurement):
     0, in an arm that begins with a snapshot of before) to ``multiple`` times its reference over the first fifth, then falls to zero in a straight
     line, or to a part of that. A group whose rate is 0, beside others', stays there; where all are 0 the schedule begins so, and all rise. In the
     ``scores`` steps that follow, nothing of the arms moves, and the closure computes the losses of batches that no arm has seen (in eval mode,
-    without gradients); or those of the judge, at the cycle's end.
+    without gradients), the first arm's snapshot among those whose losses are computed, if there is one; or those of the judge, at the cycle's end.
 
     Arguments are those of `hdet.AutoLR`.
 
@@ -129,8 +129,8 @@ class Trials(Measurement):
         """Arms that begin with what the run begins the cycle with: the run's first step is one of theirs."""
         self._went = torch.zeros(2, dtype=torch.float64)
         """Squares of what the first step moved: the run's, and that of an arm at its rate."""
-        self._began: torch.Tensor | None = None
-        """The loss of the first batch, or the judge's, before any step."""
+        self._began: list[torch.Tensor | None] = []
+        """Losses of the weights with which the first arm began: the judge's, or of the batches that score arms, or of the first one."""
         self._averages: bool | None = None
         self._rates: list[tuple[Any, list[float], list[float]]] = []
         self._seen.forget()
@@ -158,13 +158,15 @@ class Trials(Measurement):
         act = partial(self._train, closure, position) if training else partial(self._score, closure)
         arms = [number for number in range(len(self._settings["multiples"])) if number not in self._broken]
         found: dict[int, torch.Tensor | None] = {}
+        origin = (self._settings["origins"] or [""])[0]
         with self._gradients_kept(), self._run_kept():
             if position == 1 and self.judge is not None and arms:
                 self._watched.snapshots.restore(arm(arms[0]))
-                losses = self._judged(*self.judge)
-                self._began = (
-                    None if any(loss is None for loss in losses) else torch.stack([loss for loss in losses if loss is not None]).mean()
-                )
+                self._began = self._judged(*self.judge)
+            elif not training and origin:
+                self._watched.snapshots.restore(origin)
+                with eval_mode(self._bare):
+                    self._began.append(self._scored(closure))
             for number in arms:
                 self._watched.snapshots.restore(arm(number))
                 looking = self._seen.looking_at(self._bare) if number == arms[0] else nullcontext()  # the others are given the same
@@ -175,8 +177,8 @@ class Trials(Measurement):
                     self._watched.snapshots.take(arm(number))
                 else:
                     self._losses[position - steps - 1, number] = found[number]
-        if position == 1 and self.judge is None:
-            self._began = found.get(arms[0]) if arms else None
+        if position == 1 and self.judge is None and not origin and arms:
+            self._began = [found[arms[0]]]
         if training and (position % max(1, steps // LOOKS) == 0 or position == steps):
             self._look(found)
 
@@ -365,7 +367,7 @@ class Trials(Measurement):
         if first:
             self._window = self._position
         went = torch.nan_to_num(self._went.to(mark), nan=0.0, posinf=BROKEN, neginf=0.0)
-        began = mark.new_zeros(1) if self._began is None else torch.nan_to_num(self._began.reshape(1).to(mark), nan=BROKEN, posinf=BROKEN)
+        began = torch.nan_to_num(_mean_over(self._began).to(mark), nan=BROKEN, posinf=BROKEN)
         # Of two examples that were among the first steps' one came again with half the probability with which a later one was among them.
         more = torch.cat([began, went, mark.new_tensor([2 * again if first else again, examples])])
         if any(self._losses[of] is None for of in expected):
@@ -408,6 +410,12 @@ class Trials(Measurement):
 def _mean(losses: torch.Tensor | None) -> torch.Tensor | None:
     """0-d float64, without a graph."""
     return None if losses is None else losses.detach().double().mean()
+
+
+def _mean_over(losses: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """(1,): of batches; 0, where one is not seen."""
+    seen = [loss for loss in losses if loss is not None]
+    return torch.stack(seen).mean().reshape(1) if seen and len(seen) == len(losses) else torch.zeros(1)
 
 
 @torch.no_grad()

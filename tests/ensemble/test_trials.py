@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 import numpy
@@ -153,6 +154,9 @@ def test_an_arm_may_begin_with_the_runs_first_weights(optimizer: Any) -> None:
     run.steps(before)
     told = read(run.controller, 1)
     assert list(map(list, told.scores)) == wanted and told.far == pytest.approx(1.0, abs=1e-4)
+    with torch.no_grad():  # of one batch it would be noise
+        firsts = [float(losses_of(model(), batch(100 * (before + i))).double().mean()) for i in range(STEPS, STEPS + SCORES)]
+    assert told.began == pytest.approx(mean(firsts), rel=1e-12)
     alone = Run(net=model(), spread=0.0, optimizer=optimizer).steps(2 * before)
     assert torch.equal(run.weights(), alone.weights())
 

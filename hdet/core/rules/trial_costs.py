@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 
 __all__ = ["AGAIN", "ALONE", "CHECK", "FEWEST", "LONGEST", "SCAN", "Costs"]
 
@@ -48,11 +50,6 @@ class Costs:
     total: int
     judged: int = 0
 
-    @property
-    def first(self) -> float:
-        """To judge the weights with which the first trial begins."""
-        return self.judged / 3
-
     def scored(self, steps: int) -> int:
         """Steps of the run that follow on a trial's, and whose batches score its arms."""
         return 0 if self.judged else min(max(steps // SCORED, SCORES[0]), SCORES[1])
@@ -61,35 +58,31 @@ class Costs:
         """A score is a forward pass, a third of a step."""
         return steps + (self.judged or self.scored(steps)) / 3
 
+    def trial(self, arms: int, steps: int, from_first: bool) -> float:
+        """``from_first``: from the run's first weights? Those are scored too, and by a judge the weights with which any trial begins."""
+        return arms * self.arm(steps) + (self.arm(steps) - steps if from_first or self.judged else 0.0)
+
     def rounds(self) -> tuple[float, ...]:
         """Those that the budget affords."""
-        affords = int((self.budget * self.total - self.first) / (ARMS * self.arm(ENOUGH)))
-        return () if affords < 1 else (ALONE,) if affords < 2 else (SCAN, CHECK)
+        check, affords = self.trial(ARMS, ENOUGH, from_first=False), self.budget * self.total
+        return () if affords < check else (ALONE,) if affords < check + self.trial(ARMS, ENOUGH, from_first=True) else (SCAN, CHECK)
 
     def steps(self, scan: bool, anew: bool, arms: int, spent: float, left: int, pace: float) -> int:
         """Of a trial. A scan leaves half of what is left to the rounds to come; a check leaves something only where it has enough. ``left``: optimizer
         steps of the run; ``pace``: optimizer steps for each of the schedule's, which ``total`` counts."""
-        affords = self.budget * self.total * pace - spent
+        affords, cost = self.budget * self.total * pace - spent, partial(self.trial, arms, from_first=scan or anew)
         if scan:
-            worth = min(affords / 2, arms * self.arm(int(SCANNED * max(1.0, self.total / LONG)))) / arms
+            worth = min(affords / 2, cost(int(SCANNED * max(1.0, self.total / LONG))))
         elif anew:
-            worth = max(affords / 2, min(affords, arms * self.arm(ANEWED))) / arms
+            worth = max(affords / 2, min(affords, cost(ANEWED)))
         else:
-            worth = max(affords / (1 + AGAIN), min(affords, arms * self.arm(CHECKED))) / arms
-        steps = self._worth(worth)
+            worth = max(affords / (1 + AGAIN), min(affords, cost(CHECKED)))
+        steps = bisect_right(range(max(0, int(worth)) + 1), worth + 1e-9, key=cost) - 1
         return min(steps, int(LONGEST * left), left - self.scored(steps) - 1)
-
-    def _worth(self, worth: float) -> int:
-        """Steps of a trial that, with its scores, costs each arm so much."""
-        if self.judged:
-            return int(worth - self.judged / 3)
-        low, high = SCORES
-        within = worth / (1 + 1 / (3 * SCORED))
-        return int((worth - low / 3 if within < low * SCORED else worth - high / 3 if within > high * SCORED else within) + 1e-9)
 
     def too_short(self) -> str:
         """Why there are no rounds, and what would help."""
-        least = ARMS * self.arm(ENOUGH) + self.first
+        least = self.trial(ARMS, ENOUGH, from_first=False)
         steps, budget = math.ceil(least / self.budget - 1e-9), math.ceil(100 * least / self.total) / 100
         says = f"too short a run for trials, the rate stays: {self.total} steps are below {steps}. Train longer"
         # A trial is a part of the run that is left, too.

@@ -50,7 +50,8 @@ class Told:
     part: float
     """Of the data that a step of the run takes, as far as its first examples have been seen again: 0, if none has."""
     began: float
-    """The loss with which the arms began: of the first batch, or by the judge, if there is one."""
+    """The loss with which the first arm began: by the judge; or of the batches of its scores, if it began with a snapshot; or of the first batch, whose
+    loss is a noisy one."""
 
     def row(self) -> list[float]:
         """As in `Evidence.measured`."""

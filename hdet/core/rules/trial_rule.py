@@ -162,7 +162,6 @@ class TrialRule(Controller):
         falls = [self._given] if self._given is not None else [run.falls_to[k] if run.falls_to else None for k in self._rates]
         known = [part for part in falls if part is not None]
         self.falls_to = max(known) if len(known) == len(falls) else None
-        self.spent = self._costs.first if self.rounds else 0.0
         self._epochs = self.epochs = run.epochs
         self._interval, self._fixed = run.sync_interval, run.local and run.replicas > 1
 
@@ -224,11 +223,17 @@ class TrialRule(Controller):
         """Is the round one at the first step, from the run's own beginning?"""
         return self.rounds[self.round] == SCAN
 
+    @property
+    def _from_first(self) -> bool:
+        """Do its arms go from the run's first weights?"""
+        return self._scan or self.anew
+
     def _spend(self, done: int | None = None) -> None:
         """For the trial that goes on, or as many of its steps."""
         if self.used and self.round < len(self.rounds):
-            whole = self.costs.arm(self.used)
-            self.spent += len(self._octaves()) * (whole if done is None else min(whole, done))
+            arms = len(self._octaves())
+            whole = self.costs.trial(arms, self.used, self._from_first)
+            self.spent += whole if done is None else min(whole, arms * done)
         self.used = 0
 
     # -- plan ----------------------------------------------------------------------------------------------------------------
@@ -317,10 +322,11 @@ class TrialRule(Controller):
         if not self.used or not rows:
             self.first = self.first or ([mean(seen)] if seen else [])
             return self._watch(evidence, seen) if self.finished and self._raised else self._nothing(evidence)
-        steps, octaves = self.used, self._octaves()
+        steps, octaves, from_first = self.used, self._octaves(), self._from_first
         self._spend()
         told = [Told.read(row, len(octaves), steps) for row in rows]
-        self.first = self.first or [mean(one.began for one in told)]
+        begun_with = mean(one.began for one in told)
+        self.first = self.first or [begun_with]
         self.strayed = next((one.far for one in told if not 1 / STRAYED < one.far < STRAYED), 0.0)
         self.epochs = max(self.epochs, self._total * sum(one.part for one in told))  # each replica has a part of the data of its own
         if self.strayed:
@@ -328,7 +334,7 @@ class TrialRule(Controller):
         judges = told[:1] if self.judged else told
         scores = {octave: [loss for one in judges for loss in one.scores[number]] for number, octave in enumerate(octaves)}
         trained = {octave: [loss for one in told for loss in one.trained[number]] for number, octave in enumerate(octaves)}
-        arms = Arms(scores, steps, self.first[0], {} if self.judged else trained)
+        arms = Arms(scores, steps, begun_with if from_first else self.first[0], {} if self.judged else trained)
         correction, peak = self._in_force(evidence)
         found = self._found(arms, peak, correction, broke=any(one.broken for one in told))
         self._go_on(found)

@@ -25,7 +25,7 @@ PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
-LITTLE = 0.3
+LITTLE = 0.25
 """The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
 frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
 FLAT = 0.0002
