@@ -4,7 +4,7 @@
                                          [--seeds 1] [--jobs 2] [--quick] [--json FILE]
 
 The run keeps its rate, 2^start times the one that people would write first. At 15 % and 30 % of it, or at other places, arms train beside it at 1/4,
-1/2, 2 and 4 times the rate, for 28, 56, 112 and 224 steps, and are scored on 48 batches (`hdet.AutoLR` affords 57 steps and 28 batches in a run of
+1/2, 2 and 4 times the rate, for 28, 56, 112 and 224 steps, and are scored on 48 batches (`hdet.AutoLR` affords 56 steps and 28 batches in a run of
 10 000). A rule that is to tell a wrong rate from a right one needs figures that differ. Lines have all arms, with standard errors over the batches.
 """
 

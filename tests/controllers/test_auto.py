@@ -43,10 +43,16 @@ def test_a_rate_that_is_kept_leaves_the_run_as_it_would_have_been_to_the_bit() -
     assert any("kept" in note for note in ran.notes()) and 0.15 * TOTAL < ran.controller.rule.spent <= 0.2 * TOTAL
 
 
-@pytest.mark.parametrize("lr", [0.03 / 2**7, 0.01, 0.1, 0.03 * 2**7])
-def test_wherever_it_begins_it_ends_within_half_a_percent(lr: float) -> None:
+@pytest.mark.parametrize("lr", [0.01, 0.1, 0.03 * 2**7])
+def test_near_the_best_or_far_above_it_ends_within_half_a_percent(lr: float) -> None:
     assert above_best(auto(lr).steps()) < 0.005
     assert 0.01 <= lr <= 0.1 or above_best(fixed(lr)) > 0.1
+
+
+def test_from_far_below_most_of_what_is_missing_is_gained() -> None:
+    """Not all: a rate that is the best one for a few steps is not trusted to be good for all."""
+    low, ran = 0.03 / 2**7, auto(0.03 / 2**7).steps()
+    assert above_best(fixed(low)) > 0.1 > 5 * above_best(ran) and ran.ensemble.corrections["lr"] >= 8
 
 
 def test_a_raised_rate_is_taken_back_where_the_data_gets_harder() -> None:

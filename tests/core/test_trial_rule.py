@@ -76,6 +76,16 @@ def past_scan(**settings: Any) -> TrialRule:
     return rule
 
 
+FAR, EIGHT = [3.99, 3.9, 2.0], [3.0, 2.9]
+"""Arms of a scan whose rate is far too low, and of the next one, in which eight times as much is not."""
+
+
+def raises(rule: TrialRule, **more: Any) -> float:
+    """By how many octaves it does."""
+    assert tell(rule, at(rule, 0), 42, FAR, **more)[0] == 0, "that is tried first"
+    return float(tell(rule, at(rule, 42), 84, EIGHT, **more)[0])
+
+
 # -- what it may take ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,12 +181,10 @@ def test_the_scan_keeps_a_rate_whose_harm_is_less_than_what_batches_differ_by() 
 
 def test_how_far_a_rate_is_behind_is_reckoned_from_the_first_weights_loss_of_the_same_batches() -> None:
     """A scan's batches may be harder ones than those of the scan before: then a rate that was fine seemed to have learned nothing."""
-    rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.95, 3.9, 2.0], began=4.0)[0] == RAISED
-    again = started()
-    tell(again, at(again, 0), 42, [3.95, 3.9, 2.0], began=4.0)
-    assert tell(rule, at(rule, 42), 84, [4.9, 4.3, 3.0], correction=8.0, began=5.0)[0] == 0, "0.7 of 2.0"
-    assert tell(again, at(again, 42), 84, [3.9, 3.7, 3.0], correction=8.0, began=3.8)[0] == RAISED, "0.1 of 0.8"
+    for began, arms, tried in ((5.0, [4.9, 4.3, 3.0], False), (4.4, [4.39, 4.3, 3.0], True)):  # 0.7 of 2.0, 0.1 of 1.4
+        rule = started()
+        tell(rule, at(rule, 0), 42, arms, began=began, losses=[4.4])
+        assert (len(at(rule, 42).measure.get(TRIALS, {}).get("multiples", [])) == 2) == tried
 
 
 def doubted(**settings: Any) -> TrialRule:
@@ -291,11 +299,42 @@ def test_replicas_with_gradients_of_their_own_are_not_held_against_the_first_wei
     assert plan.measure[TRIALS]["multiples"] == [2.0**octave for octave in CHECKS]
 
 
-def test_a_scan_takes_back_what_it_has_raised() -> None:
-    """At once: in doubt it is the user's rate."""
+def test_a_rate_is_raised_only_to_one_that_is_not_the_best_for_so_few_steps() -> None:
+    """That would be too high for a long run, as where the first steps learn how frequent each class is. Until it is known the run keeps its own."""
+    for arms, moved, says in (
+        (EIGHT, RAISED, "is better"),
+        ([2.0, 2.5], 0, "the best for so few, and too high for more"),
+        ([2.4, BROKEN], 0, "the best for so few, and too high for more"),
+        ([2.6, BROKEN], RAISED, "is better"),
+        ([2.4, 1.5], RAISED, "is better"),  # 1.6 of 2.5
+        ([3.95, 2.0], 0, "no better"),
+        ([BROKEN, BROKEN], 0, "no better"),
+    ):
+        rule = started()
+        octaves, note, end = tell(rule, at(rule, 0), 42, FAR)
+        assert octaves == 0 and end is None and "2^7 times the rate is far ahead" in note and "2^3 times it is tried" in note
+        plan = at(rule, 42)
+        assert plan.measure[TRIALS]["multiples"] == [2.0**3, 2.0**9] and plan.measure[TRIALS]["origins"] == [ORIGIN] * 2
+        octaves, note, end = tell(rule, plan, 84, arms)
+        assert (octaves, end, rule.rounds[rule.round]) == (moved, None, CHECK) and says in note
+
+
+def test_it_is_raised_once_more_where_higher_ones_are_still_far_ahead() -> None:
+    for arm, moved in ((3.0, RAISED), (2.4, 0)):  # 1.0 and 1.6 of 2.0
+        rule = started()
+        tell(rule, at(rule, 0), 42, FAR)
+        octaves, note, _ = tell(rule, at(rule, 42), 84, [3.7, 2.2])
+        assert octaves == RAISED and "still far ahead: raised" in note
+        plan = at(rule, 84)
+        assert plan.measure[TRIALS]["multiples"] == [2.0**3]
+        assert tell(rule, plan, 120, [arm], correction=2**RAISED)[0] == moved and rule.rounds[rule.round] == CHECK
+
+
+def test_a_run_that_breaks_when_it_was_raised_begins_again_at_its_own_rate() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[0] == RAISED
-    assert tell(rule, at(rule, 36), 78, [3.0, 3.5, 3.9], correction=2**RAISED)[::2] == (-RAISED, Restore("arm 0"))
+    tell(rule, at(rule, 0), 42, FAR)
+    tell(rule, at(rule, 42), 84, [3.7, 2.2])
+    assert tell(rule, at(rule, 84), 120, [3.0], correction=2**RAISED, broke=True)[::2] == (-RAISED, Restore(ORIGIN))
 
 
 @pytest.mark.parametrize(("arms", "trained", "why"), [
@@ -309,13 +348,12 @@ def test_a_rate_that_does_better_in_training_is_not_doubted(arms: list[float], t
 
 
 def test_the_scan_raises_a_rate_that_is_far_too_low() -> None:
-    rule = started()
-    assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (RAISED, None)
-    assert len(at(rule, 36).measure[TRIALS]["multiples"]) == 3
-    rule = started()
-    assert tell(rule, at(rule, 0), 36, [3.5, 3.3, 3.0])[::2] == (0.0, None)  # it learns by itself
-    rule = started(judged=2)  # of few examples: short runs prefer a rate that is a hundred times too high
-    assert tell(rule, at(rule, 0), 36, [3.95, 3.9, 3.0])[::2] == (0.0, None)
+    assert raises(started()) == RAISED
+    for rule, arms in (
+        (started(), [3.5, 3.3, 3.0]),
+        (started(judged=2), FAR),
+    ):  # it learns by itself; of few examples short runs prefer far too high ones
+        assert tell(rule, at(rule, 0), 36, arms)[::2] == (0.0, None) and rule.rounds[rule.round] == CHECK
 
 
 def test_the_scan_takes_back_what_breaks() -> None:
@@ -498,8 +536,7 @@ def test_where_examples_come_again_a_rate_is_not_raised_without_a_judge() -> Non
 
 def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
-    assert tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)[0] == 0
+    assert raises(rule) == RAISED
     moved, note, end = tell(rule, at(rule, 600), 700, [2.9, 2.5, 2.0], correction=2**RAISED, part=MANY_TIMES)
     assert moved == -RAISED and "back to the rate of before" in note and end is None and rule.idle
     assert rule.peaks[-1] == [1e-3, 1e-3]
@@ -509,8 +546,7 @@ def test_what_a_scan_has_raised_is_taken_back_where_examples_come_again() -> Non
 def test_where_hardly_anything_is_left_to_learn_a_rise_is_taken_back(arms: list[float], moved: float) -> None:
     """It can bring nothing more, and be too high for what comes."""
     rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
-    tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)
+    assert raises(rule) == RAISED
     octaves, note, _ = tell(rule, at(rule, 600), 700, arms, correction=2**RAISED)
     assert octaves == moved and ("hardly anything left to learn" in note) == (moved < 0)
 
@@ -518,8 +554,7 @@ def test_where_hardly_anything_is_left_to_learn_a_rise_is_taken_back(arms: list[
 def raised() -> TrialRule:
     """Trials are over, and the rate is 8 times the user's."""
     rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
-    tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)
+    assert raises(rule) == RAISED
     tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**RAISED)
     assert rule.finished and not rule.idle
     return rule
@@ -562,7 +597,7 @@ def test_replicas_with_gradients_of_their_own_go_back_in_their_rate_alone() -> N
     rule, correction = with_gradients_of_their_own(), 1.0
     for step in range(50, 1000, 50):
         plan = at(rule, step - 50)
-        arms = [3.99, 3.9, 2.0] if correction == 1 else [2.6, 2.5, 2.6]
+        arms = {3: FAR, 2: EIGHT}[len(plan.measure[TRIALS]["multiples"])] if plan.measure and correction == 1 else [2.6, 2.5, 2.6]
         moved, _, _ = tell(rule, plan, step, arms if plan.measure else None, correction=correction)
         correction *= 2.0**moved
     assert correction == 2**RAISED and rule.finished and not rule.idle and at(rule, 1000) == Plan(spread=False)
@@ -608,16 +643,15 @@ def test_a_rate_that_was_not_raised_and_a_loss_below_0_are_left_alone() -> None:
 def test_where_the_schedule_stays_high_a_rise_is_taken_back_if_a_lower_rate_is_any_better() -> None:
     for arms, moved in (([2.4999, 2.5, 2.6], -RAISED), ([2.5001, 2.5, 2.6], 0)):
         rule = started(says=1.0)
-        assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
-        tell(rule, at(rule, 42), 84, [3.0, 2.5, 2.8], correction=2**RAISED)
+        assert raises(rule) == RAISED
         assert tell(rule, at(rule, 600), 700, arms, correction=2**RAISED)[0] == moved
 
 
 def test_what_a_rate_has_learned_is_measured_from_the_first_loss_and_not_from_the_first_cycles() -> None:
     """In the first cycle the run has learned already: a good rate is not better than its mean."""
-    for began, moved in ((4.0, 0), (3.3, RAISED)):
+    for began, tried in ((4.0, False), (3.3, True)):
         rule = started()
-        assert tell(rule, at(rule, 0), 42, [3.9, 3.3, 2.0], losses=[3.3], began=began)[0] == moved
+        assert ("2^3 times it is tried" in tell(rule, at(rule, 0), 42, [3.9, 3.3, 2.0], losses=[3.3], began=began)[1]) == tried
 
 
 def test_without_a_scan_the_first_cycle_is_short() -> None:
@@ -632,7 +666,7 @@ def test_how_often_examples_are_seen_may_be_known() -> None:
 
 def test_a_few_epochs_and_a_judge_are_no_reason() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0], part=0.5 * MANY_TIMES)[0] == RAISED
+    assert raises(rule, part=0.5 * MANY_TIMES) == RAISED
     judged = past_scan(judged=2)
     assert tell(judged, at(judged, 600), 636, [3.99, 3.9, 3.0], part=MANY_TIMES)[0] > 0
 
@@ -649,13 +683,15 @@ def test_its_state_is_plain_and_goes_on() -> None:
         number = len(plan.measure[TRIALS]["multiples"]) if plan.measure else 0
         assert again.steps == plan.steps and bool(again.measure) == bool(number), step
         step += plan.steps or 50
-        arms = [3.99, 3.9, 2.0] if correction == 1 else [2.6, 2.5, 2.0]
+        arms = (FAR if number == 3 else EIGHT) if correction == 1 else [2.6, 2.5, 2.0]
         found = [tell(one, the, step, arms if number else None, correction, losses=[9.0 if step > 3000 else 1.0])
                  for one, the in ((rule, plan), (other, again))]  # fmt: skip
         assert found[0][:2] == found[1][:2] and type(found[0][2]) is type(found[1][2]) and other.report() == rule.report()
         correction *= 2.0 ** found[0][0]
         seen.add((number, rule.finished, correction))
-    assert {(3, False, 8.0), (3, False, 16.0), (0, True, 1.0)} <= seen, "raised by a scan and a check, and taken back by the watch"
+    assert {(3, False, 1.0), (2, False, 8.0), (3, False, 16.0), (0, True, 1.0)} <= seen, (
+        "raised by a scan and a check, and taken back by the watch"
+    )
 
 
 def test_frozen_it_moves_nothing_more() -> None:
@@ -714,17 +750,18 @@ def test_a_loss_that_is_not_finite_has_risen() -> None:
 
 def test_trials_that_meant_nothing_leave_no_rise() -> None:
     rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
+    assert raises(rule) == RAISED
     with pytest.warns(UserWarning, match="10 times as far"):
-        assert tell(rule, at(rule, 42), 84, [3.99, 3.9, 2.0], correction=2**RAISED, far=10)[0] == -RAISED
+        assert tell(rule, at(rule, 600), 700, [2.6, 2.5, 2.6], correction=2**RAISED, far=10)[0] == -RAISED
     assert rule.idle
 
 
 def test_what_was_not_done_is_not_decided_again() -> None:
     """As in a `Shadow`, where the same scan would raise a second time."""
     rule = started()
-    assert tell(rule, at(rule, 0), 42, [3.99, 3.9, 2.0])[0] == RAISED
-    moved, note, _ = tell(rule, at(rule, 42), 84, [3.99, 3.9, 2.0], correction=1.0)
+    tell(rule, at(rule, 0), 42, FAR)
+    assert tell(rule, at(rule, 42), 84, [3.7, 2.2])[0] == RAISED
+    moved, note, _ = tell(rule, at(rule, 84), 120, [3.0], correction=1.0)
     assert moved == 0 and "not where the last trial has put it" in note and rule.rounds[rule.round] == CHECK
 
 

@@ -36,14 +36,14 @@ from ..validate import within
 from .rises import Rises
 from .trial_costs import AGAIN, CHECK, FEWEST, LONGEST, SCAN, Costs
 from .trial_protocol import BROKEN, ORIGIN, TRIALS, Told, snapshots
-from .trial_scores import Arms, Finding, begun_anew, between, checked, scanned, taken_back
+from .trial_scores import RAISED, Arms, Finding, begun_anew, between, checked, risen, scanned, taken_back
 
 __all__ = ["TrialRule"]
 
 SCANS, CHECKS, ANEW = (-3.0, 0.0, 7.0), (-2.0, 0.0, 2.0), (-6.0, -3.0, 0.0)
 """Octaves from the rate in force to each arm's, ascending."""
-NEARER = 1.0
-"""Octaves by which the higher arm of a scan lies nearer when it is repeated, at a rate that was raised."""
+RISES = ((0.0, 6.0), (0.0,))
+"""Of the scan's repetitions, if it may raise the rate: octaves from the one that it may be raised to. The second may raise it no further."""
 RISEN, LATEST = 0.9, 0.35
 """Of its peak: what the schedule has to have reached before a check, which would prefer a higher rate in a warm-up. Of the run: how long that may take."""
 STRAYED = 4.0
@@ -75,7 +75,7 @@ class TrialRule(Controller):
     judges_held_out = True
     state_keys: Mapping[str, Kind] = {
         "round": Number(0, 2, whole=True), "repeated": Number(0, AGAIN, whole=True), "lowered": FLAG, "risen": FLAG, "spent": Number(0),
-        "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False),
+        "trial": COUNT, "used": COUNT, "began": COUNT, "ready": COUNT, "first": ListOf(Number()), "said": Or(FLAG, False), "scan": Or(ListOf(Number()), []),
         "peaks": ListOf(Row(Number(), Number())), "edge": Or(Number(0), 0.0), "strayed": Or(Number(0), 0.0), "epochs": Or(Number(0), 0.0),
         "level": Or(ListOf(Number()), []), "window": Or(ListOf(Number()), []), "watched": Or(COUNT, 0), "anew": Or(FLAG, False),
     }  # fmt: skip
@@ -103,6 +103,8 @@ class TrialRule(Controller):
         """Has this scan lowered the rate?"""
         self.anew = False
         """Is the trial that goes on one anew?"""
+        self.scan: list[float] = []
+        """What the rate in force has learned in the scan, and the most that any arm has; empty: there was none."""
         self.risen = False
         """Has the schedule come near its peak?"""
         self.spent = 0.0
@@ -290,20 +292,27 @@ class TrialRule(Controller):
         kept = {ORIGIN: SnapshotOf(self.place)} if self._doubted else {}
         return Plan(steps=None if self._fixed else min(self._interval, math.ceil(steps * self._pace)), spread=False, snapshots=kept)
 
+    @property
+    def _rising(self) -> bool:
+        """Is a scan of the rate that the one in force may be raised to?"""
+        return self._scan and self.repeated > 0 and not self.lowered and bool(self.scan)
+
     def _octaves(self) -> tuple[float, ...]:
-        """Of the arms: the lower one, the rate in force, the higher one (not in a scan that has lowered the rate, nor anew)."""
+        """Of the arms, ascending; see `Arms`."""
         if not self._scan:
             return ANEW if self.anew else CHECKS
-        below, same, above = SCANS
-        return (below, same) if self.lowered else (below, same, above - NEARER * self.repeated)
+        if self._rising:
+            return RISES[self.repeated - 1]
+        return SCANS[:2] if self.lowered else SCANS
 
     def _trial(self, now: Moment) -> Plan:
         """The cycle ends with it, unless its length is not ours to choose."""
-        multiples, scores = [2.0**octave for octave in self._octaves()], self.costs.scored(self.used)
+        multiples = [2.0 ** (octave + RAISED * self._rising) for octave in self._octaves()]
+        scores = self.costs.scored(self.used)
         length = None if self._fixed else self.began + self.used + scores - now.step
         scan = self._scan
         origins = [ORIGIN] * len(multiples) if scan else [ORIGIN if octave else "" for octave in ANEW] if self.anew else None
-        # The scan's higher arm is to show how much there is to learn, not the noise that its rate would leave.
+        # The scan's higher arms are to show how much there is to learn, not the noise that their rates would leave.
         ends = [0.0 if scan and multiple > 1 else self._rises.end for multiple in multiples]
         settings = {
             "trial": self.trial, "multiples": multiples, "of": "peak" if scan else "base", "origins": origins, "steps": self.used, "scores": scores,
@@ -357,16 +366,24 @@ class TrialRule(Controller):
             why = f"in {arms.steps} steps no rate is any better or worse, so there is hardly anything left to learn"
         elif not self._scan and self._rises.stays_high and arms.gain(below) > 0:
             why = f"in {arms.steps} steps 2^{below:g} times the rate is better, and the schedule stays high"
+        elif self._rising and broke:
+            why = f"the run breaks in {arms.steps} steps"
         if why and raised:
-            return taken_back(peak, correction, why)
+            found = taken_back(peak, correction, why)
+            return replace(found, snapshot=ORIGIN) if broke and self._rising else found
         if self.strayed:
             return Finding(1.0, "")
-        return self._followed(arms, peak, raised, broke)
+        return self._followed(arms, peak, broke)
 
-    def _followed(self, arms: Arms, peak: float, raised: bool, broke: bool) -> Finding:
-        if self._scan:
-            return scanned(arms, self._rises, raised, broke)
-        return begun_anew(arms) if self.anew else checked(arms, self._rises, peak)
+    def _followed(self, arms: Arms, peak: float, broke: bool) -> Finding:
+        if self._rising:
+            found = risen(arms, self._rises, *self.scan)
+        elif self._scan:
+            found = scanned(arms, self._rises, broke)
+        else:
+            return begun_anew(arms) if self.anew else checked(arms, self._rises, peak)
+        self.scan = [arms.learned(), max(*self.scan[1:], *map(arms.learned, arms.scores))]
+        return found
 
     def _go_on(self, found: Finding) -> None:
         """To the next round, or to this one once more."""

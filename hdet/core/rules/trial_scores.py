@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from .rises import Rises
 from .trial_protocol import BROKEN, ORIGIN, arm
 
-__all__ = ["WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "scanned", "taken_back"]
+__all__ = ["RAISED", "WITHIN", "Arms", "Finding", "begun_anew", "between", "checked", "risen", "scanned", "taken_back"]
 
 CLEAR = 3.0
 """Standard errors by which an arm has to be better than the rate in force."""
@@ -25,9 +25,10 @@ PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
-LITTLE = 0.25
-"""The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
-frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
+LITTLE, MOST = 0.25, 0.75
+"""Parts of what the higher arm of a scan has learned. Above the first the rate in force is not far too low: a language model learns the letters' frequencies in
+its first steps, at any high rate alike, and that says nothing about the run. A rate that learns more than the second in those few steps is the best one
+for so few, and thus too high for a long run: to such a one none is raised."""
 FLAT = 0.0002
 """Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
 Then a rise is taken back: it can bring nothing more, and be too high for what comes, as in a curriculum."""
@@ -55,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Arms:
-    """How copies of the run have done after so many steps, at multiples 2^octave of the rate in force."""
+    """How copies of the run have done after so many steps, at multiples 2^octave of the rate in force, or of one that it may be raised to."""
 
     scores: Mapping[float, Sequence[float]]
     """By octave: losses of the same batches for each."""
@@ -104,28 +105,43 @@ class Arms:
         """Has the rate in force hardly learned anything, beside this one?"""
         return self.learned() < LITTLE * self.learned(octave)
 
+    def far_ahead_of_own(self, octave: float) -> bool:
+        return octave > 0 and self.better(octave) and self.far_behind(octave)
+
     @property
     def flat(self) -> bool:
         return all(abs(self.gain(octave)) < FLAT * self.learned() for octave in self.scores)
 
 
-def scanned(arms: Arms, rises: Rises, raised: bool, broke: bool) -> Finding:
-    """From the run's beginning. ``raised``: is the rate that a scan has raised in force? ``broke``: are the run's own weights not finite?
-    Otherwise a rate is not lowered so soon: some losses rise at first under any rate that is good later, as a vector quantizer's."""
+def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
+    """From the run's beginning. ``broke``: are the run's own weights not finite? Otherwise a rate is not lowered so soon: some losses rise at first
+    under any rate that is good later, as a vector quantizer's."""
     below, above = min(arms.scores), max(arms.scores)
     after = f"in {arms.steps} steps from the start"
     if max(arms.scores[below]) >= BROKEN:
         return Finding(4.0**below, f"even 2^{below:g} times the rate breaks in {arms.steps} steps: back to the start", ORIGIN, again=True)
-    lower = arms.far_better(below) and arms.agreed(below)
-    if broke or (lower and raised):
-        return Finding(2.0**below, f"2^{below:g} times the rate is better {after}: the run goes on as that arm", arm(0), again=True)
-    if lower:
+    if broke:
+        return Finding(2.0**below, f"the run breaks {after}: it goes on as the arm at 2^{below:g} times the rate", arm(0), again=True)
+    if arms.far_better(below) and arms.agreed(below):
         note = f"2^{below:g} times the rate is better {after}: kept for now, and held against the first weights before the check"
         return Finding(1.0, note, doubted=True)
-    if above > 0 and arms.better(above) and rises.allowed(scan=True, far_behind=arms.far_behind(above)):
-        return Finding(2.0**RAISED, f"2^{above:g} times the rate is better {after}: raised by 2^{RAISED:g}", again=True)
+    if arms.far_ahead_of_own(above) and rises.allowed(scan=True, far_behind=True):
+        return Finding(1.0, f"2^{above:g} times the rate is far ahead {after}: 2^{RAISED:g} times it is tried", again=True)
     tried = ("neither " if above > 0 else "not even ") + " nor ".join(f"2^{octave:g}" for octave in arms.scores if octave)
-    return Finding(1.0, f"{after} {tried} times the rate is better: kept")
+    return Finding(1.0, f"{after} {tried} times the rate is far ahead: kept")
+
+
+def risen(arms: Arms, rises: Rises, learned: float, most: float) -> Finding:
+    """Another scan, of the rate that the one in force may be raised to. ``learned``: by the one in force; ``most``: by any arm, in as many steps."""
+    above, after = max(arms.scores), f"in {arms.steps} steps from the start"
+    if not learned < arms.learned() <= MOST * max(most, arms.learned(above)):
+        why = "no better" if arms.learned() <= learned else "the best for so few, and too high for more"
+        return Finding(1.0, f"2^{RAISED:g} times the rate is {why} {after}: kept")
+    if not rises.allowed(scan=True, far_behind=True):
+        return Finding(1.0, f"2^{RAISED:g} times the rate is not safe here: kept")
+    further = arms.far_ahead_of_own(above)
+    more = ", and higher ones are still far ahead" if further else ""
+    return Finding(2.0**RAISED, f"2^{RAISED:g} times the rate is better {after}{more}: raised", again=further)
 
 
 def begun_anew(arms: Arms) -> Finding:
