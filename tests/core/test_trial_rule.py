@@ -76,7 +76,7 @@ def past_scan(**settings: Any) -> TrialRule:
     return rule
 
 
-FAR, EIGHT = [3.99, 3.9, 2.0], [3.0, 2.9]
+FAR, EIGHT = [3.99, 3.9, 2.0], [3.1, 3.0]
 """Arms of a scan whose rate is far too low, and of the next one, in which eight times as much is not."""
 
 
@@ -304,9 +304,9 @@ def test_a_rate_is_raised_only_to_one_that_is_not_the_best_for_so_few_steps() ->
     for arms, moved, says in (
         (EIGHT, RAISED, "is better"),
         ([2.0, 2.5], 0, "the best for so few, and too high for more"),
-        ([2.4, BROKEN], 0, "the best for so few, and too high for more"),
-        ([2.6, BROKEN], RAISED, "is better"),
-        ([2.4, 1.5], RAISED, "is better"),  # 1.6 of 2.5
+        ([2.9, BROKEN], 0, "the best for so few, and too high for more"),
+        ([3.1, BROKEN], RAISED, "is better"),
+        ([2.9, 1.5], RAISED, "is better"),  # 1.1 of 2.5
         ([3.95, 2.0], 0, "no better"),
         ([BROKEN, BROKEN], 0, "no better"),
     ):

@@ -25,7 +25,7 @@ from .generated import BRACKETS, CLUSTERS, PAIRS, SERIES, SETS, TRANSFER
 from .harder import CURRICULUM, FADING, SWELLING
 from .images import AUTOENCODER, DIFFUSION, MIXER, RESNET, VIT
 from .language import EXPERTS, LLAMA, RECURRENT
-from .misleading import BITS_UNTOLD, BLOCKS, QUANTIZED, STRETCHED
+from .misleading import BITS_UNTOLD, BLOCKS, CLICKS, KINDS, QUANTIZED, STRETCHED
 from .sequences import CONVOLUTIONS, SORTING
 from .seventh import DEEP, ECHOED, HEAVY, QUANTILES, RANKED, THREES
 from .sixth import BINARY, COUNTED, DISTILLED, FORKED, HALVED, PAINTED, PARITY, SWUNG, TRANSLATED
@@ -187,6 +187,8 @@ MISLEADING = _named(
     Workload(QUANTIZED, "adamw-0.999", "cosine", 1e-3),
     Workload(BITS_UNTOLD, "sgd", "cosine", 0.2),
     Workload(STRETCHED, "sgd", "wsd", 0.0096),
+    Workload(KINDS, "lion", "cosine", 1e-3),
+    Workload(CLICKS, "adamw-0.95", "cosine", 3e-4),
 )
-"""Two adversaries'. On the likes of them the rule was mended."""
+"""Three adversaries'. On the likes of them the rule was mended."""
 WORKLOADS = {**DEVELOPMENT, **TEST, **HIGH, **REPEATED, **HARDER, **ZERO, **MISLEADING}

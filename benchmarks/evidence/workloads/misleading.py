@@ -1,5 +1,6 @@
 """What misled a scan: a stream that comes in blocks, 25 batches of each of six domains in turn; and a quantizer's loss, which rises at first. What misled
-a trial anew: plateaus with noise at the best rate, of a parity, and of a regression of which almost all inputs say nothing."""
+a trial anew: plateaus with noise at the best rate, of a parity, and of a regression of which almost all inputs say nothing. And what misled a rise: first
+steps that learn only how frequent classes are, of a hundred kinds, and of clicks on things that have numbers of their own and come again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from ..problems.digits import seeded
 from ..problems.problem import Batch, drawn
-from .generated import Key, problem, squares
+from .generated import Key, labelled, problem, squares
 
 DOMAINS, BLOCK, INPUTS, WAVES = 6, 25, 16, 32
 BITS, IDLE, TELLING = 150, 300, 20
@@ -104,6 +105,81 @@ def _stretched(key: Key, count: int) -> Batch:
     return torch.cat([x[:, :IDLE], 0.05 * x[:, IDLE:]], 1), x[:, IDLE:].sum(1) / TELLING**0.5
 
 
+CLASSES, ROWS, USERS, THINGS, SEEN = 100, 60_000, 6000, 3000, 64
+
+
+@functools.cache
+def _body() -> tuple[Tensor, Tensor]:
+    generator = seeded("misleading", "body")
+    return 0.5 * torch.randn(INPUTS, 24, generator=generator), torch.randn(24, generator=generator) / 24**0.5
+
+
+def _waving(x: Tensor) -> Tensor:
+    waves, weights = _body()
+    return 1.4 * torch.sin(x @ waves) @ weights
+
+
+def _kinds(key: Key, count: int) -> Batch:
+    """Of 100, as frequent as words are (Zipf)."""
+    generator, common = seeded("misleading", "kinds", *key), seeded("misleading", "kinds")
+    x = torch.randn(count, INPUTS, generator=generator)
+    known = torch.sin(x @ _body()[0])[:, :INPUTS] @ (0.375 * torch.randn(INPUTS, CLASSES, generator=common))
+    noise = -torch.rand(count, CLASSES, generator=generator).clamp(1e-9, 1 - 1e-7).log().neg().log()
+    return x, (known - 1.2 * torch.arange(1.0, CLASSES + 1).log() + noise).argmax(1)
+
+
+def _of_kinds() -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+class Clicks(nn.Module):
+    """Chance of a click, of a user, a thing and 16 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.things = nn.Embedding(USERS, 8), nn.Embedding(THINGS, 8)
+        for table in (self.users, self.things):
+            nn.init.normal_(table.weight, std=0.01)
+        self.layers = nn.Sequential(nn.Linear(INPUTS + 16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.layers(torch.cat([self.users(batch[0]), self.things(batch[1]), batch[2]], 1))
+
+
+def _seen(generator: torch.Generator, count: int) -> Batch:
+    common = seeded("misleading", "clicks")
+    of_user, of_thing = (0.3 * torch.randn(many, generator=common) for many in (USERS, THINGS))
+    user, thing = (torch.randint(many, (count,), generator=generator) for many in (USERS, THINGS))
+    x = torch.randn(count, INPUTS, generator=generator)
+    chance = torch.sigmoid(-2.5 + 1.2 * _waving(x) + of_user[user] + of_thing[thing])
+    return user, thing, x, (torch.rand(count, generator=generator) < chance).float()
+
+
+@functools.cache
+def _rows() -> Batch:
+    return _seen(seeded("misleading", "clicks", "rows"), ROWS)
+
+
+@functools.cache
+def _order(seed: int, epoch: int) -> Tensor:
+    return torch.randperm(ROWS, generator=seeded("misleading", "clicks", seed, epoch))
+
+
+def _clicks(key: Key, count: int) -> Batch:
+    return _seen(seeded("misleading", "clicks", *key), count)
+
+
+def _again(seed: int, step: int) -> Batch:
+    """60 000 rows, in another order each time."""
+    epoch, at = divmod(step, ROWS // SEEN)
+    chosen = _order(seed, epoch)[at * SEEN : (at + 1) * SEEN]
+    return tuple(column[chosen] for column in _rows())
+
+
+def _clicked(model: nn.Module, batch: Batch) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch), batch[3], reduction="none")
+
+
 BLOCKS = replace(
     problem("blocks", drawn(_regressor), _streamed, squares),
     batch=lambda seed, step: _streamed((seed, step), 32, step // BLOCK % DOMAINS),
@@ -112,3 +188,5 @@ BLOCKS = replace(
 QUANTIZED = problem("quantized", drawn(Quantizer), _mixture, _reconstruction, 64)
 BITS_UNTOLD = problem("bits", drawn(_wide), _parity, _either, size=64, decay=0.0)
 STRETCHED = problem("stretched", drawn(_line), _stretched, squares, decay=0.0)
+KINDS = problem("kinds", drawn(_of_kinds), _kinds, labelled, size=64, decay=0.0)
+CLICKS = replace(problem("clicks", drawn(Clicks), _clicks, _clicked, size=SEEN), batch=_again)

@@ -6,7 +6,9 @@ multiples of its rate, each falling to zero, and are scored on batches that none
 and on where in the run it begins (docs/evidence/autolr.md, "What a trial can tell"). Hence the rounds:
 
 - One *scan* at the first step, with multiples far apart. It finds only what is grossly wrong: a rate that breaks at once (then the run goes on as
-  the lower arm), or so low that 128 times as much is better even though short runs prefer much higher rates.
+  the lower arm), or so low that 128 times as much is far ahead even though short runs prefer much higher rates.
+- Then a second scan, of eight times the rate: if that, too, is behind a higher one, the rate is raised to it. What learns all there is in so few
+  steps, as how frequent each class is, is too high for a long run. If it is still far behind, the next eight times are tried.
 - One *check* early in the run, but after the warm-up, at a quarter of the rate and at four times, for as many steps as the budget has. Where one
   of them is clearly better, the base value moves half the way to it, and the check is repeated while the budget lasts. Else it stays, and the
   run is bit for bit the one that it would have been.
@@ -373,11 +375,11 @@ class TrialRule(Controller):
             return replace(found, snapshot=ORIGIN) if broke and self._rising else found
         if self.strayed:
             return Finding(1.0, "")
-        return self._followed(arms, peak, broke)
+        return self._followed(arms, peak, raised, broke)
 
-    def _followed(self, arms: Arms, peak: float, broke: bool) -> Finding:
+    def _followed(self, arms: Arms, peak: float, raised: bool, broke: bool) -> Finding:
         if self._rising:
-            found = risen(arms, self._rises, *self.scan)
+            found = risen(arms, self._rises, raised, *self.scan)
         elif self._scan:
             found = scanned(arms, self._rises, broke)
         else:

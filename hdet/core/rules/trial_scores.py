@@ -25,10 +25,12 @@ PART = 0.5
 """Of the way to the arm that is better: if it is a little better, what is best in so few steps lies half-way, and shorter runs prefer higher rates."""
 RAISED = 3.0
 """Octaves by which a scan raises a rate that is far too low: the best rate of a few steps is up to five above that of the run."""
-LITTLE, MOST = 0.25, 0.75
-"""Parts of what the higher arm of a scan has learned. Above the first the rate in force is not far too low: a language model learns the letters' frequencies in
-its first steps, at any high rate alike, and that says nothing about the run. A rate that learns more than the second in those few steps is the best one
-for so few, and thus too high for a long run: to such a one none is raised."""
+LITTLE = 0.25
+"""The part of what the higher arm of a scan has learned, above which the rate in force is not far too low: a language model learns the letters'
+frequencies in its first steps, at any high rate alike, and that says nothing about the run."""
+MOST = {False: 0.5, True: 0.75}
+"""Of the most that any arm of the scans has learned, by whether the rate was raised before: one that learns more in so few steps is best for so few, and thus too
+high for a long run. A rate that is raised for the first time may have been right."""
 FLAT = 0.0002
 """Of what has been learned: where neither arm of a check is better or worse by as much, all there is to learn so far has been learned, at any of these rates.
 Then a rise is taken back: it can bring nothing more, and be too high for what comes, as in a curriculum."""
@@ -131,10 +133,11 @@ def scanned(arms: Arms, rises: Rises, broke: bool) -> Finding:
     return Finding(1.0, f"{after} {tried} times the rate is far ahead: kept")
 
 
-def risen(arms: Arms, rises: Rises, learned: float, most: float) -> Finding:
-    """Another scan, of the rate that the one in force may be raised to. ``learned``: by the one in force; ``most``: by any arm, in as many steps."""
+def risen(arms: Arms, rises: Rises, raised: bool, learned: float, most: float) -> Finding:
+    """Another scan, of the rate that the one in force may be raised to. ``raised``: is that one a scan's? ``learned``: by it; ``most``: by any arm, in as many
+    steps."""
     above, after = max(arms.scores), f"in {arms.steps} steps from the start"
-    if not learned < arms.learned() <= MOST * max(most, arms.learned(above)):
+    if not learned < arms.learned() <= MOST[raised] * max(most, arms.learned(above)):
         why = "no better" if arms.learned() <= learned else "the best for so few, and too high for more"
         return Finding(1.0, f"2^{RAISED:g} times the rate is {why} {after}: kept")
     if not rises.allowed(scan=True, far_behind=True):
