@@ -119,7 +119,7 @@ def test_copies_are_kept_while_they_are_needed(name: str) -> None:
     assert copies(ran) == 1
     del ran
     ran = run(name).steps()
-    watched = name == "auto"  # it has raised the rate: the run may have to go back to where the watch's one window began
-    assert ran.controller.finished and ran.controller.idle != watched and copies(ran) == 1 + watched
+    # AutoLR has kept the rate: before 6 % of so short a run there is no place for a second scan. (What a watch keeps: core/test_trial_rule.py.)
+    assert ran.controller.finished and ran.controller.idle and copies(ran) == 1
     ran.ensemble.close()
     assert copies(ran) == 1
